@@ -1,0 +1,349 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+
+#include "cli/doctor.hpp"
+#include "lockstep/units.hpp"
+
+namespace lockstep::cli {
+namespace {
+
+using nlohmann::json;
+
+constexpr double kSlowGflops = 15;    // the reference BLAS reaches about 6, OpenBLAS 50 and more
+constexpr double kBudgetSlack = 1.1;  // threads seen where one was allowed
+constexpr int64_t kLittleMemory = 1_GiB;
+constexpr int64_t kLittleSharedMemory = 256_MiB;
+constexpr int64_t kFewOpenFiles = 1024;
+constexpr int64_t kFewProcesses = 512;
+constexpr const char* kInstallBlas =
+    "apt-get install libopenblas0-openmp, then build lockstep again";
+
+// A value of the wanted type at a JSON pointer, or nothing.
+template <class T>
+std::optional<T> fact(const json& facts, const char* pointer) {
+  const json::json_pointer where(pointer);
+  if (!facts.contains(where) || facts.at(where).is_null()) return std::nullopt;
+  try {
+    return facts.at(where).get<T>();
+  } catch (const json::exception&) {
+    return std::nullopt;
+  }
+}
+
+Finding unknown(const char* check) {
+  return {check, Level::kWarn, "could not be found out",
+          "`lockstep doctor --json` shows the facts there are"};
+}
+
+Finding check_lockstep(const json& facts) {
+  const auto command = fact<std::string>(facts, "/lockstep").value_or("?");
+  const auto probe = fact<std::string>(facts, "/probe/lockstep");
+  if (const auto error = fact<std::string>(facts, "/probe/error")) {
+    return {"lockstep", Level::kFail,
+            fmt::format("{}, but lockstep-probe failed: {}", command, *error),
+            "build and install lockstep's programs together; a missing library is named above"};
+  }
+  if (probe && *probe != command) {
+    return {"lockstep", Level::kFail, fmt::format("{}, but lockstep-probe is {}", command, *probe),
+            "build and install lockstep's programs together"};
+  }
+  return {"lockstep", Level::kPass, command, ""};
+}
+
+Finding check_libtorch(const json& facts) {
+  const auto built = fact<std::string>(facts, "/probe/torch/built").value_or("?");
+  const auto loaded = fact<std::string>(facts, "/probe/torch/loaded").value_or("");
+  const auto libraries = fact<std::vector<std::string>>(facts, "/probe/torch/libraries")
+                             .value_or(std::vector<std::string>{});
+  if (libraries.empty()) return unknown("libtorch");
+  std::set<std::string> folders;
+  for (const auto& library : libraries) {
+    folders.insert(std::filesystem::path(library).parent_path().string());
+  }
+  if (folders.size() > 1) {
+    return {"libtorch", Level::kFail,
+            fmt::format("two libtorches are mixed: {}", fmt::join(folders, " and ")),
+            "remove the build folder, configure with -DLOCKSTEP_TORCH=/path/to/torch, and unset "
+            "LD_LIBRARY_PATH and LD_PRELOAD"};
+  }
+  // A wheel's version has a suffix ("2.11.0+cu130") that its headers may not have.
+  const auto number = [](const std::string& text) { return text.substr(0, text.find('+')); };
+  if (!loaded.empty() && number(loaded) != number(built)) {
+    return {
+        "libtorch", Level::kFail,
+        fmt::format("built with {}, but {} is loaded from {}", built, loaded, *folders.begin()),
+        "build lockstep again with the libtorch it is to use (-DLOCKSTEP_TORCH=/path/to/torch)"};
+  }
+  return {"libtorch", Level::kPass, fmt::format("{} in {}", built, *folders.begin()), ""};
+}
+
+Finding check_abi(const json& facts) {
+  const auto cxx11 = fact<bool>(facts, "/probe/torch/cxx11_abi");
+  if (!cxx11) return unknown("C++ ABI");
+  if (*cxx11)
+    return {"C++ ABI", Level::kPass, "C++11 (std::string as GCC 5 and newer have it)", ""};
+  return {"C++ ABI", Level::kFail, "the old one, from before C++11",
+          "use PyTorch 2.6 or newer, or a libtorch download marked cxx11-abi"};
+}
+
+enum class Blas {
+  kOpenBlasOpenMp,
+  kOpenBlasPthread,
+  kOpenBlasSerial,
+  kOpenBlasOther,
+  kMkl,
+  kBlis,
+  kReference,
+  kUnknown
+};
+
+// libblas.so decides where there is one: it is what libtorch calls, and an OpenBLAS that something
+// else pulled in may well be mapped beside it.
+Blas classify_blas(const std::vector<std::string>& libraries, const std::string& torch_config) {
+  const auto has = [](const std::string& path, const char* part) {
+    return path.find(part) != std::string::npos;
+  };
+  const auto kind = [&](const std::string& path) {
+    if (has(path, "openblas-openmp")) return Blas::kOpenBlasOpenMp;
+    if (has(path, "openblas-pthread")) return Blas::kOpenBlasPthread;
+    if (has(path, "openblas-serial")) return Blas::kOpenBlasSerial;
+    if (has(path, "openblas")) return Blas::kOpenBlasOther;
+    if (has(path, "mkl")) return Blas::kMkl;
+    if (has(path, "blis")) return Blas::kBlis;
+    return has(path, "/libblas.so") ? Blas::kReference : Blas::kUnknown;
+  };
+  for (const auto& path : libraries) {
+    if (has(path, "/libblas.so")) return kind(path);
+  }
+  for (const auto& path : libraries) {
+    if (kind(path) != Blas::kUnknown) return kind(path);
+  }
+  if (has(torch_config, "BLAS_INFO=mkl")) return Blas::kMkl;
+  if (has(torch_config, "BLAS_INFO=open")) return Blas::kOpenBlasOther;
+  return Blas::kUnknown;
+}
+
+const char* title_of(Blas blas) {
+  switch (blas) {
+    case Blas::kOpenBlasOpenMp:
+      return "OpenBLAS (OpenMP)";
+    case Blas::kOpenBlasPthread:
+      return "OpenBLAS (pthread)";
+    case Blas::kOpenBlasSerial:
+      return "OpenBLAS (serial)";
+    case Blas::kOpenBlasOther:
+      return "OpenBLAS";
+    case Blas::kMkl:
+      return "MKL";
+    case Blas::kBlis:
+      return "BLIS";
+    case Blas::kReference:
+      return "REFERENCE BLAS";
+    case Blas::kUnknown:
+      return "a BLAS of unknown kind";
+  }
+  return "";
+}
+
+Finding check_blas(const json& facts) {
+  const auto libraries = fact<std::vector<std::string>>(facts, "/probe/blas/libraries");
+  const auto gflops = fact<double>(facts, "/probe/blas/gflops_one_thread");
+  if (!libraries || !gflops) return unknown("BLAS");
+  const Blas blas =
+      classify_blas(*libraries, fact<std::string>(facts, "/probe/torch/config").value_or(""));
+  const std::string value =
+      fmt::format("{}, {:.0f} GFLOP/s in fp32 with a budget of one thread{}", title_of(blas),
+                  *gflops, libraries->empty() ? "" : ", " + libraries->front());
+  if (blas == Blas::kReference) {
+    return {"BLAS", Level::kFail,
+            value + ": matrix products are 10 to 30 times slower than they should be",
+            kInstallBlas};
+  }
+  if (blas == Blas::kOpenBlasPthread) {
+    return {"BLAS", Level::kFail, value + ": this flavour ignores thread budgets", kInstallBlas};
+  }
+  if (*gflops < kSlowGflops) {
+    return {"BLAS", Level::kWarn, value + ": that is slow",
+            "see whether the machine is busy; if it is not, " + std::string(kInstallBlas)};
+  }
+  if (blas == Blas::kOpenBlasSerial) {
+    return {"BLAS", Level::kWarn, value + ": this flavour never uses more than one core",
+            kInstallBlas};
+  }
+  return {"BLAS", Level::kPass, value, ""};
+}
+
+Finding check_thread_budget(const json& facts) {
+  const auto used = fact<double>(facts, "/probe/threads_used_of_one");
+  if (!used) return unknown("thread budget");
+  const std::string value =
+      fmt::format("{:.2f} threads computed where one was allowed (CPU time, measured)", *used);
+  if (*used <= kBudgetSlack) return {"thread budget", Level::kPass, value, ""};
+  return {"thread budget", Level::kFail, value + ": logical devices would compete for cores",
+          kInstallBlas};
+}
+
+Finding check_cores(const json& facts) {
+  const auto allowed = fact<int64_t>(facts, "/machine/cores_allowed");
+  const auto online = fact<int64_t>(facts, "/machine/cores_online");
+  if (!allowed || !online) return unknown("cores");
+  const auto quota = fact<double>(facts, "/machine/cpu_quota_cores");
+  std::string value = fmt::format("{} allowed of {} online", *allowed, *online);
+  if (!quota) return {"cores", Level::kPass, value + ", no cgroup quota", ""};
+  value += fmt::format(", cgroup quota {:.2g} cores", *quota);
+  if (*quota + 0.01 >= static_cast<double>(*allowed)) return {"cores", Level::kPass, value, ""};
+  return {"cores", Level::kWarn, value + ": threads will be paused when the quota is used up",
+          fmt::format("use at most cpu:{}, or raise the container's CPU limit",
+                      std::max<int64_t>(1, static_cast<int64_t>(*quota)))};
+}
+
+Finding check_memory(const json& facts) {
+  const auto total = fact<int64_t>(facts, "/machine/memory_total_bytes");
+  auto free = fact<int64_t>(facts, "/machine/memory_available_bytes");
+  if (!total || !free) return unknown("memory");
+  std::string value = fmt::format("{} available of {}", format_bytes(*free), format_bytes(*total));
+  if (const auto limit = fact<int64_t>(facts, "/machine/memory_limit_bytes")) {
+    value += fmt::format(", cgroup limit {}", format_bytes(*limit));
+    free = std::min(*free, *limit);
+  }
+  if (*free >= kLittleMemory) return {"memory", Level::kPass, value, ""};
+  return {"memory", Level::kWarn, value, "close other programs, or train smaller models"};
+}
+
+Finding check_shared_memory(const json& facts) {
+  const auto size = fact<int64_t>(facts, "/machine/shared_memory/size_bytes");
+  const auto free = fact<int64_t>(facts, "/machine/shared_memory/free_bytes");
+  if (!size || !free || !fact<bool>(facts, "/machine/shared_memory/writable").value_or(false)) {
+    return {
+        "shared memory", Level::kFail, "/dev/shm cannot be used",
+        "mount a tmpfs there that you may write to: mount -t tmpfs -o mode=1777 tmpfs /dev/shm"};
+  }
+  const std::string value =
+      fmt::format("/dev/shm has {} free of {}", format_bytes(*free), format_bytes(*size));
+  if (*free >= kLittleSharedMemory) return {"shared memory", Level::kPass, value, ""};
+  return {"shared memory", Level::kWarn, value,
+          *size < kLittleSharedMemory
+              ? "make it larger: docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm"
+              : "remove files from /dev/shm that nobody uses"};
+}
+
+Finding check_limit(const json& facts, const char* check, const char* pointer, int64_t few,
+                    const char* flag) {
+  const auto limit = fact<int64_t>(facts, pointer);
+  if (!limit) return {check, Level::kPass, "no limit", ""};
+  if (*limit >= few) return {check, Level::kPass, fmt::format("at most {}", *limit), ""};
+  return {check, Level::kWarn, fmt::format("at most {}", *limit),
+          fmt::format("ulimit {} {}", flag, few)};
+}
+
+Finding check_host(const json& facts) {
+  const auto name = fact<std::string>(facts, "/machine/host/name");
+  const auto problem = fact<std::string>(facts, "/machine/host/problem");
+  if (!name || !problem) return unknown("host name");
+  if (problem->empty()) return {"host name", Level::kPass, *name + " resolves", ""};
+  return {"host name", Level::kWarn, fmt::format("{} does not resolve: {}", *name, *problem),
+          fmt::format("add a line \"127.0.1.1 {}\" to /etc/hosts", *name)};
+}
+
+std::string describe_gpus(const json& facts) {
+  std::vector<std::string> names;
+  for (const auto& gpu : facts.value(json::json_pointer("/machine/driver/gpus"), json::array())) {
+    names.push_back(fmt::format("{} ({})", gpu.value("name", "?"),
+                                format_bytes(gpu.value("memory_bytes", int64_t{0}))));
+  }
+  return fmt::format("{}, driver {}", fmt::join(names, ", "),
+                     fact<std::string>(facts, "/machine/driver/version").value_or("?"));
+}
+
+Finding check_cuda(const json& facts) {
+  const auto built = fact<bool>(facts, "/probe/torch/cuda_built");
+  const auto usable = fact<int64_t>(facts, "/probe/gpus_usable");
+  if (!built || !usable) return unknown("CUDA");
+  const auto gpus = fact<json>(facts, "/machine/driver/gpus").value_or(json::array()).size();
+  const auto visible = fact<std::string>(facts, "/machine/environment/CUDA_VISIBLE_DEVICES");
+  if (!*built && gpus > 0) {
+    return {"CUDA", Level::kWarn,
+            fmt::format("this libtorch has no CUDA, so these stay idle: {}", describe_gpus(facts)),
+            "build lockstep with a CUDA libtorch: scripts/quickstart --torch python"};
+  }
+  if (!*built)
+    return {"CUDA", Level::kPass, "not built in, and no GPU is here: devices are cores", ""};
+  if (gpus == 0)
+    return {"CUDA", Level::kPass, "built in, but no GPU is here: devices are cores", ""};
+  const std::string value =
+      fmt::format("libtorch can use {} of {}: {}", *usable, gpus, describe_gpus(facts));
+  if (*usable == static_cast<int64_t>(gpus)) return {"CUDA", Level::kPass, value, ""};
+  if (visible) {
+    return {"CUDA", *usable > 0 ? Level::kPass : Level::kWarn,
+            fmt::format("{}; CUDA_VISIBLE_DEVICES=\"{}\"", value, *visible),
+            *usable > 0 ? "" : "unset CUDA_VISIBLE_DEVICES, or name a GPU that exists"};
+  }
+  return {"CUDA", *usable > 0 ? Level::kWarn : Level::kFail, value,
+          "the driver may be too old for this libtorch, or the GPU is held by another process "
+          "(nvidia-smi)"};
+}
+
+Finding check_environment(const json& facts) {
+  std::vector<std::string> set;
+  for (const char* name : {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}) {
+    const std::string pointer = fmt::format("/machine/environment/{}", name);
+    const auto value = fact<std::string>(facts, pointer.c_str());
+    if (value) set.push_back(fmt::format("{}={}", name, *value));
+  }
+  if (set.empty()) return {"environment", Level::kPass, "no variable sets a number of threads", ""};
+  return {"environment", Level::kWarn,
+          fmt::format("{}: logical devices get that many threads instead of cores / devices",
+                      fmt::join(set, ", ")),
+          "unset it unless you mean it"};
+}
+
+Finding check_boards(const json& facts) {
+  const auto boards = fact<std::vector<std::string>>(facts, "/machine/leftover_boards");
+  if (!boards) return unknown("boards");
+  if (boards->empty()) return {"boards", Level::kPass, "none left over", ""};
+  return {
+      "boards", Level::kWarn,
+      fmt::format("{} left over by runs that died: {}", boards->size(), fmt::join(*boards, ", ")),
+      fmt::format("rm {}", fmt::join(*boards, " "))};
+}
+
+}  // namespace
+
+const char* level_name(Level level) {
+  switch (level) {
+    case Level::kPass:
+      return "pass";
+    case Level::kWarn:
+      return "warn";
+    case Level::kFail:
+      return "fail";
+  }
+  return "";
+}
+
+std::vector<Finding> diagnose(const json& facts) {
+  std::vector<Finding> findings = {check_lockstep(facts)};
+  if (!facts.contains(json::json_pointer("/probe/error"))) {
+    for (const auto check :
+         {check_libtorch, check_abi, check_blas, check_thread_budget, check_cuda}) {
+      findings.push_back(check(facts));
+    }
+  }
+  for (const auto check : {check_cores, check_memory, check_shared_memory}) {
+    findings.push_back(check(facts));
+  }
+  findings.push_back(check_limit(facts, "open files", "/machine/open_files", kFewOpenFiles, "-n"));
+  findings.push_back(check_limit(facts, "processes", "/machine/processes", kFewProcesses, "-u"));
+  for (const auto check : {check_host, check_environment, check_boards}) {
+    findings.push_back(check(facts));
+  }
+  return findings;
+}
+
+}  // namespace lockstep::cli

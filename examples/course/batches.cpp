@@ -1,0 +1,75 @@
+#include "course/batches.hpp"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include "lockstep/error.hpp"
+#include "lockstep/tensor_file.hpp"
+
+namespace course {
+namespace {
+
+using lockstep::Code;
+using lockstep::Error;
+
+const torch::Tensor& require_rows(const lockstep::TensorMap& file, const std::string& path,
+                                  const char* name, int64_t dim) {
+  const auto found = file.find(name);
+  if (found == file.end()) {
+    throw Error(Code::kTensorMismatch, fmt::format("--data {} has no tensor \"{}\"", path, name),
+                "save tensors x and y, one sample a row");
+  }
+  const torch::Tensor& tensor = found->second;
+  if (tensor.scalar_type() != torch::kFloat32) {
+    throw Error(Code::kTensorMismatch,
+                fmt::format("tensor \"{}\" of --data {} is {}, not float32", name, path,
+                            lockstep::dtype_text(tensor.scalar_type())),
+                "save it as float32");
+  }
+  if (tensor.dim() != 2 || tensor.size(0) == 0 || tensor.size(1) != dim) {
+    throw Error(Code::kTensorMismatch,
+                fmt::format("tensor \"{}\" of --data {} is {}, not [rows, {}]", name, path,
+                            lockstep::shape_text(tensor.sizes()), dim),
+                tensor.dim() == 2
+                    ? fmt::format("set --dim {} or save another width", tensor.size(1))
+                    : "save one sample a row");
+  }
+  return tensor;
+}
+
+}  // namespace
+
+Batches::Batches(const Options& options, torch::Device device)
+    : batch_(options.batch), dim_(options.dim), seed_(options.seed), device_(device) {
+  if (options.data.empty()) return;
+  const auto file = lockstep::load_tensors(options.data);
+  x_ = require_rows(file, options.data, "x", dim_);
+  y_ = require_rows(file, options.data, "y", dim_);
+  if (x_.size(0) != y_.size(0)) {
+    throw Error(
+        Code::kTensorMismatch,
+        fmt::format("--data {}: x has {} rows, y has {}", options.data, x_.size(0), y_.size(0)),
+        "save as many rows of y as of x");
+  }
+}
+
+Batch Batches::get_batch(int64_t index) const {
+  const Batch batch = x_.defined() ? take_rows(index) : generate(index);
+  return {batch.x.to(device_), batch.y.to(device_)};
+}
+
+// Made on the CPU whatever the device, so that the numbers are the same everywhere.
+Batch Batches::generate(int64_t index) const {
+  auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(seed_) * 1'000'003 +
+                                                  static_cast<uint64_t>(index));
+  const torch::Tensor x = torch::randn({batch_, dim_}, generator);
+  return {x, torch::sin(x)};
+}
+
+Batch Batches::take_rows(int64_t index) const {
+  const torch::Tensor rows = (torch::arange(batch_) + index * batch_).remainder(x_.size(0));
+  return {x_.index_select(0, rows), y_.index_select(0, rows)};
+}
+
+}  // namespace course

@@ -1,0 +1,131 @@
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "lockstep/device.hpp"
+#include "lockstep/tensor_tree.hpp"
+
+namespace lockstep {
+
+/// The untyped part of DataParallel: replicas, and one step's way through them. See
+/// docs/parallel.md.
+class ReplicaGroup {
+ public:
+  using Tensors = std::vector<torch::Tensor>;
+  using MakeReplica = std::function<std::shared_ptr<torch::nn::Module>()>;
+  /// What one replica's forward gave: its tensors, and how they were arranged (structure_of).
+  struct Output {
+    Tensors tensors;
+    std::string structure;
+  };
+  using Forward = std::function<Output(size_t replica, const Tensors& inputs)>;
+
+  /// Makes one replica for each device after the first. `make_replica` may be empty: then clone()
+  /// is used.
+  ReplicaGroup(std::shared_ptr<torch::nn::Module> module, const Devices& devices,
+               const MakeReplica& make_replica);
+  ~ReplicaGroup();
+  ReplicaGroup(const ReplicaGroup&) = delete;
+  ReplicaGroup& operator=(const ReplicaGroup&) = delete;
+
+  /// Replica 0 is the module itself.
+  const std::shared_ptr<torch::nn::Module>& replica(size_t index) const;
+
+  /// Rows each device would get of these inputs. Refuses inputs that cannot be divided.
+  std::vector<int64_t> split(const Tensors& inputs) const;
+
+  /// Refreshes replicas, scatters inputs, runs `forward` on as many devices as the split uses,
+  /// gathers on device 0. The result carries one autograd node that runs the replicas' backwards in
+  /// parallel.
+  Tensors run(const Tensors& inputs, const Forward& forward);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+/// Trains one module on several devices of this process, as torch.nn.DataParallel does.
+///
+///     lockstep::Devices devices("cpu:4");
+///     lockstep::UseDevice home(devices[0]);
+///     Net net;
+///     lockstep::DataParallel parallel(net, devices);
+///     auto loss = torch::mse_loss(parallel(x), y);   // x is divided by rows, the output gathered
+///     loss.backward();                               // gradients are summed onto net's parameters
+///
+/// forward() takes any arguments: tensors, also inside tuples, vectors and maps, are divided along
+/// dimension 0 by torch.chunk's rule; everything else is copied to each replica. It must return
+/// tensors, or tuples, vectors or maps of tensors. Scalars are gathered into a vector.
+template <class Module>
+class DataParallel {
+ public:
+  /// Replicas are made by clone(), so Module must derive from torch::nn::Cloneable, or by
+  /// `make_replica`.
+  DataParallel(std::shared_ptr<Module> module, const Devices& devices,
+               std::function<std::shared_ptr<Module>()> make_replica = {})
+      : group_(module, devices, make_replica) {
+    modules_.push_back(std::move(module));
+    for (size_t i = 1; i < devices.size(); ++i) {
+      modules_.push_back(std::dynamic_pointer_cast<Module>(group_.replica(i)));
+    }
+  }
+  DataParallel(const torch::nn::ModuleHolder<Module>& module, const Devices& devices,
+               std::function<std::shared_ptr<Module>()> make_replica = {})
+      : DataParallel(module.ptr(), devices, std::move(make_replica)) {}
+
+  template <class... Arguments>
+  auto forward(const Arguments&... arguments) {
+    using Result = std::decay_t<decltype(modules_[0]->forward(arguments...))>;
+    static_assert(
+        detail::HoldsOnlyTensors<Result>::value,
+        "DataParallel gathers tensors, and tuples, vectors, optionals and maps of tensors");
+    if (modules_.size() == 1) return Result(modules_[0]->forward(arguments...));
+
+    const std::tuple<std::decay_t<Arguments>...> packed(arguments...);
+    Result result;  // replica 0's, whose arrangement the gathered tensors take
+    const auto gathered =
+        group_.run(tensors_of(packed), [&](size_t replica, const ReplicaGroup::Tensors& inputs) {
+          auto mine = packed;
+          replace_tensors(mine, inputs);
+          auto& module = *modules_[replica];
+          auto output =
+              std::apply([&](auto&... parts) -> Result { return module.forward(parts...); }, mine);
+          ReplicaGroup::Output parts{tensors_of(output), structure_of(output)};
+          if (replica == 0) result = std::move(output);
+          return parts;
+        });
+    replace_tensors(result, gathered);
+    return result;
+  }
+
+  template <class... Arguments>
+  auto operator()(const Arguments&... arguments) {
+    return forward(arguments...);
+  }
+
+  /// The module that is trained; its parameters are the ones to give an optimizer.
+  const std::shared_ptr<Module>& module() const { return modules_[0]; }
+  std::vector<torch::Tensor> parameters() const { return modules_[0]->parameters(); }
+
+  /// Rows each device gets of these arguments, e.g. 22, 22, 20.
+  template <class... Arguments>
+  std::vector<int64_t> split(const Arguments&... arguments) const {
+    return group_.split(tensors_of(std::tuple<const Arguments&...>(arguments...)));
+  }
+
+ private:
+  ReplicaGroup group_;
+  std::vector<std::shared_ptr<Module>> modules_;  // [device]; the first is the user's own
+};
+
+template <class Module>
+DataParallel(const torch::nn::ModuleHolder<Module>&, const Devices&) -> DataParallel<Module>;
+
+}  // namespace lockstep

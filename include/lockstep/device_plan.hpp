@@ -1,0 +1,43 @@
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace lockstep {
+
+enum class DeviceKind { kCpu, kCuda };
+
+/// What this process may use of the machine.
+struct Hardware {
+  std::vector<int> cores;                      ///< ids of the cores this process may run on
+  int gpus = 0;                                ///< CUDA devices visible to libtorch
+  std::optional<int> threads_per_device = {};  ///< OMP_NUM_THREADS, where the user set it
+
+  /// Cores from the affinity mask and OMP_NUM_THREADS from the environment; GPUs as told.
+  static Hardware detect(int gpus);
+};
+
+/// One logical device: a slot with a physical home.
+struct SlotPlan {
+  DeviceKind kind = DeviceKind::kCpu;
+  int index = 0;           ///< position among the logical devices
+  int gpu = -1;            ///< GPU ordinal; -1 on the CPU
+  int slot_on_gpu = 0;     ///< which of the slots that share this GPU
+  int shared_by = 1;       ///< how many logical devices use the same hardware, this one included
+  int threads = 1;         ///< compute threads of its worker
+  std::vector<int> cores;  ///< cores its worker runs on; empty: wherever the system puts it
+
+  std::string name() const;      ///< "cpu:1", "cuda:0", "cuda:0#1" where GPU 0 is shared
+  std::string physical() const;  ///< "core 1", "cores 0-3", "all cores, shared", "GPU 0"
+  bool operator==(const SlotPlan&) const = default;
+};
+
+/// Turns a --devices text into logical devices: `cpu`, `cpu:N`, `cuda`, `cuda:0,1`, `cuda:0*4`,
+/// `cuda:0*2,1*2`. An empty text means every GPU, or `cpu:2` where there is none.
+/// Each CPU device gets cores / devices cores, at least one thread; where there are more devices
+/// than cores they share all of them.
+std::vector<SlotPlan> plan_devices(std::string_view spec, const Hardware& hardware);
+
+}  // namespace lockstep

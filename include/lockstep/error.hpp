@@ -1,0 +1,76 @@
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace lockstep {
+
+/// Every failure lockstep reports has one of these codes; `lockstep explain LS0002` tells more.
+enum class Code : int {
+  kInternal = 0,        ///< a bug in lockstep, or an exception nobody translated
+  kUsage = 1,           ///< an unknown flag, or a value out of range
+  kDeviceSpec = 2,      ///< a --devices text that does not follow the grammar
+  kDeviceMissing = 3,   ///< a device this machine does not have
+  kFileRead = 4,        ///< a file that cannot be opened or read
+  kFileFormat = 5,      ///< a file that is damaged or of another format
+  kTensorMismatch = 6,  ///< tensors whose name, shape or dtype is not the one needed
+  kFileWrite = 7,       ///< a file that cannot be written
+  kSplit = 8,           ///< inputs that cannot be divided over devices
+  kPlacement = 9,       ///< a module or tensor on another device than the one needed
+  kReplicate = 10,      ///< a module that cannot be replicated
+  kReplicaFailed = 11,  ///< an exception inside a replica
+  kEngine = 12,         ///< a libtorch that is mixed, too old, or lacks what is asked of it
+  kBoard = 13,          ///< a board that cannot be made, opened or trusted
+  kRecord = 14,         ///< a result record that is damaged or of another schema
+  kProgramFailed = 15,  ///< a program started by lockstep that did not succeed
+};
+
+/// What one code means, for `lockstep explain`.
+struct CodeInfo {
+  Code code;
+  std::string_view title;        ///< a few words
+  std::string_view explanation;  ///< why it happens and what to do
+};
+
+/// All codes, ascending.
+const std::vector<CodeInfo>& all_codes();
+
+/// "LS0002".
+std::string code_name(Code code);
+
+/// 2 where the caller asked for something impossible and nothing was started, 1 otherwise.
+int exit_code(Code code);
+
+/// An error people can act on: what happened, what else is known, and what to do about it.
+class Error : public std::runtime_error {
+ public:
+  Error(Code code, std::string message, std::string help = "", std::vector<std::string> notes = {});
+
+  Code code() const { return code_; }
+  const std::string& message() const { return message_; }
+  const std::string& help() const { return help_; }
+  const std::vector<std::string>& notes() const { return notes_; }
+
+  /// The whole block, one fact a line: "error[LS0002]: …", "note: …", "help: …".
+  std::string block() const { return what(); }
+
+ private:
+  Code code_;
+  std::string message_;
+  std::string help_;
+  std::vector<std::string> notes_;
+};
+
+/// The text of any exception, without the stack trace libtorch appends to its own.
+std::string describe(const std::exception& error);
+
+/// Runs a program's body: prints an escaping error to standard error and turns it into an exit
+/// code.
+int run_program(int (*body)(int argc, char** argv), int argc, char** argv);
+
+/// The candidate closest to `word`, or "" when none is close enough to be meant.
+std::string did_you_mean(std::string_view word, const std::vector<std::string>& candidates);
+
+}  // namespace lockstep

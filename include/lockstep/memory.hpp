@@ -1,0 +1,54 @@
+#pragma once
+
+#include <torch/types.h>
+
+#include <atomic>
+#include <cstdint>
+
+namespace lockstep {
+
+/// Bytes as asked for, without the allocator's rounding or the blocks it keeps for reuse.
+struct MemoryUsage {
+  int64_t live_bytes = 0;
+  int64_t peak_bytes = 0;  ///< most live bytes since the start or the last reset
+};
+
+/// What one logical device holds. Any thread may charge or release; a block is released to the
+/// account it was charged to, whichever thread frees it.
+class MemoryAccount {
+ public:
+  void charge(int64_t bytes) noexcept {
+    const int64_t live = live_bytes_.fetch_add(bytes, std::memory_order_relaxed) + bytes;
+    int64_t peak = peak_bytes_.load(std::memory_order_relaxed);
+    while (live > peak &&
+           !peak_bytes_.compare_exchange_weak(peak, live, std::memory_order_relaxed)) {
+    }
+  }
+
+  void release(int64_t bytes) noexcept { live_bytes_.fetch_sub(bytes, std::memory_order_relaxed); }
+
+  MemoryUsage usage() const noexcept {
+    return {live_bytes_.load(std::memory_order_relaxed),
+            peak_bytes_.load(std::memory_order_relaxed)};
+  }
+
+  /// Starts a new phase: the peak falls back to what is live now.
+  void reset_peak() noexcept {
+    peak_bytes_.store(live_bytes_.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  }
+
+ private:
+  std::atomic<int64_t> live_bytes_{0};
+  std::atomic<int64_t> peak_bytes_{0};
+};
+
+/// An account that lives as long as the process, because a tensor may outlive its device.
+MemoryAccount& make_memory_account();
+
+/// The account a CPU tensor's memory is charged to; null where lockstep did not allocate it.
+const MemoryAccount* account_of(const torch::Tensor& tensor);
+
+/// CPU memory that threads asked for outside any logical device.
+MemoryUsage host_memory();
+
+}  // namespace lockstep

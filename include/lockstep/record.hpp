@@ -1,0 +1,80 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace lockstep {
+
+/// A distribution of measured values.
+struct Stats {
+  double mean = 0;
+  double stddev = 0;  ///< of the sample; 0 for fewer than two values
+  double median = 0;
+  double p95 = 0;
+  double min = 0;
+  double max = 0;
+  int64_t n = 0;
+};
+
+Stats summarize(std::span<const double> values);
+
+/// What one logical device did in a run.
+struct DeviceRecord {
+  std::string name;                 ///< "cpu:0"
+  std::string physical;             ///< "core 0"
+  int shared_by = 1;                ///< logical devices on the same hardware, this one included
+  int threads = 1;                  ///< compute threads
+  int64_t peak_bytes = 0;           ///< most bytes live at once during the timed steps
+  int64_t final_bytes = 0;          ///< bytes live after the last step
+  double busy_fraction = 0;         ///< busy time over the time of the timed steps
+  int64_t sent_bytes_per_step = 0;  ///< to other logical devices
+  int64_t received_bytes_per_step = 0;
+};
+
+/// What one collective operation cost per optimizer step.
+struct AllReduces {
+  double count = 0;
+  int64_t bytes = 0;
+};
+
+/// The result of one run: what `--json` writes and all that tables and reports are made from.
+struct RunRecord {
+  static constexpr int kSchema = 1;
+
+  std::string program;
+  std::map<std::string, std::string> options;   ///< every flag with the value it had
+  std::map<std::string, std::string> host;      ///< name, cpu, cores, memory, os
+  std::map<std::string, std::string> versions;  ///< lockstep, libtorch, blas, compiler, cuda
+  int world_size = 1;
+  std::vector<DeviceRecord> devices;
+  std::vector<int64_t> split;  ///< rows per device or rank
+  Stats step_ms;
+  int64_t warmup_steps = 0;  ///< steps left out of step_ms and of the memory peaks
+  double total_s = 0;
+  std::vector<double> losses;  ///< one per optimizer step
+  double samples_per_s = 0;
+  int64_t effective_batch = 0;
+  AllReduces all_reduces;
+  double comm_ms = 0;          ///< communication per step
+  double exposed_comm_ms = 0;  ///< the part of it that no computation hid
+};
+
+nlohmann::json to_json(const RunRecord& record);
+
+/// Refuses another schema, a missing field or one of the wrong type, by name.
+RunRecord record_from_json(const nlohmann::json& json);
+
+RunRecord read_record(const std::string& path);
+
+/// Writes one JSON object; "-" is standard output. Files are written beside and renamed.
+void write_record(const RunRecord& record, const std::string& path);
+
+/// name, cpu, cores, memory and os of this machine.
+std::map<std::string, std::string> describe_host();
+
+}  // namespace lockstep

@@ -1,0 +1,423 @@
+#include "lockstep/board.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <filesystem>
+#include <fstream>
+#include <new>
+#include <sstream>
+
+#include "board_layout.hpp"
+#include "board_mapping.hpp"
+#include "descriptor.hpp"
+#include "lockstep/clock.hpp"
+#include "lockstep/units.hpp"
+
+namespace lockstep {
+
+using namespace board_layout;
+
+namespace {
+
+constexpr const char* kFolder = "/dev/shm";
+constexpr std::string_view kNameCharacters =
+    "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
+constexpr std::array<std::string_view, 7> kPhaseNames = {
+    "starting", "loading", "training", "evaluating", "saving", "finished", "failed"};
+
+std::string file_prefix() {
+  return fmt::format("lockstep-{}-", ::geteuid());
+}
+
+void check_run_name(const std::string& name) {
+  if (!name.empty() && name.size() < 64 &&
+      name.find_first_not_of(kNameCharacters) == std::string::npos) {
+    return;
+  }
+  board_error(fmt::format("\"{}\" cannot name a run", name),
+              "use 1 to 63 letters, digits, '.', '_' or '-'");
+}
+
+// When a process started, in clock ticks since boot; nothing where it is gone or a zombie.
+std::optional<int64_t> start_ticks(int64_t pid) {
+  std::ifstream file(fmt::format("/proc/{}/stat", pid));
+  std::string line;
+  if (!std::getline(file, line)) return std::nullopt;
+  // The second field is the program's name in parentheses and may hold anything, ')' included.
+  const size_t name_end = line.rfind(')');
+  if (name_end == std::string::npos) return std::nullopt;
+  std::istringstream fields(line.substr(name_end + 1));
+  std::string field;
+  for (int number = 3; number < 22 && fields >> field; ++number) {
+    if (number == 3 && (field == "Z" || field == "X")) return std::nullopt;
+  }
+  int64_t ticks = 0;
+  if (!(fields >> ticks)) return std::nullopt;
+  return ticks;
+}
+
+int64_t file_bytes_for(int64_t ranks) {
+  return kHeaderBytes + ranks * kPageBytes;
+}
+
+[[noreturn]] void fail_exists(const std::string& path) {
+  std::string who;
+  std::string help = fmt::format("remove it with rm {}, or give the run another name", path);
+  try {
+    const BoardInfo info = Board::open(path).info();
+    who = fmt::format("it belongs to run \"{}\", process {}, which {}", info.run_name,
+                      info.launcher_pid, info.launcher_alive ? "is running" : "has ended");
+    if (info.launcher_alive) help = "give the run another name";
+  } catch (const Error& error) {
+    who = error.message();
+  }
+  board_error(fmt::format("a board exists already at {}", path), help, {who});
+}
+
+// Reserves every byte: a write to a hole in a full tmpfs would be a SIGBUS.
+void reserve(const std::string& path, int fd, int64_t bytes) {
+  int error = 0;
+  do {
+    error = ::posix_fallocate(fd, 0, bytes);
+  } while (error == EINTR);
+  if (error == 0) return;
+  const std::string folder = std::filesystem::path(path).parent_path().string();
+  struct statvfs space {};
+  ::fstatvfs(fd, &space);
+  board_error(
+      fmt::format("cannot reserve {} for the board {}: {}", format_bytes(bytes), path,
+                  std::strerror(error)),
+      fmt::format("remove old files from {0}, or make it larger: mount -o remount,size=1G {0} "
+                  "(docker run --shm-size=1g)",
+                  folder),
+      {fmt::format("need {}, have {}", format_bytes(bytes),
+                   format_bytes(static_cast<int64_t>(space.f_bavail * space.f_frsize)))});
+}
+
+void check_header(const std::string& path, const Header& header, int64_t file_bytes) {
+  if (header.magic.load(std::memory_order_acquire) != kMagic) {
+    board_error(fmt::format("{} is not a board, or is still being made", path),
+                "name the board of a running job");
+  }
+  if (header.layout_version != kLayoutVersion || header.page_bytes != kPageBytes) {
+    board_error(
+        fmt::format("the board {} has layout {} with pages of {} bytes; this program reads layout "
+                    "{} with {}",
+                    path, header.layout_version, header.page_bytes, kLayoutVersion, kPageBytes),
+        "use the same version of lockstep for the launcher, the program and `lockstep top`");
+  }
+  if (header.ranks < 1 || file_bytes_for(header.ranks) != file_bytes) {
+    board_error(fmt::format("the board {} has {} bytes, but {} ranks need {}", path, file_bytes,
+                            header.ranks, file_bytes_for(header.ranks)),
+                "it is damaged: remove it and start the run again");
+  }
+}
+
+std::shared_ptr<const BoardMapping> open_mapping(const std::string& path, Access access) {
+  const int mode = access == Access::kWrite ? O_RDWR : O_RDONLY;
+  const Descriptor file(::open(path.c_str(), mode | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+  struct stat status {};
+  if (file.get() < 0 || ::fstat(file.get(), &status) != 0) {
+    board_error(fmt::format("cannot open the board {}: {}", path, std::strerror(errno)),
+                errno == ENOENT ? "the run has ended, or was never started"
+                                : "name the board of a running job");
+  }
+  if (!S_ISREG(status.st_mode))
+    board_error(fmt::format("{} is not a board: not a regular file", path), "name a board");
+  if (status.st_uid != ::geteuid()) {
+    board_error(fmt::format("the board {} belongs to user {}, this process runs as {}", path,
+                            status.st_uid, ::geteuid()),
+                "open only your own runs");
+  }
+  if (status.st_size < kHeaderBytes) {
+    board_error(
+        fmt::format("{} has {} bytes; a board has at least {}", path, status.st_size, kHeaderBytes),
+        "it is damaged or still being made: remove it if no run uses it");
+  }
+  const int64_t ranks = (status.st_size - kHeaderBytes) / kPageBytes;
+  auto mapping =
+      BoardMapping::map(path, file.get(), status.st_size, static_cast<int>(ranks), access);
+  check_header(path, mapping->header(), status.st_size);
+  return mapping;
+}
+
+DeviceStatus read_device(const DevicePage& page) {
+  const DeviceIdentity identity = page.identity.load();
+  return {.name = identity.name.str(),
+          .physical = identity.physical.str(),
+          .capacity_bytes = identity.capacity_bytes,
+          .live_bytes = page.live_bytes.load(std::memory_order_relaxed),
+          .peak_bytes = page.peak_bytes.load(std::memory_order_relaxed),
+          .busy_ns = page.busy_ns.load(std::memory_order_relaxed)};
+}
+
+CollectiveStatus read_collective(const RankPage& page) {
+  // The finish first: every finish read then has its own start, or a later one, in the next load.
+  const CollectiveFinish finish = page.collective_finish.load();
+  const CollectiveStart start = page.collective_start.load();
+  CollectiveStatus status;
+  if (start.sequence == 0) return status;
+  status.sequence = start.sequence;
+  status.operation = start.operation.str();
+  status.bytes = start.bytes;
+  status.bucket = start.bucket;
+  status.started_ns = start.started_ns;
+  status.finished_ns = finish.sequence == start.sequence ? finish.finished_ns : 0;
+  return status;
+}
+
+std::optional<FirstError> read_error(const RankPage& page) {
+  const auto state = static_cast<ErrorState>(page.error_state.load(std::memory_order_acquire));
+  if (state == ErrorState::kNone) return std::nullopt;
+  if (state == ErrorState::kWriting) {
+    return FirstError{.message =
+                          "an error was being written; where the process has died it is lost"};
+  }
+  const ErrorText error = page.error.load();
+  return FirstError{static_cast<Code>(error.code), error.at_ns, error.message.str()};
+}
+
+void touch(RankPage& page) {
+  page.updated_ns.store(monotonic_ns(), std::memory_order_relaxed);
+}
+
+DevicePage& device_page(RankPage& page, int index) {
+  if (index < 0 || index >= kBoardDevices) {
+    board_error(fmt::format("the board has no room for logical device {}", index),
+                fmt::format("devices are numbered 0 to {}", kBoardDevices - 1));
+  }
+  return page.devices[static_cast<size_t>(index)];
+}
+
+void raise_to(std::atomic<int64_t>& highest, int64_t value) {
+  int64_t seen = highest.load(std::memory_order_relaxed);
+  while (seen < value && !highest.compare_exchange_weak(seen, value, std::memory_order_release)) {
+  }
+}
+
+}  // namespace
+
+std::string_view phase_name(Phase phase) {
+  return kPhaseNames.at(static_cast<size_t>(phase));
+}
+
+BoardPage::BoardPage(std::shared_ptr<const BoardMapping> mapping, int rank)
+    : mapping_(std::move(mapping)), rank_(rank) {
+  mapping_->check_rank(rank);
+  if (mapping_->access() != Access::kWrite) {
+    board_error(fmt::format("the board {} is open for reading only", mapping_->path()),
+                "ranks take their page with BoardPage::attach");
+  }
+}
+
+BoardPage BoardPage::attach(const std::string& path, int rank) {
+  return {open_mapping(path, Access::kWrite), rank};
+}
+
+void BoardPage::start(std::string_view program) {
+  RankPage& page = mapping_->page(rank_);
+  const int64_t before = page.pid.exchange(::getpid(), std::memory_order_acq_rel);
+  if (before != 0 && before != ::getpid()) {
+    // The process that held this rank before may have died in the middle of a write.
+    page.program.release();
+    page.collective_start.release();
+    page.collective_finish.release();
+    for (auto& device : page.devices) device.identity.release();
+  }
+  page.program.store(Text<64>::of(program));
+  page.started_ns.store(monotonic_ns(), std::memory_order_relaxed);
+  set_phase(Phase::kStarting);
+}
+
+void BoardPage::set_phase(Phase phase) {
+  RankPage& page = mapping_->page(rank_);
+  page.phase.store(static_cast<uint32_t>(phase), std::memory_order_release);
+  touch(page);
+}
+
+void BoardPage::set_step(int64_t step) {
+  RankPage& page = mapping_->page(rank_);
+  page.step.store(step, std::memory_order_relaxed);
+  touch(page);
+}
+
+void BoardPage::set_loss(double loss) {
+  RankPage& page = mapping_->page(rank_);
+  page.loss.store(loss, std::memory_order_relaxed);
+  touch(page);
+}
+
+void BoardPage::add_clock(Activity activity, int64_t nanoseconds) {
+  auto& clock = mapping_->page(rank_).clocks_ns.at(static_cast<size_t>(activity));
+  clock.fetch_add(nanoseconds, std::memory_order_relaxed);
+}
+
+void BoardPage::set_device(int index, const DeviceStatus& status) {
+  RankPage& page = mapping_->page(rank_);
+  device_page(page, index)
+      .identity.store({.name = Text<32>::of(status.name),
+                       .physical = Text<64>::of(status.physical),
+                       .capacity_bytes = status.capacity_bytes});
+  update_device(index, status.live_bytes, status.peak_bytes, status.busy_ns);
+  raise_to(page.device_count, index + 1);
+}
+
+void BoardPage::update_device(int index, int64_t live_bytes, int64_t peak_bytes, int64_t busy_ns) {
+  RankPage& page = mapping_->page(rank_);
+  DevicePage& device = device_page(page, index);
+  device.live_bytes.store(live_bytes, std::memory_order_relaxed);
+  device.peak_bytes.store(peak_bytes, std::memory_order_relaxed);
+  device.busy_ns.store(busy_ns, std::memory_order_relaxed);
+  touch(page);
+}
+
+void BoardPage::begin_collective(int64_t sequence, std::string_view operation, int64_t bytes,
+                                 int64_t bucket) {
+  RankPage& page = mapping_->page(rank_);
+  touch(page);
+  page.collective_start.store({.sequence = sequence,
+                               .operation = Text<24>::of(operation),
+                               .bytes = bytes,
+                               .bucket = bucket,
+                               .started_ns = monotonic_ns()});
+}
+
+void BoardPage::finish_collective(int64_t sequence) {
+  RankPage& page = mapping_->page(rank_);
+  touch(page);
+  page.collective_finish.store({.sequence = sequence, .finished_ns = monotonic_ns()});
+}
+
+bool BoardPage::record_first_error(Code code, std::string_view message) {
+  RankPage& page = mapping_->page(rank_);
+  auto none = static_cast<uint32_t>(ErrorState::kNone);
+  const auto writing = static_cast<uint32_t>(ErrorState::kWriting);
+  if (!page.error_state.compare_exchange_strong(none, writing)) return false;
+  touch(page);
+  page.error.store({.code = static_cast<int64_t>(code),
+                    .at_ns = monotonic_ns(),
+                    .message = Text<504>::of(message)});
+  page.error_state.store(static_cast<uint32_t>(ErrorState::kComplete), std::memory_order_release);
+  set_phase(Phase::kFailed);
+  return true;
+}
+
+Board Board::create(const std::string& path, int ranks, const std::string& run_name) {
+  check_run_name(run_name);
+  if (ranks < 1)
+    board_error(fmt::format("a board needs at least one rank, not {}", ranks),
+                "ask for one or more");
+  const Descriptor file(
+      ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
+  if (file.get() < 0 && errno == EEXIST) fail_exists(path);
+  if (file.get() < 0) {
+    board_error(fmt::format("cannot make the board {}: {}", path, std::strerror(errno)),
+                "`lockstep doctor` checks shared memory");
+  }
+  auto removal = std::make_shared<const FileRemoval>(path);
+  const int64_t bytes = file_bytes_for(ranks);
+  reserve(path, file.get(), bytes);
+  auto mapping = BoardMapping::map(path, file.get(), bytes, ranks, Access::kWrite);
+  for (int rank = 0; rank < ranks; ++rank) {
+    auto* page = new (mapping->page_address(rank)) RankPage{};
+    page->loss.store(std::numeric_limits<double>::quiet_NaN(), std::memory_order_relaxed);
+  }
+  auto* header = new (mapping->header_address()) Header{};
+  header->layout_version = kLayoutVersion;
+  header->ranks = static_cast<uint32_t>(ranks);
+  header->page_bytes = kPageBytes;
+  header->launcher_pid = ::getpid();
+  header->launcher_start_ticks = start_ticks(::getpid()).value_or(0);
+  header->started_ns = monotonic_ns();
+  header->run_name = Text<64>::of(run_name);
+  header->magic.store(kMagic, std::memory_order_release);
+  return Board(std::move(mapping), std::move(removal));
+}
+
+Board Board::open(const std::string& path) {
+  return Board(open_mapping(path, Access::kRead), nullptr);
+}
+
+std::string Board::default_path(const std::string& run_name) {
+  check_run_name(run_name);
+  return fmt::format("{}/{}{}", kFolder, file_prefix(), run_name);
+}
+
+const std::string& Board::path() const {
+  return mapping_->path();
+}
+
+int Board::ranks() const {
+  return mapping_->ranks();
+}
+
+BoardInfo Board::info() const {
+  const Header& header = mapping_->header();
+  return {.run_name = header.run_name.str(),
+          .ranks = ranks(),
+          .launcher_pid = static_cast<pid_t>(header.launcher_pid),
+          .launcher_alive = start_ticks(header.launcher_pid) == header.launcher_start_ticks,
+          .started_ns = header.started_ns};
+}
+
+RankStatus Board::status(int rank) const {
+  mapping_->check_rank(rank);
+  const RankPage& page = mapping_->page(rank);
+  const uint32_t phase = page.phase.load(std::memory_order_acquire);
+  const int64_t devices = page.device_count.load(std::memory_order_acquire);
+  if (phase >= kPhaseNames.size() || devices < 0 || devices > kBoardDevices) {
+    board_error(fmt::format("rank {}'s page of the board {} is damaged: phase {}, {} devices", rank,
+                            path(), phase, devices),
+                "a program wrote where it should not have; start the run again");
+  }
+  RankStatus status;
+  status.rank = rank;
+  status.pid = static_cast<pid_t>(page.pid.load(std::memory_order_acquire));
+  status.phase = static_cast<Phase>(phase);
+  status.program = page.program.load().str();
+  status.started_ns = page.started_ns.load(std::memory_order_relaxed);
+  status.updated_ns = page.updated_ns.load(std::memory_order_relaxed);
+  status.step = page.step.load(std::memory_order_relaxed);
+  status.loss = page.loss.load(std::memory_order_relaxed);
+  status.collective = read_collective(page);
+  status.busy_ns = page.clocks_ns[0].load(std::memory_order_relaxed);
+  status.communicating_ns = page.clocks_ns[1].load(std::memory_order_relaxed);
+  status.idle_ns = page.clocks_ns[2].load(std::memory_order_relaxed);
+  for (int64_t index = 0; index < devices; ++index) {
+    status.devices.push_back(read_device(page.devices[static_cast<size_t>(index)]));
+  }
+  status.error = read_error(page);
+  return status;
+}
+
+BoardPage Board::page(int rank) const {
+  return {mapping_, rank};
+}
+
+std::vector<BoardEntry> list_boards() {
+  std::vector<BoardEntry> entries;
+  std::error_code ignored;  // no /dev/shm: no boards
+  for (const auto& file : std::filesystem::directory_iterator(kFolder, ignored)) {
+    if (!file.path().filename().string().starts_with(file_prefix())) continue;
+    BoardEntry entry;
+    entry.path = file.path().string();
+    try {
+      entry.info = Board::open(entry.path).info();
+      entry.state = entry.info.launcher_alive ? BoardState::kLive : BoardState::kStale;
+    } catch (const Error& error) {
+      entry.state = BoardState::kUnusable;
+      entry.problem = error.message();
+    }
+    entries.push_back(std::move(entry));
+  }
+  std::sort(entries.begin(), entries.end(),
+            [](const auto& a, const auto& b) { return a.path < b.path; });
+  return entries;
+}
+
+}  // namespace lockstep

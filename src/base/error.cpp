@@ -1,0 +1,157 @@
+#include "lockstep/error.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <numeric>
+
+namespace lockstep {
+namespace {
+
+std::string format_block(Code code, const std::string& message, const std::string& help,
+                         const std::vector<std::string>& notes) {
+  std::string block = fmt::format("error[{}]: {}", code_name(code), message);
+  for (const auto& note : notes) block += "\nnote: " + note;
+  if (!help.empty()) block += "\nhelp: " + help;
+  return block;
+}
+
+size_t edit_distance(std::string_view from, std::string_view to) {
+  std::vector<size_t> row(to.size() + 1);
+  std::iota(row.begin(), row.end(), size_t{0});
+  for (size_t i = 1; i <= from.size(); ++i) {
+    size_t diagonal = row[0];
+    row[0] = i;
+    for (size_t j = 1; j <= to.size(); ++j) {
+      const size_t substitution = diagonal + (from[i - 1] == to[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({row[j] + 1, row[j - 1] + 1, substitution});
+    }
+  }
+  return row.back();
+}
+
+}  // namespace
+
+const std::vector<CodeInfo>& all_codes() {
+  static const std::vector<CodeInfo> codes = {
+      {Code::kInternal, "internal error",
+       "An exception that lockstep did not expect. Please report it with the command you ran."},
+      {Code::kUsage, "bad flag or value",
+       "A flag is unknown, or its value is missing, not a number, or out of range. Nothing was "
+       "started. "
+       "Run the program with --help for its flags and their ranges."},
+      {Code::kDeviceSpec, "bad --devices",
+       "--devices names logical devices: cpu:4 (four on this machine's cores), cuda (every GPU), "
+       "cuda:0,1 "
+       "(those two), cuda:0*4 (four that share GPU 0)."},
+      {Code::kDeviceMissing, "no such device",
+       "--devices names a GPU that this machine does not have, or this build of lockstep has no "
+       "CUDA. "
+       "`lockstep doctor` lists what is here; --devices cpu:2 always works."},
+      {Code::kFileRead, "cannot read a file",
+       "The file does not exist, is a folder, or may not be read."},
+      {Code::kFileFormat, "damaged or foreign file",
+       "The file is not what its use requires: its header, offsets or lengths contradict each "
+       "other or its "
+       "size. Nothing of it was used. Write it again, for example with safetensors.torch.save_file "
+       "in Python."},
+      {Code::kTensorMismatch, "tensors do not fit",
+       "The file is sound, but a tensor is missing, unexpected, or has another shape or dtype than "
+       "the model "
+       "or the flags ask for. The message names the tensor and both sides."},
+      {Code::kFileWrite, "cannot write a file",
+       "The folder does not exist, may not be written, or the disk is full. A file that was there "
+       "before is "
+       "untouched: lockstep writes beside it and renames at the end."},
+      {Code::kSplit, "inputs cannot be divided",
+       "DataParallel divides every tensor argument along dimension 0 by torch.chunk's rule. Every "
+       "tensor must "
+       "have a dimension 0, and all must have the same number of rows there."},
+      {Code::kPlacement, "wrong device",
+       "The module's parameters must be on the first logical device, because that is where "
+       "gradients are "
+       "summed. Move it first: module->to(devices[0].torch_device())."},
+      {Code::kReplicate, "module cannot be replicated",
+       "A replica is made by clone(), which plain torch::nn::Module does not have. Derive the "
+       "module from "
+       "torch::nn::Cloneable<Net>, or pass DataParallel a function that makes a fresh one."},
+      {Code::kReplicaFailed, "a replica failed",
+       "The module threw while it ran on one logical device. The message names replica and device "
+       "and ends "
+       "with the module's own error; the other replicas were waited for."},
+      {Code::kEngine, "libtorch problem",
+       "The libtorch in use is not the one lockstep was built with, or lacks what is asked of it. "
+       "`lockstep doctor` shows which libraries are loaded and from where."},
+      {Code::kBoard, "board problem",
+       "The board is the shared-memory file through which a run shows its state. It could not be "
+       "made, or it "
+       "belongs to another version or user."},
+      {Code::kRecord, "bad result record",
+       "A result record (--json) is not valid JSON, lacks a field, or has another schema number "
+       "than this "
+       "version of lockstep reads."},
+      {Code::kProgramFailed, "a program failed",
+       "A program that lockstep started ended with an error. Its own message and log are quoted."},
+  };
+  return codes;
+}
+
+std::string code_name(Code code) {
+  return fmt::format("LS{:04}", static_cast<int>(code));
+}
+
+int exit_code(Code code) {
+  switch (code) {
+    case Code::kInternal:
+    case Code::kReplicaFailed:
+    case Code::kProgramFailed:
+      return 1;
+    default:
+      return 2;
+  }
+}
+
+Error::Error(Code code, std::string message, std::string help, std::vector<std::string> notes)
+    : std::runtime_error(format_block(code, message, help, notes)),
+      code_(code),
+      message_(std::move(message)),
+      help_(std::move(help)),
+      notes_(std::move(notes)) {}
+
+std::string describe(const std::exception& error) {
+  std::string text = error.what();
+  const size_t trace = text.find("\nException raised from ");
+  if (trace != std::string::npos) text.resize(trace);
+  return text;
+}
+
+int run_program(int (*body)(int argc, char** argv), int argc, char** argv) {
+  try {
+    return body(argc, argv);
+  } catch (const Error& error) {
+    std::fflush(stdout);
+    fmt::print(stderr, "{}\n", error.block());
+    return exit_code(error.code());
+  } catch (const std::exception& error) {
+    std::fflush(stdout);
+    fmt::print(stderr, "{}\n", Error(Code::kInternal, describe(error)).block());
+    return exit_code(Code::kInternal);
+  }
+}
+
+std::string did_you_mean(std::string_view word, const std::vector<std::string>& candidates) {
+  std::string best;
+  size_t best_distance = std::max<size_t>(1, word.size() / 3) + 1;
+  for (const auto& candidate : candidates) {
+    const size_t distance = edit_distance(word, candidate);
+    if (distance < best_distance) {
+      best_distance = distance;
+      best = candidate;
+    }
+  }
+  return best;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,111 @@
+#include "lockstep/file.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+
+#include "descriptor.hpp"
+#include "lockstep/error.hpp"
+
+namespace lockstep {
+namespace {
+
+[[noreturn]] void fail_write(const std::string& path, int error, const std::string& leftover = "") {
+  if (!leftover.empty()) ::unlink(leftover.c_str());
+  throw Error(Code::kFileWrite, fmt::format("cannot write {}: {}", path, std::strerror(error)),
+              error == ENOENT   ? "make its folder first"
+              : error == ENOSPC ? "free some space on that disk"
+              : error == EISDIR ? "name a file, not a folder"
+                                : "name a file in a folder you may write to");
+}
+
+bool write_all(int fd, std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    const ssize_t written = ::write(fd, bytes.data(), bytes.size());
+    if (written < 0 && errno == EINTR) continue;
+    if (written < 0) return false;
+    bytes = bytes.subspan(static_cast<size_t>(written));
+  }
+  return true;
+}
+
+// Into a device, pipe or terminal: renaming over /dev/null would destroy it for everyone.
+void write_through(const std::string& path, std::span<const std::span<const std::byte>> pieces) {
+  const Descriptor file(::open(path.c_str(), O_WRONLY | O_CLOEXEC));
+  if (file.get() < 0) fail_write(path, errno);
+  for (const auto& piece : pieces) {
+    if (!write_all(file.get(), piece)) fail_write(path, errno);
+  }
+}
+
+}  // namespace
+
+std::string read_text_file(const std::string& path) {
+  const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  struct stat info {};
+  if (file.get() < 0 || ::fstat(file.get(), &info) != 0) {
+    throw Error(Code::kFileRead, fmt::format("cannot read {}: {}", path, std::strerror(errno)),
+                "check the path and its permissions");
+  }
+  if (S_ISDIR(info.st_mode)) {
+    throw Error(Code::kFileRead, fmt::format("cannot read {}: it is a folder", path),
+                "name a file");
+  }
+  std::string text;
+  std::array<char, 1 << 16> buffer;
+  for (;;) {
+    const ssize_t count = ::read(file.get(), buffer.data(), buffer.size());
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) {
+      throw Error(Code::kFileRead, fmt::format("cannot read {}: {}", path, std::strerror(errno)));
+    }
+    if (count == 0) return text;
+    text.append(buffer.data(), static_cast<size_t>(count));
+  }
+}
+
+void write_file_atomically(const std::string& path,
+                           std::span<const std::span<const std::byte>> pieces) {
+  struct stat info {};
+  const bool exists = ::stat(path.c_str(), &info) == 0;
+  if (exists && S_ISDIR(info.st_mode)) fail_write(path, EISDIR);
+  if (exists && !S_ISREG(info.st_mode)) {
+    write_through(path, pieces);
+    return;
+  }
+  // Through a symbolic link the file it names is replaced, and the link stays.
+  std::error_code unresolved;
+  const auto resolved = std::filesystem::canonical(path, unresolved);
+  const std::string target = unresolved ? path : resolved.string();
+
+  static std::atomic<unsigned> count = 0;  // two threads may write one path at the same time
+  const std::string beside = fmt::format("{}.tmp-{}-{}", target, ::getpid(), count++);
+  ::unlink(beside.c_str());  // of a process that had this pid and died
+  const Descriptor file(::open(beside.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
+  if (file.get() < 0) fail_write(path, errno);
+  for (const auto& piece : pieces) {
+    if (!write_all(file.get(), piece)) fail_write(path, errno, beside);
+  }
+  if (::fsync(file.get()) != 0) fail_write(path, errno, beside);
+  if (::rename(beside.c_str(), target.c_str()) != 0) fail_write(path, errno, beside);
+  // The rename itself is durable only once the folder is on disk; some file systems refuse to sync
+  // a folder, and then there is nothing more to do.
+  const std::string folder = std::filesystem::path(target).parent_path().string();
+  const Descriptor parent(
+      ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  if (parent.get() >= 0) ::fsync(parent.get());
+}
+
+void write_file_atomically(const std::string& path, const std::string& text) {
+  const std::array<std::span<const std::byte>, 1> pieces = {std::as_bytes(std::span(text))};
+  write_file_atomically(path, pieces);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,165 @@
+#include "device/cuda_support.hpp"
+
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <unordered_map>
+
+#include "lockstep/clock.hpp"
+
+namespace lockstep::cuda {
+namespace {
+
+using c10::CachingDeviceAllocator::TraceEntry;
+
+constexpr auto kSamplePeriod = std::chrono::microseconds(500);
+
+// Follows libtorch's CUDA allocator and charges each block to the account of the stream it was
+// allocated for. The autograd engine replays a forward's stream, so backward is charged rightly
+// too.
+class MemoryWatch {
+ public:
+  static MemoryWatch& instance() {
+    static auto* watch = new MemoryWatch();
+    return *watch;
+  }
+
+  void watch(c10::Stream stream, MemoryAccount& account) {
+    const std::lock_guard lock(mutex_);
+    accounts_[key_of(stream)] = &account;
+  }
+
+  // Blocks that are still live stay charged: accounts outlive devices.
+  void unwatch(c10::Stream stream) {
+    const std::lock_guard lock(mutex_);
+    accounts_.erase(key_of(stream));
+  }
+
+ private:
+  using StreamKey = std::pair<int, void*>;  // GPU, raw stream
+
+  struct Block {
+    MemoryAccount* account;
+    int64_t bytes;
+  };
+
+  MemoryWatch() {
+    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(
+        [this](const TraceEntry& entry) { on_entry(entry); });
+  }
+
+  static StreamKey key_of(c10::Stream stream) {
+    return {stream.device_index(), c10::cuda::CUDAStream(stream).stream()};
+  }
+
+  // Called by the allocator while it holds its own lock: no CUDA call may be made here.
+  void on_entry(const TraceEntry& entry) {
+    const std::lock_guard lock(mutex_);
+    if (entry.action_ == TraceEntry::ALLOC) {
+      const auto found = accounts_.find({entry.device_, entry.stream_});
+      if (found == accounts_.end()) return;
+      const auto bytes = static_cast<int64_t>(entry.size_);
+      found->second->charge(bytes);
+      blocks_[entry.addr_] = {found->second, bytes};
+    } else if (entry.action_ == TraceEntry::FREE_REQUESTED) {
+      const auto found = blocks_.find(entry.addr_);
+      if (found == blocks_.end()) return;
+      found->second.account->release(found->second.bytes);
+      blocks_.erase(found);
+    }
+  }
+
+  std::mutex mutex_;
+  std::map<StreamKey, MemoryAccount*> accounts_;
+  std::unordered_map<size_t, Block> blocks_;  // [address]
+};
+
+// Looks at every watched stream twice a millisecond and counts the time since the last look as busy
+// when the stream has unfinished work. Streams under graph capture must not be queried and are left
+// out.
+class BusyWatch {
+ public:
+  static BusyWatch& instance() {
+    static auto* watch = new BusyWatch();
+    return *watch;
+  }
+
+  void watch(c10::Stream stream, std::atomic<int64_t>& busy_ns) {
+    const std::lock_guard lock(mutex_);
+    watched_.push_back({stream, &busy_ns});
+    if (!sampler_.joinable()) sampler_ = std::thread([this] { sample_for_ever(); });
+  }
+
+  void unwatch(c10::Stream stream) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(watched_, [&](const Watched& watched) { return watched.stream == stream; });
+  }
+
+ private:
+  struct Watched {
+    c10::Stream stream;
+    std::atomic<int64_t>* busy_ns;
+  };
+
+  static bool has_unfinished_work(c10::Stream stream) {
+    const auto raw = c10::cuda::CUDAStream(stream).stream();
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    if (cudaStreamIsCapturing(raw, &status) != cudaSuccess ||
+        status != cudaStreamCaptureStatusNone) {
+      (void)cudaGetLastError();
+      return false;
+    }
+    const bool unfinished = cudaStreamQuery(raw) == cudaErrorNotReady;
+    (void)cudaGetLastError();  // "not ready" is an answer, not an error to leave behind
+    return unfinished;
+  }
+
+  void sample_for_ever() {
+    int64_t last_ns = monotonic_ns();
+    for (;;) {
+      std::this_thread::sleep_for(kSamplePeriod);
+      const int64_t now_ns = monotonic_ns();
+      const std::lock_guard lock(mutex_);
+      for (const auto& watched : watched_) {
+        const c10::cuda::CUDAGuard device(watched.stream.device_index());
+        if (has_unfinished_work(watched.stream)) *watched.busy_ns += now_ns - last_ns;
+      }
+      last_ns = now_ns;
+    }
+  }
+
+  std::mutex mutex_;
+  std::vector<Watched> watched_;
+  std::thread sampler_;  // runs as long as the process
+};
+
+}  // namespace
+
+void watch_memory(c10::Stream stream, MemoryAccount& account) {
+  MemoryWatch::instance().watch(stream, account);
+}
+
+void watch_busy(c10::Stream stream, std::atomic<int64_t>& busy_ns) {
+  BusyWatch::instance().watch(stream, busy_ns);
+}
+
+void unwatch(c10::Stream stream) {
+  MemoryWatch::instance().unwatch(stream);
+  BusyWatch::instance().unwatch(stream);
+}
+
+int64_t capacity_bytes(int gpu) {
+  cudaDeviceProp properties{};
+  return cudaGetDeviceProperties(&properties, gpu) == cudaSuccess
+             ? static_cast<int64_t>(properties.totalGlobalMem)
+             : 0;
+}
+
+}  // namespace lockstep::cuda

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include <cstdint>
+
+#include "lockstep/memory.hpp"
+
+// What needs CUDA's own headers, beyond libtorch's device-neutral streams and events. Only
+// src/device/device.cpp calls it, and only in builds with CUDA.
+namespace lockstep::cuda {
+
+/// Charges every block that libtorch allocates for `stream` to `account`, until unwatched.
+void watch_memory(c10::Stream stream, MemoryAccount& account);
+
+/// Adds to `busy_ns` the time in which `stream` holds unfinished work, until unwatched.
+void watch_busy(c10::Stream stream, std::atomic<int64_t>& busy_ns);
+
+void unwatch(c10::Stream stream);
+
+int64_t capacity_bytes(int gpu);
+
+}  // namespace lockstep::cuda

@@ -1,0 +1,119 @@
+#include "device/rng.hpp"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <array>
+#include <memory>
+#include <mutex>
+
+namespace lockstep {
+namespace {
+
+// A dispatch key that libtorch reserves for modes, uses nowhere itself, and asks before all others.
+constexpr auto kModeKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
+
+thread_local DeviceRng* current_rng = nullptr;
+
+bool takes_generator(const c10::FunctionSchema& schema) {
+  for (const auto& argument : schema.arguments()) {
+    if (argument.name() == "generator") return true;
+  }
+  return false;
+}
+
+// The device of the first tensor among an operation's arguments; the CPU when it has none.
+c10::DeviceType device_of_call(c10::ArrayRef<c10::IValue> arguments) {
+  for (const auto& argument : arguments) {
+    if (argument.isTensor() && argument.toTensor().defined())
+      return argument.toTensor().device().type();
+  }
+  return c10::DeviceType::CPU;
+}
+
+// Runs in place of every operation with a `generator` argument while a UseRng is in force.
+void supply_generator(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                      torch::jit::Stack* stack) {
+  const auto& formal = op.schema().arguments();
+  const size_t first = stack->size() - formal.size();
+  for (size_t i = 0; i < formal.size(); ++i) {
+    auto& actual = (*stack)[first + i];
+    if (formal[i].name() == "generator" && actual.isNone() && current_rng != nullptr) {
+      const c10::ArrayRef<c10::IValue> arguments(stack->data() + first, formal.size());
+      actual = current_rng->generator_for(device_of_call(arguments));
+    }
+  }
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kModeKey), stack);
+}
+
+void install_interception() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    auto* everything = new torch::Library(torch::Library::IMPL, "_", kModeKey, __FILE__, __LINE__);
+    everything->fallback(torch::CppFunction::makeFallthrough());
+    auto* aten = new torch::Library(torch::Library::IMPL, "aten", kModeKey, __FILE__, __LINE__);
+    for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+      if (name.getNamespace() != "aten") continue;
+      const auto op = c10::Dispatcher::singleton().findSchema(name);
+      if (!op || !takes_generator(op->schema())) continue;
+      const std::string full =
+          name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+      aten->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&supply_generator>());
+    }
+  });
+}
+
+// A hash of the state of the generator this thread draws from on the CPU.
+uint64_t caller_fingerprint() {
+  at::Generator generator = current_rng != nullptr
+                                ? current_rng->generator_for(c10::DeviceType::CPU)
+                                : at::detail::getDefaultCPUGenerator();
+  const std::lock_guard lock(generator.mutex());
+  const at::Tensor state = generator.get_state();
+  return XXH3_64bits(state.data_ptr(), state.nbytes());
+}
+
+}  // namespace
+
+DeviceRng::DeviceRng(c10::Device device, int index)
+    : index_(index), cpu_(at::detail::createCPUGenerator()) {
+  install_interception();
+  if (device.is_cuda()) cuda_ = at::globalContext().defaultGenerator(device).clone();
+}
+
+uint64_t DeviceRng::next_seed() {
+  const uint64_t fingerprint = caller_fingerprint();
+  tasks_since_change_ = fingerprint == last_fingerprint_ ? tasks_since_change_ + 1 : 0;
+  last_fingerprint_ = fingerprint;
+  const std::array<uint64_t, 3> parts = {fingerprint, tasks_since_change_,
+                                         static_cast<uint64_t>(index_)};
+  return XXH3_64bits(parts.data(), sizeof(parts));
+}
+
+void DeviceRng::reseed(uint64_t seed) {
+  cpu_.set_current_seed(seed);
+  if (cuda_) cuda_->set_current_seed(seed);
+}
+
+const at::Generator& DeviceRng::generator_for(c10::DeviceType type) const {
+  return type == c10::DeviceType::CUDA && cuda_ ? *cuda_ : cpu_;
+}
+
+UseRng::UseRng(DeviceRng& rng)
+    : previous_(std::exchange(current_rng, &rng)),
+      was_included_(c10::impl::tls_is_dispatch_key_included(kModeKey)) {
+  c10::impl::tls_set_dispatch_key_included(kModeKey, true);
+}
+
+UseRng::~UseRng() {
+  current_rng = previous_;
+  c10::impl::tls_set_dispatch_key_included(kModeKey, was_included_);
+}
+
+}  // namespace lockstep

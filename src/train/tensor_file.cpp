@@ -1,0 +1,140 @@
+#include "lockstep/tensor_file.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cctype>
+#include <span>
+
+#include "lockstep/error.hpp"
+#include "lockstep/safetensors.hpp"
+
+namespace lockstep {
+namespace {
+
+constexpr std::pair<torch::ScalarType, Dtype> kDtypes[] = {
+    {torch::kBool, Dtype::kBool},   {torch::kUInt8, Dtype::kU8},
+    {torch::kInt8, Dtype::kI8},     {torch::kInt16, Dtype::kI16},
+    {torch::kInt32, Dtype::kI32},   {torch::kInt64, Dtype::kI64},
+    {torch::kFloat16, Dtype::kF16}, {torch::kBFloat16, Dtype::kBF16},
+    {torch::kFloat32, Dtype::kF32}, {torch::kFloat64, Dtype::kF64},
+};
+
+torch::ScalarType scalar_type_of(Dtype dtype) {
+  for (const auto& [scalar_type, known] : kDtypes) {
+    if (known == dtype) return scalar_type;
+  }
+  throw Error(Code::kFileFormat, fmt::format("dtype {} has no libtorch type", dtype_name(dtype)));
+}
+
+Dtype dtype_of(const std::string& name, const torch::Tensor& tensor) {
+  for (const auto& [known, dtype] : kDtypes) {
+    if (known == tensor.scalar_type()) return dtype;
+  }
+  throw Error(Code::kTensorMismatch,
+              fmt::format("tensor \"{}\" is {}, which safetensors cannot hold", name,
+                          dtype_text(tensor.scalar_type())),
+              "convert it first, e.g. with .to(torch::kFloat32)");
+}
+
+torch::Tensor read_tensor(const SafetensorsReader& file, const TensorInfo& info) {
+  torch::Tensor tensor = torch::empty(info.shape, scalar_type_of(info.dtype));
+  file.read(info, {static_cast<std::byte*>(tensor.data_ptr()), static_cast<size_t>(info.bytes())});
+  return tensor;
+}
+
+// Parameters and buffers under their names.
+TensorMap state_of(const torch::nn::Module& module) {
+  TensorMap state;
+  for (const auto& item : module.named_parameters()) state[item.key()] = item.value();
+  for (const auto& item : module.named_buffers()) state[item.key()] = item.value();
+  return state;
+}
+
+void require_fit(const std::string& path, const std::string& name, const torch::Tensor& wanted,
+                 const TensorInfo* info) {
+  if (info == nullptr) {
+    throw Error(Code::kTensorMismatch, fmt::format("{} has no tensor \"{}\"", path, name),
+                "save it from a model with the same --dim, --hidden and --depth");
+  }
+  const auto scalar_type = scalar_type_of(info->dtype);
+  if (wanted.sizes() == torch::IntArrayRef(info->shape) && wanted.scalar_type() == scalar_type)
+    return;
+  throw Error(Code::kTensorMismatch,
+              fmt::format("tensor \"{}\" of {} is {} {}, the model's is {} {}", name, path,
+                          dtype_text(scalar_type), shape_text(info->shape),
+                          dtype_text(wanted.scalar_type()), shape_text(wanted.sizes())),
+              "save it from a model with the same sizes and dtype");
+}
+
+}  // namespace
+
+TensorMap load_tensors(const std::string& path) {
+  const SafetensorsReader file(path);
+  TensorMap tensors;
+  for (const auto& info : file.tensors()) tensors.emplace(info.name, read_tensor(file, info));
+  return tensors;
+}
+
+void save_tensors(const std::string& path, const TensorMap& tensors,
+                  const std::map<std::string, std::string>& metadata) {
+  std::vector<torch::Tensor> held;  // contiguous CPU copies, where the originals are not
+  std::vector<TensorBytes> parts;
+  for (const auto& [name, tensor] : tensors) {
+    held.push_back(tensor.detach().to(torch::kCPU).contiguous());
+    const auto& flat = held.back();
+    parts.push_back({name, dtype_of(name, flat), flat.sizes().vec(),
+                     std::span(static_cast<const std::byte*>(flat.data_ptr()), flat.nbytes())});
+  }
+  write_safetensors(path, std::move(parts), metadata);
+}
+
+void load_weights(torch::nn::Module& module, const std::string& path) {
+  const SafetensorsReader file(path);
+  const TensorMap state = state_of(module);
+  for (const auto& [name, tensor] : state) require_fit(path, name, tensor, file.find(name));
+  for (const auto& info : file.tensors()) {
+    if (state.count(info.name) != 0) continue;
+    throw Error(Code::kTensorMismatch,
+                fmt::format("{} has a tensor \"{}\" that the model does not", path, info.name),
+                "save it from a model with the same --dim, --hidden and --depth");
+  }
+  TensorMap loaded;  // all is read before anything is changed
+  for (const auto& info : file.tensors()) loaded.emplace(info.name, read_tensor(file, info));
+  const torch::NoGradGuard no_grad;
+  for (const auto& [name, tensor] : loaded) torch::Tensor(state.at(name)).copy_(tensor);
+}
+
+void save_weights(const torch::nn::Module& module, const std::string& path) {
+  save_tensors(path, state_of(module), {{"format", "pt"}});
+}
+
+std::string dtype_text(torch::ScalarType dtype) {
+  switch (dtype) {
+    case torch::kFloat16:
+      return "float16";
+    case torch::kBFloat16:
+      return "bfloat16";
+    case torch::kFloat32:
+      return "float32";
+    case torch::kFloat64:
+      return "float64";
+    case torch::kInt64:
+      return "int64";
+    case torch::kInt32:
+      return "int32";
+    default: {
+      std::string text = c10::toString(dtype);
+      std::transform(text.begin(), text.end(), text.begin(),
+                     [](unsigned char c) { return std::tolower(c); });
+      return text;
+    }
+  }
+}
+
+std::string shape_text(torch::IntArrayRef shape) {
+  return fmt::format("[{}]", fmt::join(shape.begin(), shape.end(), ", "));
+}
+
+}  // namespace lockstep

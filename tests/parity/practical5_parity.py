@@ -1,0 +1,103 @@
+"""PyTorch is the oracle: practical5_single and practical5_dp, started from the same weights and fed the same
+rows, must end with PyTorch's weights and losses, whatever the number of devices.
+
+usage: practical5_parity.py BIN_FOLDER BATCH OPTIMIZER
+Exits with 77 (skipped) where this Python has no torch.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+try:
+    import torch
+except ImportError:
+    print("SKIP: this python3 has no torch to compare with (apt-get install python3-torch)")
+    sys.exit(77)
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+import safetensors_io  # noqa: E402
+
+STEPS, DIM, HIDDEN, DEPTH, LR = 20, 24, 40, 2, 0.05
+DEVICES = (1, 2, 3, 5, 7)
+
+
+def make_model():
+    layers = [torch.nn.Linear(DIM, HIDDEN), torch.nn.ReLU()]
+    for _ in range(DEPTH):
+        layers += [torch.nn.Linear(HIDDEN, HIDDEN), torch.nn.ReLU()]
+    layers.append(torch.nn.Linear(HIDDEN, DIM))
+    model = torch.nn.Module()
+    model.layers = torch.nn.Sequential(*layers)
+    return model
+
+
+def train_in_pytorch(model, x, y, batch, optimizer_name):
+    make = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer_name]
+    optimizer = make(model.parameters(), lr=LR)
+    losses = []
+    for step in range(STEPS):
+        rows = (torch.arange(batch) + step * batch) % x.shape[0]
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model.layers(x[rows]), y[rows])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def run(binary, folder, batch, optimizer_name, devices):
+    save, record = os.path.join(folder, "out.safetensors"), os.path.join(folder, "record.json")
+    subprocess.run(
+        [binary, "--quiet", "--devices", f"cpu:{devices}", "--steps", str(STEPS), "--batch", str(batch),
+         "--dim", str(DIM), "--hidden", str(HIDDEN), "--depth", str(DEPTH), "--lr", str(LR),
+         "--optimizer", optimizer_name, "--init", os.path.join(folder, "init.safetensors"),
+         "--data", os.path.join(folder, "data.safetensors"), "--save", save, "--json", record],
+        check=True)
+    with open(record) as file:
+        return safetensors_io.load(save), json.load(file)
+
+
+def check(what, weights, losses, expected_weights, expected_losses):
+    for name, expected in expected_weights.items():
+        if not torch.allclose(weights[name], expected, rtol=1e-4, atol=1e-6):
+            worst = (weights[name] - expected).abs().max().item()
+            sys.exit(f"FAIL: {what}: {name} differs from PyTorch's by up to {worst}")
+    if set(weights) != set(expected_weights):
+        sys.exit(f"FAIL: {what}: other tensors than PyTorch's: {sorted(weights)}")
+    for step, (loss, expected) in enumerate(zip(losses, expected_losses, strict=True)):
+        if abs(loss - expected) > 1e-5 * max(1, abs(expected)):
+            sys.exit(f"FAIL: {what}: loss of step {step} is {loss}, PyTorch's is {expected}")
+    print(f"ok: {what}")
+
+
+def main():
+    folder_of_programs, batch, optimizer_name = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    torch.manual_seed(1)
+    model = make_model()
+    # 150 rows: batches of 64 wrap round in the middle of a step.
+    x, y = torch.randn(150, DIM), torch.randn(150, DIM)
+    with tempfile.TemporaryDirectory() as folder:
+        safetensors_io.save(os.path.join(folder, "init.safetensors"), model.state_dict())
+        safetensors_io.save(os.path.join(folder, "data.safetensors"), {"x": x, "y": y})
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        losses = train_in_pytorch(model, x, y, batch, optimizer_name)
+        trained = model.state_dict()
+        if all(torch.equal(before[name], trained[name]) for name in before):
+            sys.exit("FAIL: the oracle did not train")
+
+        binary = os.path.join(folder_of_programs, "practical5_single")
+        weights, record = run(binary, folder, batch, optimizer_name, 1)
+        check("practical5_single", weights, record["losses"], trained, losses)
+        binary = os.path.join(folder_of_programs, "practical5_dp")
+        for devices in DEVICES:
+            weights, record = run(binary, folder, batch, optimizer_name, devices)
+            check(f"practical5_dp on cpu:{devices}", weights, record["losses"], trained, losses)
+            expected_split = [len(piece) for piece in torch.arange(batch).chunk(devices)]
+            if record["split"] != expected_split:
+                sys.exit(f"FAIL: cpu:{devices} split {record['split']}, torch.chunk {expected_split}")
+
+
+main()

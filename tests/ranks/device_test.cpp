@@ -1,0 +1,283 @@
+// Logical devices: budgets, memory accounts, modes and random numbers that follow work onto workers.
+
+#include "lockstep/device.hpp"
+
+#include <ATen/autocast_mode.h>
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <torch/torch.h>
+
+#include <thread>
+
+#include "lockstep/error.hpp"
+#include "lockstep/memory.hpp"
+#include "lockstep/trace.hpp"
+#include "ranks/support.hpp"
+
+namespace lockstep {
+namespace {
+
+using test::expect_error;
+
+double cpu_seconds_of(int who) {
+  rusage usage{};
+  getrusage(who, &usage);
+  const auto seconds = [](const timeval& time) {
+    return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
+  };
+  return seconds(usage.ru_utime) + seconds(usage.ru_stime);
+}
+
+// A matrix product large enough that a BLAS with no budget would use every core.
+void multiply(int times) {
+  const auto a = torch::ones({512, 512});
+  for (int i = 0; i < times; ++i) torch::mm(a, a);
+}
+
+// Processor time of the whole process over that of the worker itself: what other programs do to the
+// clock on the wall does not matter.
+TEST(Budget, AWorkerWithOneThreadComputesOnOneThread) {
+  const Devices devices("cpu:2");
+  if (devices[0].plan().threads != 1) GTEST_SKIP() << "needs a machine with two or three cores";
+  devices[0].run("warm up", [] { multiply(1); });
+  const double process_before = cpu_seconds_of(RUSAGE_SELF);
+  double worker = 0;
+  devices[0].run("multiply", [&] {
+    const double before = cpu_seconds_of(RUSAGE_THREAD);
+    multiply(60);
+    worker = cpu_seconds_of(RUSAGE_THREAD) - before;
+  });
+  const double process = cpu_seconds_of(RUSAGE_SELF) - process_before;
+  EXPECT_GT(worker, 0.02) << "the work was too small to tell";
+  EXPECT_LT(process, 1.1 * worker) << "other threads computed too: the BLAS ignores the budget";
+}
+
+TEST(Budget, TwoWorkersRunOnTheirOwnCores) {
+  const Devices devices("cpu:2");
+  if (devices[0].plan().cores.empty()) GTEST_SKIP() << "needs two cores";
+  const auto cores_of = [](Device& device) {
+    return device.run("look", [] {
+      cpu_set_t mask;
+      sched_getaffinity(0, sizeof(mask), &mask);
+      std::vector<int> cores;
+      for (int core = 0; core < CPU_SETSIZE; ++core) {
+        if (CPU_ISSET(core, &mask)) cores.push_back(core);
+      }
+      return cores;
+    });
+  };
+  EXPECT_EQ(cores_of(devices[0]), devices[0].plan().cores);
+  EXPECT_EQ(cores_of(devices[1]), devices[1].plan().cores);
+  EXPECT_NE(cores_of(devices[0]), cores_of(devices[1]));
+}
+
+TEST(Budget, UseDeviceRestoresTheThread) {
+  const int threads = torch::get_num_threads();
+  cpu_set_t before, after;
+  sched_getaffinity(0, sizeof(before), &before);
+  {
+    const Devices devices("cpu:2");
+    const UseDevice home(devices[0]);
+    EXPECT_EQ(current_device(), &devices[0]);
+    EXPECT_EQ(torch::get_num_threads(), devices[0].plan().threads);
+    const UseDevice again(devices[0]);
+    const UseDevice other(devices[1]);
+    EXPECT_EQ(current_device(), &devices[1]);
+  }
+  sched_getaffinity(0, sizeof(after), &after);
+  EXPECT_EQ(current_device(), nullptr);
+  EXPECT_EQ(torch::get_num_threads(), threads);
+  EXPECT_TRUE(CPU_EQUAL(&before, &after));
+}
+
+TEST(Memory, IsExactLiveAndPeakPerDevice) {
+  const Devices devices("cpu:2");
+  torch::Tensor kept;
+  devices[1].run("allocate", [&] {
+    kept = torch::empty({1000});           // 4000 bytes
+    const auto gone = torch::empty({500}); // 2000 bytes
+  });
+  EXPECT_EQ(devices[1].memory().live_bytes, 4000);
+  EXPECT_EQ(devices[1].memory().peak_bytes, 6000);
+  EXPECT_EQ(devices[0].memory().peak_bytes, 0);
+  devices[1].reset_peak_memory();
+  EXPECT_EQ(devices[1].memory().peak_bytes, 4000);
+  kept.reset();  // freed here, credited there
+  EXPECT_EQ(devices[1].memory().live_bytes, 0);
+}
+
+TEST(Memory, KnowsWhoseATensorIs) {
+  const Devices devices("cpu:2");
+  const auto mine = devices[0].run("make", [] { return torch::ones({4}); });
+  const auto hosts = torch::ones({4});
+  float numbers[4] = {};
+  const auto foreign = torch::from_blob(numbers, {4});
+  EXPECT_TRUE(devices[0].holds(mine));
+  EXPECT_TRUE(devices[0].holds(mine.view({2, 2}))) << "a view is where its storage is";
+  EXPECT_FALSE(devices[1].holds(mine));
+  EXPECT_TRUE(devices[1].holds(hosts)) << "memory nobody claimed is at home everywhere";
+  EXPECT_TRUE(devices[1].holds(foreign));
+}
+
+TEST(Memory, ATensorMayOutliveItsDevice) {
+  torch::Tensor survivor;
+  {
+    const Devices devices("cpu:1");
+    survivor = devices[0].run("make", [] { return torch::full({100'000}, 2.0); });
+  }
+  EXPECT_EQ(survivor.sum().item<double>(), 200'000);
+}
+
+TEST(Memory, LargeBlocksAreReusedAndNeverMoreThanThePeakIsHeld) {
+  const Devices devices("cpu:1");
+  devices[0].run("cycle", [&] {
+    const void* first = torch::empty({1 << 20}).data_ptr();
+#if !defined(__SANITIZE_ADDRESS__)
+    EXPECT_EQ(torch::empty({1 << 20}).data_ptr(), first) << "the freed block waits for the same size";
+#endif
+    (void)first;
+    for (int i = 0; i < 50; ++i) torch::empty({(1 << 20) - 64 * i}).fill_(i);
+  });
+  EXPECT_EQ(devices[0].memory().live_bytes, 0);
+  EXPECT_EQ(devices[0].memory().peak_bytes, 4 << 20);
+}
+
+TEST(Memory, ManyThreadsAllocateAndFreeEachOthersBlocks) {
+  const Devices devices("cpu:3");
+  std::vector<torch::Tensor> blocks(300);
+  std::vector<std::future<void>> running;
+  for (size_t d = 0; d < 3; ++d) {
+    running.push_back(devices[d].submit("fill", [&, d] {
+      for (size_t i = d; i < blocks.size(); i += 3) blocks[i] = torch::full({10'000}, static_cast<double>(i));
+    }));
+  }
+  for (auto& each : running) each.get();
+  running.clear();
+  for (size_t d = 0; d < 3; ++d) {
+    running.push_back(devices[d].submit("free", [&, d] {
+      for (size_t i = (d + 1) % 3; i < blocks.size(); i += 3) {
+        EXPECT_EQ(blocks[i][9'999].item<double>(), static_cast<double>(i));
+        blocks[i].reset();
+      }
+    }));
+  }
+  for (auto& each : running) each.get();
+  for (size_t d = 0; d < 3; ++d) EXPECT_EQ(devices[d].memory().live_bytes, 0) << "device " << d;
+}
+
+TEST(Modes, GradModeFollowsWork) {
+  const Devices devices("cpu:1");
+  const auto look = [] { return torch::GradMode::is_enabled(); };
+  EXPECT_TRUE(devices[0].run("look", look));
+  {
+    const torch::NoGradGuard no_grad;
+    EXPECT_FALSE(devices[0].run("look", look));
+    const torch::AutoGradMode enabled(true);
+    EXPECT_TRUE(devices[0].run("look", look));
+  }
+  const c10::InferenceMode inference;
+  EXPECT_TRUE(devices[0].run("look", [] { return c10::InferenceMode::is_enabled(); }));
+}
+
+TEST(Modes, AutocastFollowsWorkAndLeavesWithIt) {
+  const Devices devices("cpu:1");
+  const auto multiply_dtype = [] { return torch::mm(torch::ones({4, 4}), torch::ones({4, 4})).scalar_type(); };
+  EXPECT_EQ(devices[0].run("multiply", multiply_dtype), torch::kFloat32);
+  at::autocast::set_cpu_enabled(true);
+  EXPECT_EQ(devices[0].run("multiply", multiply_dtype), torch::kBFloat16);
+  at::autocast::set_cpu_enabled(false);
+  at::autocast::clear_cache();
+  EXPECT_EQ(devices[0].run("multiply", multiply_dtype), torch::kFloat32);
+}
+
+TEST(Random, WorkersDrawTheSameNumbersEveryRunWhateverTheirTiming) {
+  const auto draw = [](int jitter) {
+    const Devices devices("cpu:3");
+    torch::manual_seed(11);
+    std::vector<std::future<torch::Tensor>> running;
+    for (int round = 0; round < 4; ++round) {
+      for (size_t d = 0; d < 3; ++d) {
+        running.push_back(devices[d].submit("draw", [=] {
+          std::this_thread::sleep_for(std::chrono::microseconds(jitter * static_cast<int>((d * 7 + round) % 3)));
+          const auto dropped = torch::dropout(torch::ones({64}), 0.5, true);
+          return torch::cat({dropped, torch::randn({8}), torch::rand({8}), torch::randperm(8).to(torch::kFloat32),
+                             torch::empty({8}).uniform_(), torch::bernoulli(torch::full({8}, 0.5))});
+        }));
+      }
+    }
+    std::vector<torch::Tensor> drawn;
+    for (auto& each : running) drawn.push_back(each.get());
+    return torch::stack(drawn);
+  };
+  const auto first = draw(0);
+  EXPECT_TRUE(torch::equal(first, draw(300)));
+  for (int64_t i = 1; i < first.size(0); ++i) EXPECT_FALSE(torch::equal(first[0], first[i])) << "task " << i;
+}
+
+TEST(Random, TheSeedGovernsWorkersAndTheirWorkLeavesTheCallersSequenceAlone) {
+  const Devices devices("cpu:1");
+  const auto draw = [&] { return devices[0].run("draw", [] { return torch::rand({8}); }); };
+  torch::manual_seed(1);
+  const auto one = draw();
+  const auto next_here = torch::rand({4});
+  torch::manual_seed(2);
+  EXPECT_FALSE(torch::equal(one, draw()));
+  torch::manual_seed(1);
+  EXPECT_TRUE(torch::equal(next_here, torch::rand({4}))) << "the worker's numbers came out of the caller's sequence";
+  torch::manual_seed(1);
+  EXPECT_TRUE(torch::equal(one, draw()));
+}
+
+TEST(Random, AnExplicitGeneratorIsObeyed) {
+  const Devices devices("cpu:1");
+  auto generator = at::detail::createCPUGenerator(99);
+  const auto expected = torch::rand({8}, at::detail::createCPUGenerator(99));
+  EXPECT_TRUE(torch::equal(devices[0].run("draw", [&] { return torch::rand({8}, generator); }), expected));
+}
+
+TEST(Worker, RunsInOrderReturnsValuesAndRethrows) {
+  const Devices devices("cpu:1");
+  std::vector<int> order;
+  for (int i = 0; i < 20; ++i) devices[0].submit("note", [&, i] { order.push_back(i); });
+  EXPECT_EQ(devices[0].run("sum", [] { return 40 + 2; }), 42);
+  EXPECT_EQ(order.size(), 20U);
+  EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));
+  EXPECT_THROW(devices[0].run("fail", [] { throw std::runtime_error("no"); }), std::runtime_error);
+  EXPECT_EQ(devices[0].run("nested", [&] { return devices[0].run("inside", [] { return 7; }); }), 7);
+}
+
+TEST(Worker, BusyTimeGrowsWithWorkAndNotWithWaiting) {
+  const Devices devices("cpu:2");
+  devices[0].run("multiply", [] { multiply(30); });
+  const double busy = devices[0].busy_seconds();
+  EXPECT_GT(busy, 0);
+  EXPECT_LT(devices[1].busy_seconds(), busy);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_LT(devices[0].busy_seconds() - busy, 0.01);
+  const UseDevice here(devices[1]);
+  multiply(30);
+  EXPECT_GT(devices[1].busy_seconds(), 0.3 * busy) << "a thread under UseDevice works for the device";
+}
+
+TEST(Worker, TasksAppearInTheTimeline) {
+  Trace trace;
+  trace.enable();
+  const Devices devices("cpu:2");
+  devices[1].record_to(&trace, 3);
+  devices[1].run("forward", [] { multiply(1); });
+  devices[1].run("last", [] {});  // a span is added when its task has ended
+  const auto spans = trace.spans();
+  ASSERT_GE(spans.size(), 1U);
+  EXPECT_EQ(spans[0].name, "forward");
+  EXPECT_EQ(spans[0].rank, 3);
+  EXPECT_EQ(spans[0].device, 1);
+  EXPECT_GT(spans[0].end_ns, spans[0].begin_ns);
+}
+
+TEST(Devices, ABadSpecIsAnError) {
+  expect_error(Code::kDeviceSpec, {"cpu:0"}, [] { Devices devices("cpu:0"); });
+  expect_error(Code::kDeviceMissing, {"GPU 99"}, [] { Devices devices("cuda:99"); });
+}
+
+}  // namespace
+}  // namespace lockstep

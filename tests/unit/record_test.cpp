@@ -1,0 +1,211 @@
+#include "lockstep/record.hpp"
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "support.hpp"
+
+namespace lockstep {
+namespace {
+
+using nlohmann::json;
+using test::expect_error;
+using test::ScratchFolder;
+
+RunRecord sample() {
+  RunRecord record;
+  record.program = "practical5_dp";
+  record.options = {{"steps", "20"}, {"devices", "cpu:2"}};
+  record.host = {{"name", "here"}};
+  record.versions = {{"lockstep", "0.1.0"}};
+  record.world_size = 1;
+  record.devices = {{.name = "cpu:0",
+                     .physical = "core 0",
+                     .shared_by = 2,
+                     .threads = 3,
+                     .peak_bytes = int64_t{1} << 40,
+                     .final_bytes = 7,
+                     .busy_fraction = 0.5,
+                     .sent_bytes_per_step = 11,
+                     .received_bytes_per_step = 13},
+                    {.name = "cpu:1", .physical = "core 1"}};
+  record.split = {22, 22, 20};
+  record.step_ms = {
+      .mean = 1.5, .stddev = 0.25, .median = 1.4, .p95 = 1.9, .min = 1, .max = 2, .n = 18};
+  record.warmup_steps = 2;
+  record.total_s = 0.1;
+  record.losses = {1.0, 0.1, 1e-300};
+  record.samples_per_s = 1e6;
+  record.effective_batch = 64;
+  record.all_reduces = {.count = 2.5, .bytes = 4096};
+  record.comm_ms = 0.7;
+  record.exposed_comm_ms = 0.3;
+  return record;
+}
+
+TEST(Record, SurvivesTheRoundTripThroughAFile) {
+  const ScratchFolder scratch;
+  const RunRecord record = sample();
+  write_record(record, scratch.file("r.json"));
+  const RunRecord again = read_record(scratch.file("r.json"));
+  EXPECT_EQ(to_json(again), to_json(record));
+  EXPECT_EQ(again.losses, record.losses);
+  EXPECT_EQ(again.split, record.split);
+  EXPECT_EQ(again.options, record.options);
+  ASSERT_EQ(again.devices.size(), 2U);
+  EXPECT_EQ(again.devices[0].peak_bytes, int64_t{1} << 40);
+  EXPECT_EQ(again.devices[0].shared_by, 2);
+  EXPECT_EQ(again.devices[0].received_bytes_per_step, 13);
+  EXPECT_EQ(again.step_ms.n, 18);
+  EXPECT_EQ(again.step_ms.stddev, 0.25);
+  EXPECT_EQ(again.all_reduces.bytes, 4096);
+  EXPECT_EQ(again.exposed_comm_ms, 0.3);
+}
+
+TEST(Record, HasTheSchemaAndTheFieldsOfTheContract) {
+  const json value = to_json(sample());
+  EXPECT_EQ(value.at("schema"), RunRecord::kSchema);
+  for (const char* field :
+       {"program", "options", "host", "versions", "world_size", "devices", "split", "step_ms",
+        "warmup_steps", "total_s", "losses", "samples_per_s", "effective_batch", "all_reduces",
+        "comm_ms", "exposed_comm_ms"}) {
+    EXPECT_TRUE(value.contains(field)) << field;
+  }
+  EXPECT_EQ(value.size(), 17U);
+}
+
+TEST(Record, KeepsNumbersThatAreNotFinite) {
+  RunRecord record = sample();
+  record.losses = {1.0, std::nan(""), INFINITY, -INFINITY};
+  record.samples_per_s = INFINITY;
+  record.step_ms.mean = std::nan("");
+  const RunRecord again = record_from_json(json::parse(to_json(record).dump()));
+  ASSERT_EQ(again.losses.size(), 4U);
+  EXPECT_EQ(again.losses[0], 1.0);
+  EXPECT_TRUE(std::isnan(again.losses[1]));
+  EXPECT_EQ(again.losses[2], INFINITY);
+  EXPECT_EQ(again.losses[3], -INFINITY);
+  EXPECT_EQ(again.samples_per_s, INFINITY);
+  EXPECT_TRUE(std::isnan(again.step_ms.mean));
+}
+
+// Every field in turn is taken away, and then given a value of another type.
+void expect_each_field_named(const json::json_pointer& object) {
+  const json whole = to_json(sample());
+  for (const auto& [name, value] : whole.at(object).items()) {
+    SCOPED_TRACE(name);
+    json without = whole;
+    without.at(object).erase(name);
+    expect_error(Code::kRecord, {"has no \"" + name + "\""}, [&] { record_from_json(without); });
+    for (const json& wrong :
+         {json(nullptr), json(true), json("text"), json{{"a", 1}}, json{1, "x"}}) {
+      json changed = whole;
+      changed.at(object)[name] = wrong;
+      // A map of texts is also an object, and a text is a text.
+      if (value.type() == wrong.type() && value.is_string()) continue;
+      SCOPED_TRACE(wrong.dump());
+      expect_error(Code::kRecord, {}, [&] { record_from_json(changed); });
+    }
+  }
+}
+
+TEST(Record, NamesWhateverIsMissingOrOfTheWrongType) {
+  expect_each_field_named(json::json_pointer(""));
+  expect_each_field_named(json::json_pointer("/step_ms"));
+  expect_each_field_named(json::json_pointer("/all_reduces"));
+  expect_each_field_named(json::json_pointer("/devices/0"));
+}
+
+TEST(Record, NamesTheFieldOfTheWrongType) {
+  const auto with = [](const char* pointer, const json& value) {
+    json changed = to_json(sample());
+    changed[json::json_pointer(pointer)] = value;
+    return [changed] { record_from_json(changed); };
+  };
+  expect_error(Code::kRecord, {"\"world_size\" of the record"}, with("/world_size", "2"));
+  expect_error(Code::kRecord, {"\"world_size\""}, with("/world_size", 1.5));
+  expect_error(Code::kRecord, {"\"world_size\""}, with("/world_size", int64_t{1} << 32));
+  expect_error(Code::kRecord, {"\"warmup_steps\""}, with("/warmup_steps", UINT64_MAX));
+  expect_error(Code::kRecord, {"\"losses\" of the record"}, with("/losses", nullptr));
+  expect_error(Code::kRecord, {"\"losses\""}, with("/losses/1", "big"));
+  expect_error(Code::kRecord, {"\"losses\""}, with("/losses/1", nullptr));
+  expect_error(Code::kRecord, {"\"devices\""}, with("/devices", nullptr));
+  expect_error(Code::kRecord, {"\"split\""}, with("/split/0", 1.5));
+  expect_error(Code::kRecord, {"a device is not a JSON object"}, with("/devices/0", 3));
+  expect_error(Code::kRecord, {"\"peak_bytes\" of a device"}, with("/devices/1/peak_bytes", "x"));
+  expect_error(Code::kRecord, {"\"p95\" of step_ms"}, with("/step_ms/p95", "x"));
+  expect_error(Code::kRecord, {"\"options\""}, with("/options/steps", 20));
+  expect_error(Code::kRecord, {"is not a JSON object"}, [] { record_from_json(json::array()); });
+}
+
+TEST(Record, RefusesAnotherSchema) {
+  json value = to_json(sample());
+  value["schema"] = RunRecord::kSchema + 1;
+  expect_error(Code::kRecord, {"has schema 2", "reads schema 1"}, [&] { record_from_json(value); });
+  value["schema"] = 1.5;
+  expect_error(Code::kRecord, {"\"schema\""}, [&] { record_from_json(value); });
+}
+
+TEST(Record, ReadingNamesTheFile) {
+  const ScratchFolder scratch;
+  const std::string path = scratch.file("r.json");
+  expect_error(Code::kFileRead, {path}, [&] { read_record(path); });
+  for (const char* text : {"", "{", "not json", "{\"schema\": 1e999}"}) {
+    test::write_bytes(path, text);
+    expect_error(Code::kRecord, {path, "is not valid JSON"}, [&] { read_record(path); });
+  }
+  test::write_bytes(path, "{\"schema\": 1}");
+  expect_error(Code::kRecord, {path, "has no \"program\""}, [&] { read_record(path); });
+}
+
+TEST(Record, WritesBytesThatAreNotUtf8AsReplacements) {
+  const ScratchFolder scratch;
+  RunRecord record = sample();
+  record.options["data"] = "caf\xe9";
+  write_record(record, scratch.file("r.json"));
+  EXPECT_EQ(read_record(scratch.file("r.json")).options.at("data"), "caf\xEF\xBF\xBD");
+}
+
+TEST(Record, DashIsStandardOutput) {
+  testing::internal::CaptureStdout();
+  write_record(sample(), "-");
+  EXPECT_EQ(json::parse(testing::internal::GetCapturedStdout()), to_json(sample()));
+}
+
+TEST(Record, WriteErrorsNameTheFile) {
+  expect_error(Code::kFileWrite, {"/proc/r.json"}, [] { write_record(sample(), "/proc/r.json"); });
+}
+
+TEST(Summarize, ComputesTheDistribution) {
+  const std::vector<double> values = {4, 1, 3, 2};
+  const Stats stats = summarize(values);
+  EXPECT_EQ(stats.n, 4);
+  EXPECT_DOUBLE_EQ(stats.mean, 2.5);
+  EXPECT_DOUBLE_EQ(stats.stddev, std::sqrt(5.0 / 3.0));
+  EXPECT_DOUBLE_EQ(stats.median, 2.5);
+  EXPECT_DOUBLE_EQ(stats.p95, 3.85);
+  EXPECT_EQ(stats.min, 1);
+  EXPECT_EQ(stats.max, 4);
+}
+
+TEST(Summarize, OneValueOrNone) {
+  const std::vector<double> one = {7};
+  const Stats stats = summarize(one);
+  EXPECT_EQ(stats.n, 1);
+  EXPECT_EQ(stats.stddev, 0);
+  EXPECT_EQ(stats.median, 7);
+  EXPECT_EQ(stats.p95, 7);
+  EXPECT_EQ(summarize({}).n, 0);
+}
+
+TEST(DescribeHost, KnowsThisMachine) {
+  const auto host = describe_host();
+  for (const char* key : {"name", "cpu", "cores", "memory", "os"}) {
+    ASSERT_TRUE(host.contains(key)) << key;
+    EXPECT_FALSE(host.at(key).empty()) << key;
+  }
+  EXPECT_GE(std::stoi(host.at("cores")), 1);
+}
+
+}  // namespace
+}  // namespace lockstep
