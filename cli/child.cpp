@@ -16,6 +16,8 @@
 #include <cstring>
 #include <filesystem>
 
+#include "lockstep/board.hpp"
+
 namespace lockstep::cli {
 namespace {
 
@@ -177,6 +179,8 @@ class Running {
     ::kill(-pid_, SIGKILL);
     ::waitpid(pid_, &status_, 0);
     reaped_ = true;
+    // A program that a signal ended could not remove its board itself.
+    if (WIFSIGNALED(status_)) remove_stale_boards();
   }
 
   // True where something was read; never blocks, and closes a stream that has ended.

@@ -79,6 +79,8 @@ Options parse_options(const Program& program, int argc, char** argv) {
   Options options;
   options.program = program.name;
   CLI::App app(program.about, program.name);
+  // As in most commands: a wrapper's defaults can be overridden by what follows them.
+  app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   app.add_option("--steps", options.steps, "optimizer updates")->capture_default_str();
   app.add_option("--batch", options.batch, "rows of one step over all devices")
       ->capture_default_str();

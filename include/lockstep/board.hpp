@@ -169,4 +169,7 @@ struct BoardEntry {
 /// This user's boards, by path.
 std::vector<BoardEntry> list_boards();
 
+/// Removes the boards of this user's runs that were killed; gives their number.
+int remove_stale_boards();
+
 }  // namespace lockstep

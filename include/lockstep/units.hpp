@@ -17,7 +17,7 @@ constexpr int64_t operator""_GiB(unsigned long long count) {
 }
 }  // namespace literals
 
-/// "512 B", "1.5 KiB", "24.0 MiB", "2.25 GiB": powers of two, three significant digits.
+/// "512 B", "1.50 KiB", "24.0 MiB", "2.25 GiB": powers of two, three significant digits.
 std::string format_bytes(int64_t bytes);
 
 /// "950 ns", "12.3 µs", "4.56 ms", "7.89 s", "2 min 05 s".

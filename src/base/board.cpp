@@ -61,6 +61,18 @@ std::optional<int64_t> start_ticks(int64_t pid) {
   return ticks;
 }
 
+// Containers may share /dev/shm and yet number their processes each for itself.
+uint64_t pid_namespace() {
+  struct stat status {};
+  return ::stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
+}
+
+// Of another container nothing can be known: it counts as alive, so that nobody removes its board.
+bool launcher_alive(const Header& header) {
+  if (header.pid_namespace != pid_namespace()) return true;
+  return start_ticks(header.launcher_pid) == header.launcher_start_ticks;
+}
+
 int64_t file_bytes_for(int64_t ranks) {
   return kHeaderBytes + ranks * kPageBytes;
 }
@@ -333,6 +345,7 @@ Board Board::create(const std::string& path, int ranks, const std::string& run_n
   header->page_bytes = kPageBytes;
   header->launcher_pid = ::getpid();
   header->launcher_start_ticks = start_ticks(::getpid()).value_or(0);
+  header->pid_namespace = pid_namespace();
   header->started_ns = monotonic_ns();
   header->run_name = Text<64>::of(run_name);
   header->magic.store(kMagic, std::memory_order_release);
@@ -361,7 +374,7 @@ BoardInfo Board::info() const {
   return {.run_name = header.run_name.str(),
           .ranks = ranks(),
           .launcher_pid = static_cast<pid_t>(header.launcher_pid),
-          .launcher_alive = start_ticks(header.launcher_pid) == header.launcher_start_ticks,
+          .launcher_alive = launcher_alive(header),
           .started_ns = header.started_ns};
 }
 
@@ -418,6 +431,14 @@ std::vector<BoardEntry> list_boards() {
   std::sort(entries.begin(), entries.end(),
             [](const auto& a, const auto& b) { return a.path < b.path; });
   return entries;
+}
+
+int remove_stale_boards() {
+  int removed = 0;
+  for (const auto& entry : list_boards()) {
+    if (entry.state == BoardState::kStale && ::unlink(entry.path.c_str()) == 0) ++removed;
+  }
+  return removed;
 }
 
 }  // namespace lockstep

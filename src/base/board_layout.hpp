@@ -19,7 +19,7 @@
 namespace lockstep::board_layout {
 
 inline constexpr uint64_t kMagic = 0x0064'7261'6f42'534c;  // "LSBoard" in the file
-inline constexpr uint32_t kLayoutVersion = 1;
+inline constexpr uint32_t kLayoutVersion = 2;
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free &&
               std::atomic<int64_t>::is_always_lock_free &&
@@ -162,6 +162,7 @@ struct Header {
   uint64_t page_bytes;
   int64_t launcher_pid;
   int64_t launcher_start_ticks;  // tells the launcher from a later process with its pid
+  uint64_t pid_namespace;        // where launcher_pid means something
   int64_t started_ns;
   Text<64> run_name;
 };
@@ -169,7 +170,7 @@ struct Header {
 inline constexpr int64_t kHeaderBytes = 4096;
 inline constexpr int64_t kPageBytes = (static_cast<int64_t>(sizeof(RankPage)) + 4095) / 4096 * 4096;
 
-static_assert(sizeof(Header) == 112 && sizeof(Header) <= kHeaderBytes);
+static_assert(sizeof(Header) == 120 && sizeof(Header) <= kHeaderBytes);
 static_assert(sizeof(DevicePage) == 240 && sizeof(Words<ErrorText>) == 520);
 static_assert(sizeof(RankPage) == 62'336, "the layout changed: raise kLayoutVersion");
 static_assert(std::is_standard_layout_v<RankPage> && std::is_standard_layout_v<Header>);

@@ -19,6 +19,7 @@ RunMeter::RunMeter(const std::string& program, const Devices& devices, int64_t s
       timed_(devices.size()) {
   // A run must not fail because nobody can watch it: without shared memory there is no board.
   try {
+    remove_stale_boards();
     const std::string run = fmt::format("{}-{}", program, ::getpid());
     board_ = Board::create(Board::default_path(run), 1, run);
     page_ = board_->page(0);

@@ -5,7 +5,7 @@
 
 #include "lockstep/data_parallel.hpp"
 #include "lockstep/device.hpp"
-#include "ranks/support.hpp"
+#include "tensor_support.hpp"
 
 namespace lockstep {
 namespace {

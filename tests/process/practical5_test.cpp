@@ -7,7 +7,7 @@
 #include "cli/child.hpp"
 #include "lockstep/record.hpp"
 #include "lockstep/safetensors.hpp"
-#include "unit/support.hpp"
+#include "support.hpp"
 
 namespace lockstep {
 namespace {
@@ -163,8 +163,10 @@ TEST(Practical5Refuses, BadFiles) {
   test::write_bytes(bad, "this is a text file, not a tensor file");
   expect_refusal(small({"--init", bad}), "LS0005", bad);
   expect_refusal(small({"--data", bad}), "LS0005", bad);
-  expect_refusal(small({"--init", good, "--hidden", "17"}), "LS0006", "[16, 8]");
-  expect_refusal(small({"--init", good, "--depth", "2"}), "LS0006", "layers.6");
+  expect_refusal(small({"--init", good, "--hidden", "17"}), "LS0006",
+                 "is float32 [16], the model's is float32 [17]");
+  expect_refusal(small({"--init", good, "--depth", "2"}), "LS0006", "\"layers.4.bias\"");
+  expect_refusal(small({"--init", good, "--depth", "0"}), "LS0006", "\"layers.2.bias\"");
   expect_refusal(small({"--data", good}), "LS0006", "no tensor \"x\"");
   expect_refusal(small({"--save", folder.file("no/such/folder/w")}), "LS0007", "no folder");
   expect_refusal(small({"--json", folder.file("no/such/folder/r")}), "LS0007", "no folder");

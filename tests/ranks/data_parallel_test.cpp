@@ -11,7 +11,7 @@
 
 #include "lockstep/error.hpp"
 #include "lockstep/split.hpp"
-#include "ranks/support.hpp"
+#include "tensor_support.hpp"
 
 namespace lockstep {
 namespace {

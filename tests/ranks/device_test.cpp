@@ -12,7 +12,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/memory.hpp"
 #include "lockstep/trace.hpp"
-#include "ranks/support.hpp"
+#include "tensor_support.hpp"
 
 namespace lockstep {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "unit/support.hpp"
+#include "support.hpp"
 
 namespace lockstep::test {
 
