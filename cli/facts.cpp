@@ -30,6 +30,7 @@ using nlohmann::json;
 namespace fs = std::filesystem;
 
 constexpr std::chrono::seconds kResolveDeadline{3};
+constexpr std::chrono::milliseconds kWatch{400};
 constexpr int64_t kUnlimited = int64_t{1} << 60;  // what the kernel writes for "no limit" is above
 
 std::string first_line(const fs::path& path) {
@@ -152,6 +153,26 @@ json environment() {
   return set;
 }
 
+// Ticks of all cores together since the start: those spent, and all.
+struct Ticks {
+  double busy = 0;
+  double all = 0;
+};
+
+Ticks read_ticks() {
+  std::ifstream file("/proc/stat");
+  std::string label;
+  file >> label;  // "cpu": user nice system idle iowait irq softirq steal
+  Ticks ticks;
+  for (int field = 0; field < 8; ++field) {
+    double value = 0;
+    file >> value;
+    ticks.all += value;
+    if (field != 3 && field != 4) ticks.busy += value;
+  }
+  return ticks;
+}
+
 json leftover_boards() {
   json boards = json::array();
   for (const auto& board : list_boards()) {
@@ -177,6 +198,15 @@ json machine_facts() {
           {"environment", environment()},
           {"driver", driver_facts()},
           {"leftover_boards", leftover_boards()}};
+}
+
+double busy_cores() {
+  const Ticks before = read_ticks();
+  std::this_thread::sleep_for(kWatch);
+  const Ticks after = read_ticks();
+  const double all = after.all - before.all;
+  if (all <= 0) return 0;
+  return (after.busy - before.busy) / all * static_cast<double>(::sysconf(_SC_NPROCESSORS_ONLN));
 }
 
 json probe_facts(bool measure, const Interrupts& interrupts) {

@@ -14,4 +14,7 @@ nlohmann::json machine_facts();
 /// Measuring takes a second or two; without it only versions, libraries and GPUs are there.
 nlohmann::json probe_facts(bool measure, const Interrupts& interrupts);
 
+/// How many cores' worth of time this machine spends right now, watched for a moment.
+double busy_cores();
+
 }  // namespace lockstep::cli

@@ -115,7 +115,9 @@ int run_lab5(const Lab5Options& options, const std::string& command) {
   const Lab5Plan plan = plan_lab5(options, detect_hardware(interrupts));
   const fs::path out = options.out;
   make_folder(out / "records");
-  const Lab5Results results = collect(run_experiments(plan, out / "records", interrupts));
+  const double others_busy_cores = busy_cores();
+  Lab5Results results = collect(run_experiments(plan, out / "records", interrupts));
+  results.others_busy_cores = others_busy_cores;
 
   const bool style = may_style(STDOUT_FILENO);
   for (const auto& [name, table] : all_tables(results)) {

@@ -66,6 +66,10 @@ std::string one_device_remark() {
 }
 
 std::string noise_remark(const Scene& scene) {
+  const double others = scene.results.others_busy_cores;
+  if (others >= kDisturbingCores) {
+    return fmt::format(" Other programs kept {:.1f} cores busy, so this proves little.", others);
+  }
   if (!scene.comparison.unsafe) return "";
   return fmt::format(" The runs varied by {:.0f} %, so take this as a rough figure.",
                      scene.comparison.noise * 100);

@@ -28,6 +28,7 @@ struct Lab5Results {
   std::vector<RunSet>
       data_parallel;  ///< ascending by devices; the last has all that were asked for
   std::vector<SplitRun> splits;
+  double others_busy_cores = 0;  ///< cores that other programs kept busy when the lab began
 
   const RunSet& full() const { return data_parallel.back(); }
 };
@@ -49,6 +50,9 @@ int sharing(const RunSet& set_up);
 
 /// How much more device 0 has than the others have on average; 0 where there are no others.
 int64_t extra_on_first(const std::vector<DeviceRecord>& devices, int64_t DeviceRecord::*bytes);
+
+/// From this many cores on, other programs are said to disturb the measurement.
+inline constexpr double kDisturbingCores = 0.25;
 
 /// From this efficiency on a speed-up is called proportional to the devices.
 inline constexpr double kProportional = 0.9;

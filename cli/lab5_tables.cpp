@@ -76,6 +76,13 @@ void add_speed_notes(Table& table, const Lab5Results& results) {
       results.full().devices == 1 ? "one device"
                                   : fmt::format("{} devices", results.full().devices),
       speedup >= 1 ? speedup : 1 / speedup, speedup >= 1 ? "as fast as" : "slower than"));
+  if (results.others_busy_cores >= kDisturbingCores) {
+    table.add_note(
+        fmt::format("Warning: other programs kept {:.1f} cores busy when the lab began, which can "
+                    "slow one set-up "
+                    "more than another; close them and run again before you rely on this.",
+                    results.others_busy_cores));
+  }
   if (full.unsafe) {
     table.add_note(
         fmt::format("Warning: step times varied by {:.0f} % between runs (speed-ups {:.2f} to "
@@ -180,12 +187,12 @@ Table bottleneck_table(const Lab5Results& results) {
                {"final", Align::kRight},
                {"sent/step", Align::kRight},
                {"received/step", Align::kRight},
-               {"holds extra"}});
+               {"extra, peak / final"}});
   const auto devices = merged_devices(results.full());
   const auto& split = results.full().runs.front().split;
-  const std::string extra = fmt::format(
-      "{} peak, {} final", signed_bytes(extra_on_first(devices, &DeviceRecord::peak_bytes)),
-      signed_bytes(extra_on_first(devices, &DeviceRecord::final_bytes)));
+  const std::string extra =
+      fmt::format("{} / {}", signed_bytes(extra_on_first(devices, &DeviceRecord::peak_bytes)),
+                  signed_bytes(extra_on_first(devices, &DeviceRecord::final_bytes)));
   for (size_t i = 0; i < devices.size(); ++i) {
     const DeviceRecord& device = devices[i];
     table.add_row(
@@ -195,7 +202,7 @@ Table bottleneck_table(const Lab5Results& results) {
          format_bytes(device.received_bytes_per_step), i == 0 && devices.size() > 1 ? extra : "—"});
   }
   table.add_note(
-      "Holds extra: what device 0 has more than the others have on average. It keeps the whole "
+      "Extra: what device 0 has more than the others have on average. It keeps the whole "
       "batch, "
       "the gathered output with the loss, the summed gradients and the optimizer's state.");
   if (sharing(results.full()) > 1) {

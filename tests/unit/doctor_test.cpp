@@ -1,9 +1,12 @@
 #include "cli/doctor.hpp"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "cli/facts.hpp"
 #include "lockstep/units.hpp"
@@ -230,6 +233,19 @@ TEST(Diagnose, LeftoverBoardsAreListedWithTheirRemoval) {
   const Finding finding = with("/machine/leftover_boards", {"/dev/shm/lockstep-0-a"}, "boards");
   EXPECT_EQ(finding.level, Level::kWarn);
   EXPECT_EQ(finding.remedy, "rm /dev/shm/lockstep-0-a");
+}
+
+TEST(BusyCores, SeesAThreadThatSpins) {
+  std::atomic<bool> stop = false;
+  std::thread spinner([&stop] {
+    while (!stop) {
+    }
+  });
+  const double busy = busy_cores();
+  stop = true;
+  spinner.join();
+  EXPECT_GT(busy, 0.5);
+  EXPECT_LE(busy, static_cast<double>(::sysconf(_SC_NPROCESSORS_ONLN)) + 0.01);
 }
 
 TEST(MachineFacts, AreCompleteOnThisMachine) {

@@ -233,8 +233,7 @@ TEST(Lab5Tables, MemoryDifferencesToDevice0AreSigned) {
   const auto rows = memory_table(results_of(2, 100, 60)).rows();
   EXPECT_EQ(rows[2][5], "-10.0 MiB");
   EXPECT_EQ(rows[2][6], "-12.0 MiB");
-  EXPECT_EQ(bottleneck_table(results_of(2, 100, 60)).rows()[0].back(),
-            "+10.0 MiB peak, +12.0 MiB final");
+  EXPECT_EQ(bottleneck_table(results_of(2, 100, 60)).rows()[0].back(), "+10.0 MiB / +12.0 MiB");
 }
 
 TEST(Lab5Tables, SplitsStandBesideTheRule) {
@@ -288,6 +287,16 @@ TEST(Lab5Answers, NoiseTurnsADifferenceIntoNone) {
   const std::string text = answer_to(results, "faster");
   EXPECT_TRUE(starts(text, "Not measurably.")) << text;
   EXPECT_TRUE(mentions(text, "rough figure")) << text;
+}
+
+TEST(Lab5Answers, ABusyMachineIsTold) {
+  Lab5Results results = results_of(2, 100, 60);
+  results.others_busy_cores = 0.05;
+  EXPECT_FALSE(mentions(answer_to(results, "faster"), "Other programs"));
+  EXPECT_FALSE(mentions(speed_table(results).terminal(false), "Warning"));
+  results.others_busy_cores = 1.5;
+  EXPECT_TRUE(mentions(answer_to(results, "faster"), "Other programs kept 1.5 cores busy"));
+  EXPECT_TRUE(mentions(speed_table(results).terminal(false), "Warning: other programs kept 1.5"));
 }
 
 TEST(Lab5Answers, SharedHardwareIsNeverSoldAsScaling) {
