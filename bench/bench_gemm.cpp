@@ -1,5 +1,5 @@
-// Matrix products on the workers of logical devices: how fast, and on how many cores. bench/blas runs this once
-// for each BLAS package to find the one that serves several workers best.
+// Matrix products on the workers of logical devices: how fast, and on how many cores. bench/blas
+// runs this once for each BLAS package to find the one that serves several workers best.
 //
 // usage: bench_gemm DEVICES THREADS   e.g. bench_gemm 2 1: two devices with one thread each
 // prints: GFLOP/s and the processor time used per second
@@ -45,7 +45,8 @@ int measure(int argc, char** argv) {
 
   const auto round = [&] {
     std::vector<std::future<void>> running;
-    for (size_t i = 0; i < devices.size(); ++i) running.push_back(devices[i].submit("multiply", multiply));
+    for (size_t i = 0; i < devices.size(); ++i)
+      running.push_back(devices[i].submit("multiply", multiply));
     for (auto& each : running) each.get();
   };
   round();
@@ -54,10 +55,13 @@ int measure(int argc, char** argv) {
   for (int i = 0; i < 3; ++i) round();
   const double seconds = static_cast<double>(lockstep::monotonic_ns() - began_ns) * 1e-9;
   const double flop = 3.0 * kProducts * count * 2.0 * kRows * kWidth * kWidth;
-  fmt::print("{:.1f} {:.2f}\n", flop / seconds * 1e-9, (process_cpu_seconds() - cpu_began) / seconds);
+  fmt::print("{:.1f} {:.2f}\n", flop / seconds * 1e-9,
+             (process_cpu_seconds() - cpu_began) / seconds);
   return 0;
 }
 
 }  // namespace
 
-int main(int argc, char** argv) { return lockstep::run_program(measure, argc, argv); }
+int main(int argc, char** argv) {
+  return lockstep::run_program(measure, argc, argv);
+}

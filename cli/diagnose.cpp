@@ -8,6 +8,7 @@
 #include <set>
 
 #include "cli/doctor.hpp"
+#include "lockstep/loaded_libraries.hpp"
 #include "lockstep/units.hpp"
 
 namespace lockstep::cli {
@@ -92,74 +93,15 @@ Finding check_abi(const json& facts) {
           "use PyTorch 2.6 or newer, or a libtorch download marked cxx11-abi"};
 }
 
-enum class Blas {
-  kOpenBlasOpenMp,
-  kOpenBlasPthread,
-  kOpenBlasSerial,
-  kOpenBlasOther,
-  kMkl,
-  kBlis,
-  kReference,
-  kUnknown
-};
-
-// libblas.so decides where there is one: it is what libtorch calls, and an OpenBLAS that something
-// else pulled in may well be mapped beside it.
-Blas classify_blas(const std::vector<std::string>& libraries, const std::string& torch_config) {
-  const auto has = [](const std::string& path, const char* part) {
-    return path.find(part) != std::string::npos;
-  };
-  const auto kind = [&](const std::string& path) {
-    if (has(path, "openblas-openmp")) return Blas::kOpenBlasOpenMp;
-    if (has(path, "openblas-pthread")) return Blas::kOpenBlasPthread;
-    if (has(path, "openblas-serial")) return Blas::kOpenBlasSerial;
-    if (has(path, "openblas")) return Blas::kOpenBlasOther;
-    if (has(path, "mkl")) return Blas::kMkl;
-    if (has(path, "blis")) return Blas::kBlis;
-    return has(path, "/libblas.so") ? Blas::kReference : Blas::kUnknown;
-  };
-  for (const auto& path : libraries) {
-    if (has(path, "/libblas.so")) return kind(path);
-  }
-  for (const auto& path : libraries) {
-    if (kind(path) != Blas::kUnknown) return kind(path);
-  }
-  if (has(torch_config, "BLAS_INFO=mkl")) return Blas::kMkl;
-  if (has(torch_config, "BLAS_INFO=open")) return Blas::kOpenBlasOther;
-  return Blas::kUnknown;
-}
-
-const char* title_of(Blas blas) {
-  switch (blas) {
-    case Blas::kOpenBlasOpenMp:
-      return "OpenBLAS (OpenMP)";
-    case Blas::kOpenBlasPthread:
-      return "OpenBLAS (pthread)";
-    case Blas::kOpenBlasSerial:
-      return "OpenBLAS (serial)";
-    case Blas::kOpenBlasOther:
-      return "OpenBLAS";
-    case Blas::kMkl:
-      return "MKL";
-    case Blas::kBlis:
-      return "BLIS";
-    case Blas::kReference:
-      return "REFERENCE BLAS";
-    case Blas::kUnknown:
-      return "a BLAS of unknown kind";
-  }
-  return "";
-}
-
 Finding check_blas(const json& facts) {
-  const auto libraries = fact<std::vector<std::string>>(facts, "/probe/blas/libraries");
+  const auto libraries = fact<std::set<std::string>>(facts, "/probe/blas/libraries");
   const auto gflops = fact<double>(facts, "/probe/blas/gflops_one_thread");
   if (!libraries || !gflops) return unknown("BLAS");
   const Blas blas =
       classify_blas(*libraries, fact<std::string>(facts, "/probe/torch/config").value_or(""));
   const std::string value =
-      fmt::format("{}, {:.0f} GFLOP/s in fp32 with a budget of one thread{}", title_of(blas),
-                  *gflops, libraries->empty() ? "" : ", " + libraries->front());
+      fmt::format("{}, {:.0f} GFLOP/s in fp32 with a budget of one thread{}", blas_title(blas),
+                  *gflops, libraries->empty() ? "" : ", " + *libraries->begin());
   if (blas == Blas::kReference) {
     return {"BLAS", Level::kFail,
             value + ": matrix products are 10 to 30 times slower than they should be",

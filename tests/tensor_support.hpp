@@ -10,7 +10,8 @@
 namespace lockstep::test {
 
 /// Equal within the rounding of the dtype.
-inline void expect_close(const torch::Tensor& actual, const torch::Tensor& expected, const std::string& what) {
+inline void expect_close(const torch::Tensor& actual, const torch::Tensor& expected,
+                         const std::string& what) {
   ASSERT_TRUE(actual.defined() && expected.defined()) << what;
   ASSERT_EQ(actual.sizes(), expected.sizes()) << what;
   const double tolerance = actual.scalar_type() == torch::kFloat64 ? 1e-12 : 1e-5;

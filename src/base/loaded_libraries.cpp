@@ -20,18 +20,52 @@ std::set<std::string> loaded_libraries(const std::vector<std::string_view>& part
   return found;
 }
 
-std::string blas_name(const std::set<std::string>& libraries, const std::string& torch_config) {
-  std::string all;
-  for (const auto& path : libraries) all += path + "\n";
-  const auto has = [&](std::string_view part) { return all.find(part) != std::string::npos; };
-  // Debian keeps each flavour in a folder of its own name.
-  if (has("openblas-openmp") || has("libopenblaso")) return "OpenBLAS (OpenMP)";
-  if (has("openblas-pthread") || has("libopenblasp")) return "OpenBLAS (pthread)";
-  if (has("openblas")) return "OpenBLAS (serial)";
-  if (has("blis")) return "BLIS";
-  if (has("mkl") || torch_config.find("BLAS_INFO=mkl") != std::string::npos) return "MKL";
-  if (has("/libblas.so")) return "reference";
-  return "unknown";
+// libblas.so decides where there is one: it is what libtorch calls, and an OpenBLAS that something
+// else pulled in may well be mapped beside it. Debian keeps each flavour in a folder of its name.
+Blas classify_blas(const std::set<std::string>& libraries, const std::string& torch_config) {
+  const auto has = [](const std::string& path, const char* part) {
+    return path.find(part) != std::string::npos;
+  };
+  const auto kind = [&](const std::string& path) {
+    if (has(path, "openblas-openmp")) return Blas::kOpenBlasOpenMp;
+    if (has(path, "openblas-pthread")) return Blas::kOpenBlasPthread;
+    if (has(path, "openblas-serial")) return Blas::kOpenBlasSerial;
+    if (has(path, "openblas")) return Blas::kOpenBlasOther;
+    if (has(path, "mkl")) return Blas::kMkl;
+    if (has(path, "blis")) return Blas::kBlis;
+    return has(path, "/libblas.so") ? Blas::kReference : Blas::kUnknown;
+  };
+  for (const auto& path : libraries) {
+    if (has(path, "/libblas.so")) return kind(path);
+  }
+  for (const auto& path : libraries) {
+    if (kind(path) != Blas::kUnknown) return kind(path);
+  }
+  if (has(torch_config, "BLAS_INFO=mkl")) return Blas::kMkl;
+  if (has(torch_config, "BLAS_INFO=open")) return Blas::kOpenBlasOther;
+  return Blas::kUnknown;
+}
+
+const char* blas_title(Blas blas) {
+  switch (blas) {
+    case Blas::kOpenBlasOpenMp:
+      return "OpenBLAS (OpenMP)";
+    case Blas::kOpenBlasPthread:
+      return "OpenBLAS (pthread)";
+    case Blas::kOpenBlasSerial:
+      return "OpenBLAS (serial)";
+    case Blas::kOpenBlasOther:
+      return "OpenBLAS";
+    case Blas::kMkl:
+      return "MKL";
+    case Blas::kBlis:
+      return "BLIS";
+    case Blas::kReference:
+      return "REFERENCE BLAS";
+    case Blas::kUnknown:
+      return "a BLAS of unknown kind";
+  }
+  return "";
 }
 
 }  // namespace lockstep

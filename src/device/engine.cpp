@@ -27,7 +27,7 @@ std::map<std::string, std::string> describe_versions() {
   std::map<std::string, std::string> versions = {
       {"lockstep", kVersion},
       {"libtorch", setting(config, "TORCH_VERSION")},
-      {"blas", blas_name(loaded_libraries({"blas", "mkl", "blis"}), config)},
+      {"blas", blas_title(classify_blas(loaded_libraries({"blas", "mkl", "blis"}), config))},
       {"compiler", "g++ " __VERSION__},
   };
   const std::string cuda = setting(config, "CUDA_VERSION");

@@ -22,11 +22,11 @@ std::vector<Result> wait_for_replicas(std::vector<std::future<Result>>& running,
     try {
       results.push_back(running[i].get());
     } catch (const std::exception& error) {
-      throw Error(Code::kReplicaFailed,
-                  fmt::format("{} of replica {} on {}: {}", doing, i, devices[i].name(),
-                              describe(error)),
-                  "what follows the device's name is the module's own error; run the module alone "
-                  "on that device's rows to find it");
+      throw Error(
+          Code::kReplicaFailed,
+          fmt::format("{} of replica {} on {}: {}", doing, i, devices[i].name(), describe(error)),
+          "what follows the device's name is the module's own error; run the module alone "
+          "on that device's rows to find it");
     }
   }
   return results;

@@ -1,4 +1,5 @@
-// Logical devices on GPUs: the same numbers as on the CPU, streams in order, memory charged to the right slot.
+// Logical devices on GPUs: the same numbers as on the CPU, streams in order, memory charged to the
+// right slot.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -19,8 +20,9 @@ class Cuda : public testing::Test {
 
 torch::nn::Sequential make_net() {
   torch::manual_seed(3);
-  return torch::nn::Sequential(torch::nn::Linear(32, 64), torch::nn::ReLU(), torch::nn::Linear(64, 32),
-                               torch::nn::ReLU(), torch::nn::Linear(32, 8));
+  return torch::nn::Sequential(torch::nn::Linear(32, 64), torch::nn::ReLU(),
+                               torch::nn::Linear(64, 32), torch::nn::ReLU(),
+                               torch::nn::Linear(32, 8));
 }
 
 // Weights after some steps on one CPU thread.
@@ -38,7 +40,8 @@ torch::nn::Sequential train_on_cpu(int64_t rows, int steps) {
   return net;
 }
 
-class CudaParity : public Cuda, public testing::WithParamInterface<std::tuple<std::string, int64_t>> {};
+class CudaParity : public Cuda,
+                   public testing::WithParamInterface<std::tuple<std::string, int64_t>> {};
 
 TEST_P(CudaParity, WeightsEqualTheCpus) {
   const auto [spec, rows] = GetParam();
@@ -65,7 +68,8 @@ TEST_P(CudaParity, WeightsEqualTheCpus) {
 }
 
 INSTANTIATE_TEST_SUITE_P(SpecsAndRows, CudaParity,
-                         testing::Combine(testing::Values("cuda:0", "cuda:0*2", "cuda:0*3", "cuda:0*5"),
+                         testing::Combine(testing::Values("cuda:0", "cuda:0*2", "cuda:0*3",
+                                                          "cuda:0*5"),
                                           testing::Values(64, 9, 5)));
 
 TEST_F(Cuda, ReplicasRunOnStreamsOfTheirOwnAndStillSeeFreshWeights) {
@@ -152,10 +156,12 @@ TEST_F(Cuda, AFailingReplicaIsNamed) {
   torch::nn::Sequential net(torch::nn::Linear(4, 4));
   net->to(devices[0].torch_device());
   DataParallel parallel(net, devices);
-  test::expect_error(Code::kReplicaFailed, {"replica 0 on cuda:0#0"},
-                     [&] { parallel(torch::ones({4, 5}, devices[0].torch_device())); });
+  test::expect_error(Code::kReplicaFailed, {"replica 0 on cuda:0#0"}, [&] {
+    parallel(torch::ones({4, 5}, devices[0].torch_device()));
+  });
   net->to(torch::kCPU);
-  test::expect_error(Code::kPlacement, {"is not on cuda:0#0"}, [&] { DataParallel wrong(net, devices); });
+  test::expect_error(Code::kPlacement, {"is not on cuda:0#0"},
+                     [&] { DataParallel wrong(net, devices); });
 }
 
 }  // namespace

@@ -17,13 +17,14 @@ using test::ScratchFolder;
 
 ChildResult run(const std::string& program, std::vector<std::string> arguments) {
   const cli::Interrupts interrupts;
-  return cli::run_child({.program = std::string(LOCKSTEP_BIN) + "/" + program, .arguments = std::move(arguments)},
-                        interrupts);
+  return cli::run_child(
+      {.program = std::string(LOCKSTEP_BIN) + "/" + program, .arguments = std::move(arguments)},
+      interrupts);
 }
 
 // A model small enough that a run is mostly start-up.
 std::vector<std::string> small(std::vector<std::string> more) {
-  std::vector<std::string> arguments = {"--steps", "4",        "--batch", "64", "--dim",
+  std::vector<std::string> arguments = {"--steps", "4",        "--batch", "64",      "--dim",
                                         "8",       "--hidden", "16",      "--depth", "1"};
   arguments.insert(arguments.end(), more.begin(), more.end());
   return arguments;
@@ -74,14 +75,16 @@ TEST(Practical5, TheRecordSaysWhatRan) {
   EXPECT_FALSE(record.host.at("cpu").empty());
 }
 
-// docs/parallel.md: at rest device 0 holds weights, gradients and optimizer state, the others weights.
+// docs/parallel.md: at rest device 0 holds weights, gradients and optimizer state, the others
+// weights.
 TEST(Practical5, DeviceZeroHoldsWhatTheDesignSays) {
   const int64_t weights = ((8 + 1) * 16 + (16 + 1) * 16 + (16 + 1) * 8) * 4;
   const RunRecord sgd = record_of("practical5_dp", {"--devices", "cpu:3"});
   EXPECT_EQ(sgd.devices[1].final_bytes, weights);
   EXPECT_EQ(sgd.devices[2].final_bytes, weights);
   EXPECT_EQ(sgd.devices[0].final_bytes, 2 * weights) << "weights and gradients";
-  const RunRecord adamw = record_of("practical5_dp", {"--devices", "cpu:3", "--optimizer", "adamw"});
+  const RunRecord adamw =
+      record_of("practical5_dp", {"--devices", "cpu:3", "--optimizer", "adamw"});
   EXPECT_EQ(adamw.devices[0].final_bytes, 4 * weights) << "weights, gradients and two moments";
   EXPECT_EQ(adamw.devices[1].final_bytes, weights);
   const RunRecord single = record_of("practical5_single", {"--devices", "cpu:3"});
@@ -93,7 +96,8 @@ TEST(Practical5, DeviceZeroHoldsWhatTheDesignSays) {
 TEST(Practical5, SavedWeightsContinueWhereTheyStopped) {
   const ScratchFolder folder;
   const auto train = [&](const std::string& steps, std::vector<std::string> more) {
-    more.insert(more.end(), {"--quiet", "--devices", "cpu:2", "--steps", steps, "--json", folder.file("r.json")});
+    more.insert(more.end(), {"--quiet", "--devices", "cpu:2", "--steps", steps, "--json",
+                             folder.file("r.json")});
     EXPECT_EQ(run("practical5_dp", small(std::move(more))).exit_code, 0);
     return read_record(folder.file("r.json")).losses;
   };
@@ -106,8 +110,10 @@ TEST(Practical5, SavedWeightsContinueWhereTheyStopped) {
 }
 
 TEST(Practical5, PrintsShapesFromInsideTheModel) {
-  const auto result = run("practical5_dp", small({"--devices", "cpu:3", "--print-shapes", "--steps", "1"}));
-  for (const char* line : {"on cpu:0: input [22, 8] output [22, 8]", "on cpu:1: input [22, 8]", "on cpu:2: input [20, 8]"}) {
+  const auto result =
+      run("practical5_dp", small({"--devices", "cpu:3", "--print-shapes", "--steps", "1"}));
+  for (const char* line : {"on cpu:0: input [22, 8] output [22, 8]", "on cpu:1: input [22, 8]",
+                           "on cpu:2: input [20, 8]"}) {
     EXPECT_NE(result.output.find(line), std::string::npos) << result.output;
   }
 }
@@ -119,11 +125,15 @@ TEST(Practical5, TheRecordOnStandardOutputIsAllThatIsThere) {
 
 TEST(Practical5, TheTimelineHasEveryReplica) {
   const ScratchFolder folder;
-  ASSERT_EQ(run("practical5_dp", small({"--quiet", "--devices", "cpu:2", "--trace", folder.file("t.json")})).exit_code, 0);
+  ASSERT_EQ(run("practical5_dp",
+                small({"--quiet", "--devices", "cpu:2", "--trace", folder.file("t.json")}))
+                .exit_code,
+            0);
   const auto trace = nlohmann::json::parse(test::read_bytes(folder.file("t.json")));
   std::map<std::pair<int, std::string>, int> spans;
   for (const auto& event : trace.at("traceEvents")) {
-    if (event.at("ph") == "X") ++spans[{event.at("tid").get<int>(), event.at("name").get<std::string>()}];
+    if (event.at("ph") == "X")
+      ++spans[{event.at("tid").get<int>(), event.at("name").get<std::string>()}];
   }
   for (const int device : {0, 1}) {
     EXPECT_EQ((spans[{device, "forward"}]), 4) << "device " << device;
@@ -152,7 +162,9 @@ TEST(Practical5Refuses, BadDevices) {
 TEST(Practical5Refuses, BadFiles) {
   const ScratchFolder folder;
   const std::string good = folder.file("good.safetensors");
-  ASSERT_EQ(run("practical5_single", small({"--quiet", "--devices", "cpu:1", "--save", good})).exit_code, 0);
+  ASSERT_EQ(
+      run("practical5_single", small({"--quiet", "--devices", "cpu:1", "--save", good})).exit_code,
+      0);
   const std::string bytes = test::read_bytes(good);
   const std::string bad = folder.file("bad.safetensors");
 
@@ -178,9 +190,11 @@ TEST(Practical5Refuses, DataOfTheWrongShapeOrDtype) {
   const std::vector<double> doubles(24, 1.0);
   const auto bytes_of = [](const auto& values) { return std::as_bytes(std::span(values)); };
   const std::string path = folder.file("data.safetensors");
-  write_safetensors(path, {{"x", Dtype::kF32, {3, 8}, bytes_of(floats)}, {"y", Dtype::kF64, {3, 8}, bytes_of(doubles)}});
+  write_safetensors(path, {{"x", Dtype::kF32, {3, 8}, bytes_of(floats)},
+                           {"y", Dtype::kF64, {3, 8}, bytes_of(doubles)}});
   expect_refusal(small({"--data", path}), "LS0006", "\"y\"");
-  write_safetensors(path, {{"x", Dtype::kF32, {4, 6}, bytes_of(floats)}, {"y", Dtype::kF32, {4, 6}, bytes_of(floats)}});
+  write_safetensors(path, {{"x", Dtype::kF32, {4, 6}, bytes_of(floats)},
+                           {"y", Dtype::kF32, {4, 6}, bytes_of(floats)}});
   expect_refusal(small({"--data", path}), "LS0006", "--dim 6");
   write_safetensors(path, {{"x", Dtype::kF32, {3, 8}, bytes_of(floats)},
                            {"y", Dtype::kF32, {2, 8}, bytes_of(floats).first(64)}});

@@ -1,5 +1,5 @@
-// DataParallel on logical CPU devices: parity with one device first, then every rule of splitting, gathering,
-// replicas and errors.
+// DataParallel on logical CPU devices: parity with one device first, then every rule of splitting,
+// gathering, replicas and errors.
 
 #include "lockstep/data_parallel.hpp"
 
@@ -58,23 +58,27 @@ class Parity : public testing::TestWithParam<std::tuple<int, int64_t>> {};
 TEST_P(Parity, WeightsAndLossesEqualOneDevice) {
   const auto [count, rows] = GetParam();
   Net alone = seeded_net();
-  const auto expected = train(alone, [&](const auto& x) { return alone->forward(x); }, rows, 20);
+  const auto expected = train(
+      alone, [&](const auto& x) { return alone->forward(x); }, rows, 20);
 
   const Devices devices("cpu:" + std::to_string(count));
   const UseDevice home(devices[0]);
   Net net = seeded_net();
   DataParallel parallel(net, devices);
-  const auto losses = train(net, [&](const auto& x) { return parallel(x); }, rows, 20);
+  const auto losses = train(
+      net, [&](const auto& x) { return parallel(x); }, rows, 20);
 
   ASSERT_EQ(losses.size(), expected.size());
-  for (size_t i = 0; i < losses.size(); ++i) EXPECT_NEAR(losses[i], expected[i], 1e-5) << "step " << i;
+  for (size_t i = 0; i < losses.size(); ++i)
+    EXPECT_NEAR(losses[i], expected[i], 1e-5) << "step " << i;
   for (const auto& item : alone->named_parameters()) {
     expect_close(net->named_parameters()[item.key()], item.value(), item.key());
   }
 }
 
 INSTANTIATE_TEST_SUITE_P(DevicesAndRows, Parity,
-                         testing::Combine(testing::Values(1, 2, 3, 5, 7), testing::Values(64, 9, 5, 1)));
+                         testing::Combine(testing::Values(1, 2, 3, 5, 7),
+                                          testing::Values(64, 9, 5, 1)));
 
 TEST(DataParallel, TheSameRunTwiceIsBitwiseEqual) {
   const auto run = [] {
@@ -82,7 +86,8 @@ TEST(DataParallel, TheSameRunTwiceIsBitwiseEqual) {
     const UseDevice home(devices[0]);
     Net net = seeded_net();
     DataParallel parallel(net, devices);
-    train(net, [&](const auto& x) { return parallel(x); }, 20, 10);
+    train(
+        net, [&](const auto& x) { return parallel(x); }, 20, 10);
     return torch::cat({net->first->weight.flatten(), net->second->weight.flatten()}).clone();
   };
   EXPECT_TRUE(torch::equal(run(), run()));
@@ -99,7 +104,9 @@ TEST(DataParallel, SplitsByChunksRule) {
 
 // Remembers which device saw how many rows, from inside forward.
 struct WitnessImpl : torch::nn::Cloneable<WitnessImpl> {
-  explicit WitnessImpl(std::shared_ptr<std::vector<int64_t>> seen) : rows_seen(std::move(seen)) { reset(); }
+  explicit WitnessImpl(std::shared_ptr<std::vector<int64_t>> seen) : rows_seen(std::move(seen)) {
+    reset();
+  }
   void reset() override { weight = register_parameter("weight", torch::ones({2})); }
   torch::Tensor forward(const torch::Tensor& x) {
     (*rows_seen)[static_cast<size_t>(current_device()->index())] = x.size(0);
@@ -215,7 +222,8 @@ TEST(DataParallel, ReplicasFollowWeightsChangedInAnyWay) {
   net->first->weight.data().mul_(0.5);  // behind autograd's back: no version counter moves
   expect_close(parallel(x), net->forward(x), "after .data()");
   net->to(torch::kFloat64);
-  expect_close(parallel(x.to(torch::kFloat64)), net->forward(x.to(torch::kFloat64)), "after a change of dtype");
+  expect_close(parallel(x.to(torch::kFloat64)), net->forward(x.to(torch::kFloat64)),
+               "after a change of dtype");
 }
 
 TEST(DataParallel, MakingItDrawsNoRandomNumbers) {
@@ -235,11 +243,12 @@ TEST(DataParallel, MakingItDrawsNoRandomNumbers) {
 struct ManyImpl : torch::nn::Cloneable<ManyImpl> {
   ManyImpl() { reset(); }
   void reset() override { scale = register_parameter("scale", torch::full({1}, 2.0)); }
-  std::tuple<torch::Tensor, std::map<std::string, torch::Tensor>, std::vector<torch::Tensor>> forward(
-      const std::pair<torch::Tensor, torch::Tensor>& both, const std::map<std::string, torch::Tensor>& named,
-      double factor) {
+  std::tuple<torch::Tensor, std::map<std::string, torch::Tensor>, std::vector<torch::Tensor>>
+  forward(const std::pair<torch::Tensor, torch::Tensor>& both,
+          const std::map<std::string, torch::Tensor>& named, double factor) {
     return {both.first * scale * factor,
-            {{"sum", both.second + named.at("z")}, {"rows", torch::full({both.first.size(0)}, both.first.size(0))}},
+            {{"sum", both.second + named.at("z")},
+             {"rows", torch::full({both.first.size(0)}, both.first.size(0))}},
             {named.at("z").sum()}};
   }
   torch::Tensor scale;
@@ -254,15 +263,20 @@ TEST(DataParallel, TakesAndReturnsTuplesMapsAndVectors) {
   const auto a = torch::randn({7, 2});
   const auto b = torch::randn({7, 4});
   const auto z = torch::randn({7, 1});
-  const auto [scaled, named, list] = parallel(std::pair(a, b), std::map<std::string, torch::Tensor>{{"z", z}}, 3.0);
+  const auto [scaled, named, list] =
+      parallel(std::pair(a, b), std::map<std::string, torch::Tensor>{{"z", z}}, 3.0);
   expect_close(scaled, a * 6, "tuple element");
   expect_close(named.at("sum"), b + z, "map element");
-  EXPECT_TRUE(torch::equal(named.at("rows"), torch::tensor({3, 3, 3, 3, 3, 3, 1}).to(named.at("rows").dtype())));
+  EXPECT_TRUE(torch::equal(named.at("rows"),
+                           torch::tensor({3, 3, 3, 3, 3, 3, 1}).to(named.at("rows").dtype())));
   // A scalar from each replica is gathered into a vector, as PyTorch does.
-  expect_close(list.at(0), torch::stack({z.slice(0, 0, 3).sum(), z.slice(0, 3, 6).sum(), z.slice(0, 6, 7).sum()}),
-               "scalars");
+  expect_close(
+      list.at(0),
+      torch::stack({z.slice(0, 0, 3).sum(), z.slice(0, 3, 6).sum(), z.slice(0, 6, 7).sum()}),
+      "scalars");
   (scaled.sum() + named.at("sum").sum() + list.at(0).sum()).backward();
-  expect_close(many->scale.grad(), (a * 3).sum().reshape({1}), "gradient through one of several outputs");
+  expect_close(many->scale.grad(), (a * 3).sum().reshape({1}),
+               "gradient through one of several outputs");
 }
 
 TEST(DataParallel, OutputsThatAreNotUsedInTheLossCostNothing) {
@@ -271,8 +285,8 @@ TEST(DataParallel, OutputsThatAreNotUsedInTheLossCostNothing) {
   Many many;
   DataParallel parallel(many, devices);
   const auto a = torch::randn({4, 2});
-  const auto result =
-      parallel(std::pair(a, a), std::map<std::string, torch::Tensor>{{"z", torch::ones({4, 1})}}, 1.0);
+  const auto result = parallel(
+      std::pair(a, a), std::map<std::string, torch::Tensor>{{"z", torch::ones({4, 1})}}, 1.0);
   EXPECT_FALSE(std::get<1>(result).at("rows").requires_grad());
   std::get<0>(result).sum().backward();
   expect_close(many->scale.grad(), a.sum().reshape({1}), "gradient");
@@ -340,7 +354,8 @@ TEST(DataParallel, AModuleWithoutCloneIsRefusedWithARemedyAndWorksWithAFactory) 
   const Devices devices("cpu:2");
   const UseDevice home(devices[0]);
   const auto plain = std::make_shared<PlainImpl>();
-  expect_error(Code::kReplicate, {"Cloneable"}, [&] { DataParallel<PlainImpl> parallel(plain, devices); });
+  expect_error(Code::kReplicate, {"Cloneable"},
+               [&] { DataParallel<PlainImpl> parallel(plain, devices); });
   DataParallel<PlainImpl> parallel(plain, devices, [] { return std::make_shared<PlainImpl>(); });
   const auto x = torch::randn({4, 2});
   expect_close(parallel(x), plain->forward(x), "factory");
@@ -362,7 +377,9 @@ TEST(DataParallel, AFailingReplicaIsNamedAndTheNextForwardWorks) {
   const UseDevice home(devices[0]);
   Fussy fussy;
   DataParallel parallel(fussy, devices);
-  expect_error(Code::kReplicaFailed, {"replica 1 on cpu:1: row 5 is bad"}, [&] { parallel(torch::zeros({6, 1})); });
+  expect_error(Code::kReplicaFailed, {"replica 1 on cpu:1: row 5 is bad"}, [&] {
+    parallel(torch::zeros({6, 1}));
+  });
   EXPECT_EQ(parallel(torch::zeros({1, 1})).size(0), 1) << "one row uses device 0 only";
 }
 
@@ -372,8 +389,9 @@ TEST(DataParallel, RefusesInputsThatCannotBeDivided) {
   Many many;
   DataParallel parallel(many, devices);
   const std::map<std::string, torch::Tensor> short_map{{"z", torch::ones({3, 1})}};
-  expect_error(Code::kSplit, {"3 rows, tensor 0 has 4"},
-               [&] { parallel(std::pair(torch::ones({4, 1}), torch::ones({4, 1})), short_map, 1.0); });
+  expect_error(Code::kSplit, {"3 rows, tensor 0 has 4"}, [&] {
+    parallel(std::pair(torch::ones({4, 1}), torch::ones({4, 1})), short_map, 1.0);
+  });
   Net net;
   DataParallel plain(net, devices);
   expect_error(Code::kSplit, {"a scalar"}, [&] { plain(torch::tensor(1.0)); });
@@ -386,7 +404,8 @@ TEST(DataParallel, AModuleOnAnotherDeviceIsRefused) {
     const UseDevice other(devices[1]);
     net = Net();
   }
-  expect_error(Code::kPlacement, {"\"first.weight\" is not on cpu:0"}, [&] { DataParallel parallel(net, devices); });
+  expect_error(Code::kPlacement, {"\"first.weight\" is not on cpu:0"},
+               [&] { DataParallel parallel(net, devices); });
 }
 
 TEST(DataParallel, AModuleThatGrewIsRefused) {
@@ -395,7 +414,9 @@ TEST(DataParallel, AModuleThatGrewIsRefused) {
   Net net;
   DataParallel parallel(net, devices);
   net->register_parameter("late", torch::ones({1}));
-  expect_error(Code::kReplicate, {"after DataParallel was made"}, [&] { parallel(torch::zeros({4, 6})); });
+  expect_error(Code::kReplicate, {"after DataParallel was made"}, [&] {
+    parallel(torch::zeros({4, 6}));
+  });
 }
 
 struct LopsidedImpl : torch::nn::Cloneable<LopsidedImpl> {
@@ -440,8 +461,9 @@ TEST(DataParallel, TrafficIsWeightsRowsOutputsAndGradients) {
   DataParallel parallel(net, devices);
   const int64_t weight_bytes = (6 * 10 + 10 + 10 * 3 + 3) * 4;
   parallel(torch::randn({8, 6})).sum().backward();
-  const int64_t to_replica = weight_bytes + 4 * 6 * 4 + 4 * 3 * 4;  // weights, its rows, its output's gradient
-  const int64_t from_replica = 4 * 3 * 4 + weight_bytes;            // its output, its gradients
+  const int64_t to_replica =
+      weight_bytes + 4 * 6 * 4 + 4 * 3 * 4;  // weights, its rows, its output's gradient
+  const int64_t from_replica = 4 * 3 * 4 + weight_bytes;  // its output, its gradients
   EXPECT_EQ(devices[0].traffic().sent_bytes, to_replica);
   EXPECT_EQ(devices[1].traffic().received_bytes, to_replica);
   EXPECT_EQ(devices[1].traffic().sent_bytes, from_replica);

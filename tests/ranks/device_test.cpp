@@ -1,4 +1,5 @@
-// Logical devices: budgets, memory accounts, modes and random numbers that follow work onto workers.
+// Logical devices: budgets, memory accounts, modes and random numbers that follow work onto
+// workers.
 
 #include "lockstep/device.hpp"
 
@@ -94,8 +95,8 @@ TEST(Memory, IsExactLiveAndPeakPerDevice) {
   const Devices devices("cpu:2");
   torch::Tensor kept;
   devices[1].run("allocate", [&] {
-    kept = torch::empty({1000});           // 4000 bytes
-    const auto gone = torch::empty({500}); // 2000 bytes
+    kept = torch::empty({1000});            // 4000 bytes
+    const auto gone = torch::empty({500});  // 2000 bytes
   });
   EXPECT_EQ(devices[1].memory().live_bytes, 4000);
   EXPECT_EQ(devices[1].memory().peak_bytes, 6000);
@@ -133,7 +134,8 @@ TEST(Memory, LargeBlocksAreReusedAndNeverMoreThanThePeakIsHeld) {
   devices[0].run("cycle", [&] {
     const void* first = torch::empty({1 << 20}).data_ptr();
 #if !defined(__SANITIZE_ADDRESS__)
-    EXPECT_EQ(torch::empty({1 << 20}).data_ptr(), first) << "the freed block waits for the same size";
+    EXPECT_EQ(torch::empty({1 << 20}).data_ptr(), first)
+        << "the freed block waits for the same size";
 #endif
     (void)first;
     for (int i = 0; i < 50; ++i) torch::empty({(1 << 20) - 64 * i}).fill_(i);
@@ -148,7 +150,8 @@ TEST(Memory, ManyThreadsAllocateAndFreeEachOthersBlocks) {
   std::vector<std::future<void>> running;
   for (size_t d = 0; d < 3; ++d) {
     running.push_back(devices[d].submit("fill", [&, d] {
-      for (size_t i = d; i < blocks.size(); i += 3) blocks[i] = torch::full({10'000}, static_cast<double>(i));
+      for (size_t i = d; i < blocks.size(); i += 3)
+        blocks[i] = torch::full({10'000}, static_cast<double>(i));
     }));
   }
   for (auto& each : running) each.get();
@@ -181,7 +184,9 @@ TEST(Modes, GradModeFollowsWork) {
 
 TEST(Modes, AutocastFollowsWorkAndLeavesWithIt) {
   const Devices devices("cpu:1");
-  const auto multiply_dtype = [] { return torch::mm(torch::ones({4, 4}), torch::ones({4, 4})).scalar_type(); };
+  const auto multiply_dtype = [] {
+    return torch::mm(torch::ones({4, 4}), torch::ones({4, 4})).scalar_type();
+  };
   EXPECT_EQ(devices[0].run("multiply", multiply_dtype), torch::kFloat32);
   at::autocast::set_cpu_enabled(true);
   EXPECT_EQ(devices[0].run("multiply", multiply_dtype), torch::kBFloat16);
@@ -198,10 +203,12 @@ TEST(Random, WorkersDrawTheSameNumbersEveryRunWhateverTheirTiming) {
     for (int round = 0; round < 4; ++round) {
       for (size_t d = 0; d < 3; ++d) {
         running.push_back(devices[d].submit("draw", [=] {
-          std::this_thread::sleep_for(std::chrono::microseconds(jitter * static_cast<int>((d * 7 + round) % 3)));
+          std::this_thread::sleep_for(
+              std::chrono::microseconds(jitter * static_cast<int>((d * 7 + round) % 3)));
           const auto dropped = torch::dropout(torch::ones({64}), 0.5, true);
-          return torch::cat({dropped, torch::randn({8}), torch::rand({8}), torch::randperm(8).to(torch::kFloat32),
-                             torch::empty({8}).uniform_(), torch::bernoulli(torch::full({8}, 0.5))});
+          return torch::cat({dropped, torch::randn({8}), torch::rand({8}),
+                             torch::randperm(8).to(torch::kFloat32), torch::empty({8}).uniform_(),
+                             torch::bernoulli(torch::full({8}, 0.5))});
         }));
       }
     }
@@ -211,7 +218,8 @@ TEST(Random, WorkersDrawTheSameNumbersEveryRunWhateverTheirTiming) {
   };
   const auto first = draw(0);
   EXPECT_TRUE(torch::equal(first, draw(300)));
-  for (int64_t i = 1; i < first.size(0); ++i) EXPECT_FALSE(torch::equal(first[0], first[i])) << "task " << i;
+  for (int64_t i = 1; i < first.size(0); ++i)
+    EXPECT_FALSE(torch::equal(first[0], first[i])) << "task " << i;
 }
 
 TEST(Random, TheSeedGovernsWorkersAndTheirWorkLeavesTheCallersSequenceAlone) {
@@ -223,7 +231,8 @@ TEST(Random, TheSeedGovernsWorkersAndTheirWorkLeavesTheCallersSequenceAlone) {
   torch::manual_seed(2);
   EXPECT_FALSE(torch::equal(one, draw()));
   torch::manual_seed(1);
-  EXPECT_TRUE(torch::equal(next_here, torch::rand({4}))) << "the worker's numbers came out of the caller's sequence";
+  EXPECT_TRUE(torch::equal(next_here, torch::rand({4})))
+      << "the worker's numbers came out of the caller's sequence";
   torch::manual_seed(1);
   EXPECT_TRUE(torch::equal(one, draw()));
 }
@@ -232,7 +241,8 @@ TEST(Random, AnExplicitGeneratorIsObeyed) {
   const Devices devices("cpu:1");
   auto generator = at::detail::createCPUGenerator(99);
   const auto expected = torch::rand({8}, at::detail::createCPUGenerator(99));
-  EXPECT_TRUE(torch::equal(devices[0].run("draw", [&] { return torch::rand({8}, generator); }), expected));
+  EXPECT_TRUE(
+      torch::equal(devices[0].run("draw", [&] { return torch::rand({8}, generator); }), expected));
 }
 
 TEST(Worker, RunsInOrderReturnsValuesAndRethrows) {
@@ -243,7 +253,8 @@ TEST(Worker, RunsInOrderReturnsValuesAndRethrows) {
   EXPECT_EQ(order.size(), 20U);
   EXPECT_TRUE(std::is_sorted(order.begin(), order.end()));
   EXPECT_THROW(devices[0].run("fail", [] { throw std::runtime_error("no"); }), std::runtime_error);
-  EXPECT_EQ(devices[0].run("nested", [&] { return devices[0].run("inside", [] { return 7; }); }), 7);
+  EXPECT_EQ(devices[0].run("nested", [&] { return devices[0].run("inside", [] { return 7; }); }),
+            7);
 }
 
 TEST(Worker, BusyTimeGrowsWithWorkAndNotWithWaiting) {
@@ -256,7 +267,8 @@ TEST(Worker, BusyTimeGrowsWithWorkAndNotWithWaiting) {
   EXPECT_LT(devices[0].busy_seconds() - busy, 0.01);
   const UseDevice here(devices[1]);
   multiply(30);
-  EXPECT_GT(devices[1].busy_seconds(), 0.3 * busy) << "a thread under UseDevice works for the device";
+  EXPECT_GT(devices[1].busy_seconds(), 0.3 * busy)
+      << "a thread under UseDevice works for the device";
 }
 
 TEST(Worker, TasksAppearInTheTimeline) {
