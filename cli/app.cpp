@@ -50,7 +50,7 @@ void add_lab_options(CLI::App& lab, std::string& name, Lab5Options& options) {
   add_size("--batch", options.batch, "rows per step, over all devices");
   add_size("--dim", options.dim, "width of the model's input and output");
   add_size("--hidden", options.hidden, "width of its hidden layers");
-  add_size("--depth", options.depth, "number of its hidden layers");
+  add_size("--depth", options.depth, "hidden-to-hidden layers");
   add_size("--split-rows", options.split_rows, "show one more split: that many rows (default: 64)");
   lab.add_option("--split-devices", options.split_devices, "... over these numbers of devices")
       ->delimiter(',')

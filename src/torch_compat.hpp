@@ -64,6 +64,15 @@ struct AutocastDtypes {
   }
 };
 
+/// Turns autocast for CPU operations on or off in this thread.
+inline void enable_cpu_autocast(bool enabled) {
+#if LOCKSTEP_TORCH_AT_LEAST(2, 4)
+  at::autocast::set_autocast_enabled(at::kCPU, enabled);
+#else
+  at::autocast::set_cpu_enabled(enabled);
+#endif
+}
+
 /// AddressSanitizer can only see a use after free when freed blocks are not handed out again.
 #if defined(__SANITIZE_ADDRESS__)
 inline constexpr bool kReuseCpuBlocks = false;

@@ -25,6 +25,7 @@ enum class Code : int {
   kBoard = 13,          ///< a board that cannot be made, opened or trusted
   kRecord = 14,         ///< a result record that is damaged or of another schema
   kProgramFailed = 15,  ///< a program started by lockstep that did not succeed
+  kOutOfMemory = 16,    ///< memory that the system did not give
 };
 
 /// What one code means, for `lockstep explain`.

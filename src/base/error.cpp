@@ -94,6 +94,10 @@ const std::vector<CodeInfo>& all_codes() {
        "version of lockstep reads."},
       {Code::kProgramFailed, "a program failed",
        "A program that lockstep started ended with an error. Its own message and log are quoted."},
+      {Code::kOutOfMemory, "out of memory",
+       "The system did not give the memory a tensor needs. Use smaller batches, a smaller model or "
+       "fewer "
+       "logical devices: each holds a whole copy of the model."},
   };
   return codes;
 }
@@ -107,6 +111,7 @@ int exit_code(Code code) {
     case Code::kInternal:
     case Code::kReplicaFailed:
     case Code::kProgramFailed:
+    case Code::kOutOfMemory:
       return 1;
     default:
       return 2;

@@ -33,8 +33,8 @@ void* allocate_from_system(size_t bytes) {
   void* base = nullptr;
   if (posix_memalign(&base, kAlignment, bytes + kAlignment) != 0) {
     throw Error(
-        Code::kEngine,
-        fmt::format("out of memory: {} asked for", format_bytes(static_cast<int64_t>(bytes))),
+        Code::kOutOfMemory,
+        fmt::format("the system did not give {} of memory", format_bytes(static_cast<int64_t>(bytes))),
         "use a smaller --batch, --hidden or --depth");
   }
   return base;

@@ -14,6 +14,7 @@
 #include "lockstep/memory.hpp"
 #include "lockstep/trace.hpp"
 #include "tensor_support.hpp"
+#include "torch_compat.hpp"
 
 namespace lockstep {
 namespace {
@@ -188,9 +189,9 @@ TEST(Modes, AutocastFollowsWorkAndLeavesWithIt) {
     return torch::mm(torch::ones({4, 4}), torch::ones({4, 4})).scalar_type();
   };
   EXPECT_EQ(devices[0].run("multiply", multiply_dtype), torch::kFloat32);
-  at::autocast::set_cpu_enabled(true);
+  compat::enable_cpu_autocast(true);
   EXPECT_EQ(devices[0].run("multiply", multiply_dtype), torch::kBFloat16);
-  at::autocast::set_cpu_enabled(false);
+  compat::enable_cpu_autocast(false);
   at::autocast::clear_cache();
   EXPECT_EQ(devices[0].run("multiply", multiply_dtype), torch::kFloat32);
 }
