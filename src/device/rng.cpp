@@ -2,6 +2,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
+#include <ATen/Functions.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
@@ -52,6 +53,24 @@ void supply_generator(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kModeKey), stack);
 }
 
+// Dropout on a GPU draws inside one kernel that takes no generator. Its older sibling, with the same
+// kernel, does.
+void drop_out(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, 3);  // input, p, train
+  const at::Tensor input = arguments[0].toTensor();
+  const double p = arguments[1].toDouble();
+  const bool training = arguments[2].isNone() || arguments[2].toBool();
+  if (!input.is_cuda() || !training || p <= 0 || p >= 1 || current_rng == nullptr) {
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kModeKey),
+                       stack);
+    return;
+  }
+  auto [output, mask] =
+      at::_fused_dropout(input, 1 - p, current_rng->generator_for(c10::DeviceType::CUDA));
+  torch::jit::drop(*stack, 3);
+  torch::jit::push(*stack, std::move(output), mask.to(at::kBool));
+}
+
 void install_interception() {
   static std::once_flag once;
   std::call_once(once, [] {
@@ -66,6 +85,7 @@ void install_interception() {
           name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
       aten->impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&supply_generator>());
     }
+    aten->impl("native_dropout", torch::CppFunction::makeFromBoxedFunction<&drop_out>());
   });
 }
 
