@@ -4,9 +4,15 @@
 
 #include <ATen/autocast_mode.h>
 #include <c10/core/Allocator.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/version.h>
 
 #include <cstring>
+#include <memory>
+#include <unordered_set>
+#include <utility>
+#include <vector>
 
 #define LOCKSTEP_TORCH_AT_LEAST(major, minor) \
   (TORCH_VERSION_MAJOR > (major) ||           \
@@ -72,6 +78,34 @@ inline void enable_cpu_autocast(bool enabled) {
   at::autocast::set_cpu_enabled(enabled);
 #endif
 }
+
+/// Guard: hooks registered on these tensors do not run for gradients that are only captured.
+/// libtorch 1.13 never runs them there; 2.x does.
+class HoldTensorHooks {
+ public:
+#if LOCKSTEP_TORCH_AT_LEAST(2, 0)
+  explicit HoldTensorHooks(const std::vector<at::Tensor>& tensors) {
+    std::unordered_set<const c10::TensorImpl*> seen;
+    for (const auto& tensor : tensors) {
+      if (!tensor.requires_grad() || !seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+      held_.emplace_back(tensor, std::exchange(torch::autograd::impl::hooks(tensor), {}));
+    }
+  }
+  ~HoldTensorHooks() {
+    for (auto& [tensor, hooks] : held_) torch::autograd::impl::hooks(tensor) = std::move(hooks);
+  }
+
+ private:
+  using Hooks = std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>;
+  std::vector<std::pair<at::Tensor, Hooks>> held_;
+
+ public:
+#else
+  explicit HoldTensorHooks(const std::vector<at::Tensor>&) {}
+#endif
+  HoldTensorHooks(const HoldTensorHooks&) = delete;
+  HoldTensorHooks& operator=(const HoldTensorHooks&) = delete;
+};
 
 /// AddressSanitizer can only see a use after free when freed blocks are not handed out again.
 #if defined(__SANITIZE_ADDRESS__)

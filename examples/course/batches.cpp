@@ -6,6 +6,7 @@
 
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_file.hpp"
+#include "lockstep/tensor_text.hpp"
 
 namespace course {
 namespace {

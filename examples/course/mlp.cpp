@@ -4,7 +4,7 @@
 #include <torch/torch.h>
 
 #include "lockstep/device.hpp"
-#include "lockstep/tensor_file.hpp"
+#include "lockstep/tensor_text.hpp"
 
 namespace course {
 namespace {

@@ -45,6 +45,11 @@ Run::Run(const Options& options, const lockstep::Devices& devices)
   print_start_line();
 }
 
+// The devices outlive the timeline they record to.
+Run::~Run() {
+  for (size_t i = 0; i < devices_.size(); ++i) devices_[i].record_to(nullptr, 0);
+}
+
 void Run::print_start_line() const {
   if (options_.quiet) return;
   std::vector<std::string> names;

@@ -19,6 +19,7 @@ namespace course {
 class Run {
  public:
   Run(const Options& options, const lockstep::Devices& devices);
+  ~Run();
 
   void begin_step() { meter_.begin_step(); }
   void end_step(const torch::Tensor& loss);

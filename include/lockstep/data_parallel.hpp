@@ -114,6 +114,13 @@ class DataParallel {
   const std::shared_ptr<Module>& module() const { return modules_[0]; }
   std::vector<torch::Tensor> parameters() const { return modules_[0]->parameters(); }
 
+  /// Calls `visit` with every replica, the module itself first. Plain members are copied when
+  /// replicas are made; to change one later, change it in all of them.
+  template <class Visit>
+  void for_each_replica(Visit&& visit) {
+    for (auto& module : modules_) visit(*module);
+  }
+
   /// Rows each device gets of these arguments, e.g. 22, 22, 20.
   template <class... Arguments>
   std::vector<int64_t> split(const Arguments&... arguments) const {

@@ -2,7 +2,6 @@
 
 #include <torch/types.h>
 
-#include <functional>
 #include <future>
 #include <memory>
 #include <string>
@@ -11,6 +10,7 @@
 
 #include "lockstep/device_plan.hpp"
 #include "lockstep/memory.hpp"
+#include "lockstep/task.hpp"
 
 namespace lockstep {
 
@@ -24,8 +24,9 @@ struct Traffic {
 
 /// A logical device: a slot with a physical home, a worker with its own threads and cores (or its
 /// own stream on a GPU), a memory account, a busy clock and random numbers of its own.
-class Device {
+class Device : public std::enable_shared_from_this<Device> {
  public:
+  /// Made by Devices.
   explicit Device(SlotPlan plan);
   ~Device();
   Device(const Device&) = delete;
@@ -41,10 +42,9 @@ class Device {
   /// timeline.
   template <class Work>
   auto submit(const char* name, Work work) -> std::future<std::invoke_result_t<Work&>> {
-    using Result = std::invoke_result_t<Work&>;
-    auto task = std::make_shared<std::packaged_task<Result()>>(std::move(work));
-    auto result = task->get_future();
-    post(name, [task] { (*task)(); });
+    auto task = std::make_shared<TaskOf<Work>>(std::move(work));
+    auto result = task->result();
+    post(name, std::move(task));
     return result;
   }
 
@@ -66,12 +66,15 @@ class Device {
   Traffic traffic() const;
   void count_traffic_to(Device& receiver, int64_t bytes);
 
-  /// Whether the tensor's memory is this device's. CPU memory that no logical device claimed is at
-  /// home on every CPU device.
-  bool holds(const torch::Tensor& tensor) const;
+  /// Whether this CPU device's account was charged for the tensor. Never true on a GPU, where
+  /// memory does not tell its slot.
+  bool owns(const torch::Tensor& tensor) const;
 
   /// Waits until all work queued on the hardware is done; nothing to do on the CPU.
   void synchronize() const;
+
+  /// Whether the calling thread is this device's worker.
+  bool on_worker() const;
 
   /// Spans of this device's tasks go to `trace` from now on; null: nowhere.
   void record_to(Trace* trace, int rank);
@@ -83,13 +86,13 @@ class Device {
   friend class StreamOrder;
   struct State;
 
-  void post(const char* name, std::function<void()> task);
-  bool on_worker() const;
+  void post(const char* name, std::shared_ptr<Task> task);
 
   std::unique_ptr<State> state_;
 };
 
-/// The logical devices of one process, made from a --devices text.
+/// The logical devices of one process, made from a --devices text. A handle: copies share the
+/// devices, and an autograd graph that still needs them keeps them alive.
 class Devices {
  public:
   /// See plan_devices() for the grammar. An empty text means every GPU, or cpu:2.
@@ -101,8 +104,11 @@ class Devices {
   bool is_cuda() const { return devices_.front()->plan().kind == DeviceKind::kCuda; }
   void synchronize() const;
 
+  /// Refuses a call that would wait for workers on one of them; `what` names the call.
+  void require_not_on_worker(const char* what) const;
+
  private:
-  std::vector<std::unique_ptr<Device>> devices_;
+  std::vector<std::shared_ptr<Device>> devices_;
 };
 
 /// Guard: this thread works for `device`, as after torch.cuda.set_device. Its allocations are

@@ -11,5 +11,6 @@
 #include "lockstep/run_meter.hpp"
 #include "lockstep/split.hpp"
 #include "lockstep/tensor_file.hpp"
+#include "lockstep/tensor_text.hpp"
 #include "lockstep/trace.hpp"
 #include "lockstep/units.hpp"

@@ -35,6 +35,7 @@ class MemoryAccount {
   /// Starts a new phase: the peak falls back to what is live now.
   void reset_peak() noexcept {
     peak_bytes_.store(live_bytes_.load(std::memory_order_relaxed), std::memory_order_relaxed);
+    charge(0);  // what another thread charged in between counts
   }
 
  private:

@@ -23,10 +23,4 @@ void load_weights(torch::nn::Module& module, const std::string& path);
 /// Writes every parameter and buffer under its name.
 void save_weights(const torch::nn::Module& module, const std::string& path);
 
-/// "float32".
-std::string dtype_text(torch::ScalarType dtype);
-
-/// "[64, 1024]".
-std::string shape_text(torch::IntArrayRef shape);
-
 }  // namespace lockstep

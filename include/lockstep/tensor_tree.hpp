@@ -32,6 +32,11 @@ inline constexpr bool is_std_array = false;
 template <class T, size_t N>
 inline constexpr bool is_std_array<std::array<T, N>> = true;
 
+// libtorch 1.13 has an optional of its own.
+template <class T>
+inline constexpr bool is_optional =
+    is_instance_of<T, std::optional> || is_instance_of<T, c10::optional>;
+
 template <class T>
 inline constexpr bool is_tuple_like = is_instance_of<T, std::tuple> || is_instance_of<T, std::pair>;
 template <class T>
@@ -78,8 +83,11 @@ void for_each_tensor(Value& value, Visit&& visit) {
   } else if constexpr (detail::is_tuple_like<Plain>) {
     std::apply([&](auto&... parts) { (for_each_tensor(parts, visit), ...); }, value);
   } else if constexpr (detail::is_sequence<Plain>) {
-    for (auto& part : value) for_each_tensor(part, visit);
-  } else if constexpr (detail::is_instance_of<Plain, std::optional>) {
+    using Part = typename Plain::value_type;
+    if constexpr (!std::is_arithmetic_v<Part>) {
+      for (auto& part : value) for_each_tensor(part, visit);
+    }
+  } else if constexpr (detail::is_optional<Plain>) {
     if (value) for_each_tensor(*value, visit);
   } else if constexpr (detail::is_instance_of<Plain, std::map> ||
                        detail::is_instance_of<Plain, std::unordered_map>) {
@@ -114,9 +122,10 @@ std::string structure_of(const Value& value) {
     return text + ")";
   } else if constexpr (detail::is_sequence<Value>) {
     std::string text = "[";
+    if constexpr (std::is_arithmetic_v<typename Value::value_type>) return "_";
     for (const auto& part : value) text += structure_of(part) + ",";
     return text + "]";
-  } else if constexpr (detail::is_instance_of<Value, std::optional>) {
+  } else if constexpr (detail::is_optional<Value>) {
     return value ? "?" + structure_of(*value) : "?";
   } else if constexpr (detail::is_instance_of<Value, std::map> ||
                        detail::is_instance_of<Value, std::unordered_map>) {

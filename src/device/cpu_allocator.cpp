@@ -29,15 +29,11 @@ Header* header_of(const void* data) {
   return reinterpret_cast<Header*>(static_cast<std::byte*>(const_cast<void*>(data)) - kAlignment);
 }
 
+// Null where there is no memory left.
 void* allocate_from_system(size_t bytes) {
   void* base = nullptr;
-  if (posix_memalign(&base, kAlignment, bytes + kAlignment) != 0) {
-    throw Error(
-        Code::kOutOfMemory,
-        fmt::format("the system did not give {} of memory", format_bytes(static_cast<int64_t>(bytes))),
-        "use a smaller --batch, --hidden or --depth");
-  }
-  return base;
+  if (bytes > SIZE_MAX - kAlignment) return nullptr;
+  return posix_memalign(&base, kAlignment, bytes + kAlignment) == 0 ? base : nullptr;
 }
 
 CpuPool& host_pool() {
@@ -72,12 +68,24 @@ CpuPool& CpuPool::make(MemoryAccount& account) {
 }
 
 void* CpuPool::take(size_t bytes) {
-  void* base = bytes >= kSmallestKept ? take_kept(bytes) : nullptr;
+  const bool large = bytes >= kSmallestKept;
+  void* base = large ? take_kept(bytes) : nullptr;
   if (base == nullptr) base = allocate_from_system(bytes);
-  void* data = static_cast<std::byte*>(base) + kAlignment;
+  if (base == nullptr) {
+    const std::lock_guard lock(mutex_);
+    free_kept();
+    base = allocate_from_system(bytes);
+    if (base == nullptr && large) live_large_bytes_ -= bytes;
+  }
+  if (base == nullptr) {
+    throw Error(Code::kOutOfMemory,
+                fmt::format("the system did not give {} of memory",
+                            format_bytes(static_cast<int64_t>(bytes))),
+                "use smaller batches, a smaller model or fewer logical devices");
+  }
   new (base) Header{this, bytes};
   account_.charge(static_cast<int64_t>(bytes));
-  return data;
+  return static_cast<std::byte*>(base) + kAlignment;
 }
 
 // Also makes room: what is kept in other sizes goes back to the system when it would push live and
@@ -111,7 +119,8 @@ void* CpuPool::take_kept(size_t bytes) {
 bool CpuPool::keep(void* base, size_t bytes) noexcept {
   const std::lock_guard lock(mutex_);
   live_large_bytes_ -= bytes;
-  if (!compat::kReuseCpuBlocks || live_large_bytes_ + kept_bytes_ + bytes > most_live_large_bytes_)
+  if (retired_ || !compat::kReuseCpuBlocks ||
+      live_large_bytes_ + kept_bytes_ + bytes > most_live_large_bytes_)
     return false;
   try {
     kept_[bytes].push_back(base);
@@ -131,14 +140,19 @@ void CpuPool::give_back(void* data) noexcept {
   if (bytes < kSmallestKept || !pool.keep(header, bytes)) std::free(header);
 }
 
-void CpuPool::trim() noexcept {
-  const std::lock_guard lock(mutex_);
+// The caller holds the mutex.
+void CpuPool::free_kept() noexcept {
   for (auto& [bytes, blocks] : kept_) {
     for (void* block : blocks) std::free(block);
   }
   kept_.clear();
   kept_bytes_ = 0;
-  most_live_large_bytes_ = live_large_bytes_;
+}
+
+void CpuPool::retire() noexcept {
+  const std::lock_guard lock(mutex_);
+  retired_ = true;
+  free_kept();
 }
 
 const CpuPool& CpuPool::pool_of(const void* data) {

@@ -27,8 +27,8 @@ class CpuPool {
   /// Frees or keeps a block that some pool's take() returned; any thread.
   static void give_back(void* data) noexcept;
 
-  /// Returns the kept blocks to the system.
-  void trim() noexcept;
+  /// Returns the kept blocks to the system, and blocks freed later too: the device is gone.
+  void retire() noexcept;
 
   const MemoryAccount& account() const { return account_; }
 
@@ -40,11 +40,13 @@ class CpuPool {
 
  private:
   void* take_kept(size_t bytes);
+  void free_kept() noexcept;
   bool keep(void* base, size_t bytes) noexcept;
 
   MemoryAccount& account_;
   std::mutex mutex_;                           // guards what follows
   std::map<size_t, std::vector<void*>> kept_;  // [bytes] -> blocks
+  bool retired_ = false;
   size_t kept_bytes_ = 0;
   size_t live_large_bytes_ = 0;  // live blocks of a size that is kept when freed
   size_t most_live_large_bytes_ = 0;

@@ -1,7 +1,6 @@
 #include "device/cuda_support.hpp"
 
 #include <c10/cuda/CUDACachingAllocator.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
@@ -17,7 +16,7 @@
 namespace lockstep::cuda {
 namespace {
 
-using c10::CachingDeviceAllocator::TraceEntry;
+using c10::cuda::CUDACachingAllocator::TraceEntry;
 
 constexpr auto kSamplePeriod = std::chrono::microseconds(500);
 
@@ -33,13 +32,13 @@ class MemoryWatch {
 
   void watch(c10::Stream stream, MemoryAccount& account) {
     const std::lock_guard lock(mutex_);
-    accounts_[key_of(stream)] = &account;
+    accounts_[key_of(stream)].push_back(&account);
   }
 
   // Blocks that are still live stay charged: accounts outlive devices.
-  void unwatch(c10::Stream stream) {
+  void unwatch(c10::Stream stream, MemoryAccount& account) {
     const std::lock_guard lock(mutex_);
-    accounts_.erase(key_of(stream));
+    std::erase(accounts_[key_of(stream)], &account);
   }
 
  private:
@@ -64,10 +63,11 @@ class MemoryWatch {
     const std::lock_guard lock(mutex_);
     if (entry.action_ == TraceEntry::ALLOC) {
       const auto found = accounts_.find({entry.device_, entry.stream_});
-      if (found == accounts_.end()) return;
+      if (found == accounts_.end() || found->second.empty()) return;
+      MemoryAccount* account = found->second.back();
       const auto bytes = static_cast<int64_t>(entry.size_);
-      found->second->charge(bytes);
-      blocks_[entry.addr_] = {found->second, bytes};
+      account->charge(bytes);
+      blocks_[entry.addr_] = {account, bytes};
     } else if (entry.action_ == TraceEntry::FREE_REQUESTED) {
       const auto found = blocks_.find(entry.addr_);
       if (found == blocks_.end()) return;
@@ -77,7 +77,7 @@ class MemoryWatch {
   }
 
   std::mutex mutex_;
-  std::map<StreamKey, MemoryAccount*> accounts_;
+  std::map<StreamKey, std::vector<MemoryAccount*>> accounts_;
   std::unordered_map<size_t, Block> blocks_;  // [address]
 };
 
@@ -97,9 +97,9 @@ class BusyWatch {
     if (!sampler_.joinable()) sampler_ = std::thread([this] { sample_for_ever(); });
   }
 
-  void unwatch(c10::Stream stream) {
+  void unwatch(std::atomic<int64_t>& busy_ns) {
     const std::lock_guard lock(mutex_);
-    std::erase_if(watched_, [&](const Watched& watched) { return watched.stream == stream; });
+    std::erase_if(watched_, [&](const Watched& watched) { return watched.busy_ns == &busy_ns; });
   }
 
  private:
@@ -128,8 +128,12 @@ class BusyWatch {
       const int64_t now_ns = monotonic_ns();
       const std::lock_guard lock(mutex_);
       for (const auto& watched : watched_) {
-        const c10::cuda::CUDAGuard device(watched.stream.device_index());
-        if (has_unfinished_work(watched.stream)) *watched.busy_ns += now_ns - last_ns;
+        // A GPU that has failed is its user's to report; this thread must not.
+        if (cudaSetDevice(watched.stream.device_index()) != cudaSuccess) {
+          (void)cudaGetLastError();
+        } else if (has_unfinished_work(watched.stream)) {
+          *watched.busy_ns += now_ns - last_ns;
+        }
       }
       last_ns = now_ns;
     }
@@ -150,9 +154,12 @@ void watch_busy(c10::Stream stream, std::atomic<int64_t>& busy_ns) {
   BusyWatch::instance().watch(stream, busy_ns);
 }
 
-void unwatch(c10::Stream stream) {
-  MemoryWatch::instance().unwatch(stream);
-  BusyWatch::instance().unwatch(stream);
+void unwatch_memory(c10::Stream stream, MemoryAccount& account) {
+  MemoryWatch::instance().unwatch(stream, account);
+}
+
+void unwatch_busy(std::atomic<int64_t>& busy_ns) {
+  BusyWatch::instance().unwatch(busy_ns);
 }
 
 int64_t capacity_bytes(int gpu) {

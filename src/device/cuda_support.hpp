@@ -10,13 +10,15 @@
 // src/device/device.cpp calls it, and only in builds with CUDA.
 namespace lockstep::cuda {
 
-/// Charges every block that libtorch allocates for `stream` to `account`, until unwatched.
+/// Charges every block that libtorch allocates for `stream` to `account`, until unwatched. Where
+/// several accounts watch one stream, the latest is charged.
 void watch_memory(c10::Stream stream, MemoryAccount& account);
 
 /// Adds to `busy_ns` the time in which `stream` holds unfinished work, until unwatched.
 void watch_busy(c10::Stream stream, std::atomic<int64_t>& busy_ns);
 
-void unwatch(c10::Stream stream);
+void unwatch_memory(c10::Stream stream, MemoryAccount& account);
+void unwatch_busy(std::atomic<int64_t>& busy_ns);
 
 int64_t capacity_bytes(int gpu);
 

@@ -29,11 +29,13 @@ bool takes_generator(const c10::FunctionSchema& schema) {
   return false;
 }
 
-// The device of the first tensor among an operation's arguments; the CPU when it has none.
+// The device an operation's arguments name, by a tensor or outright; the CPU when none does.
 c10::DeviceType device_of_call(c10::ArrayRef<c10::IValue> arguments) {
   for (const auto& argument : arguments) {
-    if (argument.isTensor() && argument.toTensor().defined())
+    if (argument.isTensor() && argument.toTensor().defined()) {
       return argument.toTensor().device().type();
+    }
+    if (argument.isDevice()) return argument.toDevice().type();
   }
   return c10::DeviceType::CPU;
 }
@@ -53,8 +55,8 @@ void supply_generator(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kModeKey), stack);
 }
 
-// Dropout on a GPU draws inside one kernel that takes no generator. Its older sibling, with the same
-// kernel, does.
+// Dropout on a GPU draws inside one kernel that takes no generator. Its older sibling, with the
+// same kernel, does.
 void drop_out(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto arguments = torch::jit::last(*stack, 3);  // input, p, train
   const at::Tensor input = arguments[0].toTensor();
@@ -74,9 +76,11 @@ void drop_out(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::ji
 void install_interception() {
   static std::once_flag once;
   std::call_once(once, [] {
-    auto* everything = new torch::Library(torch::Library::IMPL, "_", kModeKey, __FILE__, __LINE__);
+    static auto* everything =
+        new torch::Library(torch::Library::IMPL, "_", kModeKey, __FILE__, __LINE__);
     everything->fallback(torch::CppFunction::makeFallthrough());
-    auto* aten = new torch::Library(torch::Library::IMPL, "aten", kModeKey, __FILE__, __LINE__);
+    static auto* aten =
+        new torch::Library(torch::Library::IMPL, "aten", kModeKey, __FILE__, __LINE__);
     for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
       if (name.getNamespace() != "aten") continue;
       const auto op = c10::Dispatcher::singleton().findSchema(name);

@@ -15,7 +15,9 @@ namespace lockstep {
 /// generator takes them. They are seeded anew for each task from the submitting thread's generator
 /// state, a count of tasks since that state last changed, and the device's index: the same program
 /// gives the same numbers every time, torch::manual_seed governs them, and the submitting thread's
-/// own sequence is not advanced.
+/// own sequence is not advanced. One thing cannot be seen
+/// from a state: seeding again with the same seed when nothing was drawn in between; the count then
+/// goes on.
 class DeviceRng {
  public:
   DeviceRng(c10::Device device, int index);

@@ -1,50 +1,65 @@
 #include "device/worker.hpp"
 
-#include <pthread.h>
 #include <time.h>
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
 
 namespace lockstep {
 
+struct Worker::Queue {
+  std::mutex mutex;  // guards tasks and stopping
+  std::condition_variable has_task;
+  std::deque<std::function<void()>> tasks;
+  bool stopping = false;
+};
+
 Worker::Worker(std::string thread_name, std::function<void()> prepare)
-    : thread_([this, name = std::move(thread_name), prepare = std::move(prepare)] {
+    : queue_(std::make_shared<Queue>()),
+      thread_([queue = queue_, name = std::move(thread_name), prepare = std::move(prepare)] {
         pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
         prepare();
-        loop();
+        loop(*queue);
       }) {}
 
 Worker::~Worker() {
   {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
+    const std::lock_guard lock(queue_->mutex);
+    queue_->stopping = true;
   }
-  has_task_.notify_one();
-  thread_.join();
+  queue_->has_task.notify_one();
+  if (is_this_thread()) {
+    thread_.detach();
+  } else {
+    thread_.join();
+  }
 }
 
 void Worker::post(std::function<void()> task) {
   {
-    const std::lock_guard lock(mutex_);
-    tasks_.push_back(std::move(task));
+    const std::lock_guard lock(queue_->mutex);
+    queue_->tasks.push_back(std::move(task));
   }
-  has_task_.notify_one();
+  queue_->has_task.notify_one();
 }
 
-void Worker::loop() {
+void Worker::loop(Queue& queue) {
   for (;;) {
     std::function<void()> task;
     {
-      std::unique_lock lock(mutex_);
-      has_task_.wait(lock, [this] { return stopping_ || !tasks_.empty(); });
-      if (tasks_.empty()) return;
-      task = std::move(tasks_.front());
-      tasks_.pop_front();
+      std::unique_lock lock(queue.mutex);
+      queue.has_task.wait(lock, [&] { return queue.stopping || !queue.tasks.empty(); });
+      if (queue.tasks.empty()) return;
+      task = std::move(queue.tasks.front());
+      queue.tasks.pop_front();
     }
     task();
   }
 }
 
 int64_t Worker::cpu_time_ns() const {
-  return thread_cpu_time_ns(const_cast<std::thread&>(thread_).native_handle());
+  return thread_cpu_time_ns(thread_.native_handle());
 }
 
 int64_t thread_cpu_time_ns(pthread_t handle) {

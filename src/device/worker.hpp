@@ -1,9 +1,10 @@
 #pragma once
 
-#include <condition_variable>
-#include <deque>
+#include <pthread.h>
+
+#include <cstdint>
 #include <functional>
-#include <mutex>
+#include <memory>
 #include <string>
 #include <thread>
 
@@ -15,7 +16,8 @@ class Worker {
   /// `prepare` runs first, on the new thread.
   Worker(std::string thread_name, std::function<void()> prepare);
 
-  /// Waits for the tasks already posted.
+  /// Waits for the tasks already posted. On the worker itself, which is then running its last task,
+  /// the thread is left to end on its own.
   ~Worker();
   Worker(const Worker&) = delete;
   Worker& operator=(const Worker&) = delete;
@@ -27,13 +29,11 @@ class Worker {
   int64_t cpu_time_ns() const;
 
  private:
-  void loop();
+  struct Queue;  // shared with the thread, which may outlive this object
+  static void loop(Queue& queue);
 
-  std::mutex mutex_;  // guards tasks_ and stopping_
-  std::condition_variable has_task_;
-  std::deque<std::function<void()>> tasks_;
-  bool stopping_ = false;
-  std::thread thread_;  // last: it uses all of the above
+  std::shared_ptr<Queue> queue_;
+  mutable std::thread thread_;
 };
 
 /// CPU time of the thread behind `handle`, in nanoseconds.

@@ -3,8 +3,10 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "device/stream_order.hpp"
 #include "lockstep/error.hpp"
 #include "parallel/wait_all.hpp"
+#include "torch_compat.hpp"
 
 namespace lockstep {
 namespace {
@@ -12,13 +14,8 @@ namespace {
 using torch::autograd::edge_list;
 using torch::autograd::Engine;
 using torch::autograd::variable_list;
+using torch::autograd::impl::gradient_edge;
 using Tensors = ReplicaBackward::Tensors;
-
-edge_list edges_to(const Tensors& tensors) {
-  edge_list edges;
-  for (const auto& tensor : tensors) edges.push_back(torch::autograd::impl::gradient_edge(tensor));
-  return edges;
-}
 
 // The roots and gradients that take part: autograd refuses undefined ones.
 struct Roots {
@@ -36,13 +33,27 @@ struct Roots {
 
 }  // namespace
 
+edge_list ReplicaPass::wanted() const {
+  edge_list edges = parameters;
+  for (const auto& input : inputs) {
+    if (input.defined()) edges.push_back(gradient_edge(input));
+  }
+  return edges;
+}
+
 ReplicaBackward::ReplicaBackward(std::shared_ptr<Replicas> replicas,
                                  std::vector<ReplicaPass> passes, const Tensors& inputs)
-    : replicas_(std::move(replicas)), passes_(std::move(passes)) {
-  edge_list edges = edges_to(replicas_->trainable());
+    : replicas_(std::move(replicas)),
+      passes_(std::move(passes)),
+      trainable_(replicas_->trainable()) {
+  edge_list edges;
+  for (const size_t position : trainable_) {
+    edges.push_back(gradient_edge(replicas_->parameters(0)[position]));
+  }
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (!passes_[0].inputs[i].defined()) continue;
-    edges.push_back(torch::autograd::impl::gradient_edge(inputs[i]));
+    edges.push_back(gradient_edge(inputs[i]));
+    input_devices_.push_back(inputs[i].device());
   }
   set_next_edges(std::move(edges));
 }
@@ -56,13 +67,20 @@ variable_list ReplicaBackward::apply(variable_list&& gradients) {
     throw Error(Code::kEngine, "backward a second time through the same DataParallel forward",
                 "pass retain_graph = true to the first backward");
   }
-  UseDevice home(replicas_->devices()[0]);
-  auto found =
-      replicas_->devices().is_cuda() ? run_in_one_call(gradients) : run_on_workers(gradients);
+  const auto& devices = replicas_->devices();
+  if (!devices.is_cuda()) devices.require_not_on_worker("DataParallel's backward");
+
+  const UseDevice home(devices[0]);
+  std::vector<Tensors> found;
+  {
+    // Replica 0's leaves are the user's own; their hooks are for the sum, which autograd hands on.
+    const compat::HoldTensorHooks hooks(replicas_->parameters(0));
+    found = devices.is_cuda() ? run_in_one_call(gradients) : run_on_workers(gradients);
+  }
   gradients.clear();
 
-  Tensors for_inputs = gather_input_gradients(found);
-  variable_list result = replicas_->sum_gradients(std::move(found));
+  const Tensors for_inputs = gather_input_gradients(found);
+  variable_list result = replicas_->sum_gradients(std::move(found), trainable_);
   result.insert(result.end(), for_inputs.begin(), for_inputs.end());
   return result;
 }
@@ -80,39 +98,29 @@ Tensors ReplicaBackward::slice_gradients(size_t replica, const Tensors& gradient
       slices[output] = gradients[output].select(0, static_cast<int64_t>(replica));
     } else {
       int64_t begin = 0;
-      for (size_t before = 0; before < replica; ++before)
+      for (size_t before = 0; before < replica; ++before) {
         begin += passes_[before].output_rows[output];
+      }
       slices[output] = gradients[output].narrow(0, begin, rows);
     }
     if (replica == 0) continue;
     home.count_traffic_to(device, static_cast<int64_t>(slices[output].nbytes()));
+    keep_for_current_stream(gradients[output]);
     slices[output] = slices[output].to(device.torch_device(), /*non_blocking=*/true, /*copy=*/true);
   }
   return slices;
 }
 
-edge_list ReplicaBackward::wanted_edges(size_t replica) const {
-  edge_list edges;
-  for (const auto& parameter : replicas_->parameters(replica)) {
-    edges.push_back(parameter.requires_grad() ? torch::autograd::impl::gradient_edge(parameter)
-                                              : torch::autograd::Edge());
-  }
-  for (const auto& input : passes_[replica].inputs) {
-    if (input.defined()) edges.push_back(torch::autograd::impl::gradient_edge(input));
-  }
-  return edges;
-}
-
 std::vector<Tensors> ReplicaBackward::run_on_workers(const Tensors& gradients) {
-  std::vector<std::future<Tensors>> running;
+  Running<Tensors> running;
   for (size_t replica = 0; replica < passes_.size(); ++replica) {
-    running.push_back(replicas_->devices()[replica].submit("backward", [&, replica] {
+    running.add(replicas_->devices()[replica].submit("backward", [&, replica] {
       Roots roots;
       roots.add(passes_[replica], slice_gradients(replica, gradients));
-      return find_gradients(roots.edges, roots.gradients, wanted_edges(replica));
+      return find_gradients(roots.edges, roots.gradients, passes_[replica].wanted());
     }));
   }
-  return wait_for_replicas(running, replicas_->devices(), "backward");
+  return running.wait(replicas_->devices(), "backward");
 }
 
 std::vector<Tensors> ReplicaBackward::run_in_one_call(const Tensors& gradients) {
@@ -123,17 +131,19 @@ std::vector<Tensors> ReplicaBackward::run_in_one_call(const Tensors& gradients) 
     const UseDevice device(replicas_->devices()[replica]);
     gradients_ready.hold_back(replicas_->devices()[replica]);
     roots.add(passes_[replica], slice_gradients(replica, gradients));
-    const edge_list mine = wanted_edges(replica);
+    const edge_list mine = passes_[replica].wanted();
     wanted.insert(wanted.end(), mine.begin(), mine.end());
   }
   const Tensors all = find_gradients(roots.edges, roots.gradients, wanted);
   std::vector<Tensors> found;
   const auto each = static_cast<long>(wanted.size() / passes_.size());
-  for (auto begin = all.begin(); begin != all.end(); begin += each)
+  for (auto begin = all.begin(); begin != all.end(); begin += each) {
     found.emplace_back(begin, begin + each);
+  }
   return found;
 }
 
+// One gradient for each wanted edge; undefined where the edge is invalid or nothing reached it.
 Tensors ReplicaBackward::find_gradients(const edge_list& roots, const Tensors& root_gradients,
                                         const edge_list& wanted) const {
   edge_list valid;
@@ -142,12 +152,12 @@ Tensors ReplicaBackward::find_gradients(const edge_list& roots, const Tensors& r
   }
   Tensors found(wanted.size());
   if (roots.empty() || valid.empty()) return found;
-  const Tensors given = Engine::get_default_engine().execute(roots, root_gradients, keep_graph_,
-                                                             /*create_graph=*/false,
-                                                             /*accumulate_grad=*/false, valid);
+  Tensors given = Engine::get_default_engine().execute(roots, root_gradients, keep_graph_,
+                                                       /*create_graph=*/false,
+                                                       /*accumulate_grad=*/false, valid);
   auto next = given.begin();
   for (size_t i = 0; i < wanted.size(); ++i) {
-    if (wanted[i].is_valid()) found[i] = *next++;
+    if (wanted[i].is_valid()) found[i] = std::move(*next++);
   }
   return found;
 }
@@ -157,24 +167,26 @@ Tensors ReplicaBackward::find_gradients(const edge_list& roots, const Tensors& r
 Tensors ReplicaBackward::gather_input_gradients(std::vector<Tensors>& found) const {
   const torch::NoGradGuard no_grad;
   const auto& devices = replicas_->devices();
+  const size_t parameters = replicas_->parameters(0).size();
   Tensors gathered;
-  size_t position = replicas_->parameters(0).size();
   for (size_t i = 0; i < passes_[0].inputs.size(); ++i) {
     if (!passes_[0].inputs[i].defined()) continue;
     Tensors parts;
     bool any = false;
     for (size_t replica = 0; replica < found.size(); ++replica) {
-      torch::Tensor part = found[replica][position];
+      torch::Tensor part = found[replica][parameters + gathered.size()];
       any = any || part.defined();
       if (!part.defined()) part = torch::zeros_like(passes_[replica].inputs[i]);
-      if (replica > 0)
+      if (replica > 0) {
         devices[replica].count_traffic_to(devices[0], static_cast<int64_t>(part.nbytes()));
+      }
+      keep_for_current_stream(part);
       parts.push_back(part.to(devices[0].torch_device()));
     }
-    gathered.push_back(any ? torch::cat(parts) : torch::Tensor());
-    ++position;
+    gathered.push_back(any ? torch::cat(parts).to(input_devices_[gathered.size()])
+                           : torch::Tensor());
   }
-  for (auto& gradients : found) gradients.resize(replicas_->parameters(0).size());
+  for (auto& gradients : found) gradients.resize(parameters);
   return gathered;
 }
 

@@ -6,18 +6,21 @@
 #include <string>
 #include <vector>
 
-#include "device/stream_order.hpp"
 #include "parallel/replicas.hpp"
 
 namespace lockstep {
 
 /// One replica's way through a forward, with what its backward needs. Outputs themselves are not
-/// kept.
+/// kept. All edges are those of the forward: what is frozen or thawed later does not change a
+/// recorded graph.
 struct ReplicaPass {
   torch::autograd::edge_list roots;  // [output]: where its gradient enters this replica's graph
-  std::vector<torch::Tensor>
-      inputs;  // [input]: this replica's leaf; undefined where no gradient is wanted
-  std::vector<int64_t> output_rows;  // [output]; -1 for a scalar
+  torch::autograd::edge_list parameters;  // [named parameter]; invalid where no gradient is wanted
+  std::vector<torch::Tensor> inputs;      // [input]: this replica's leaf; undefined likewise
+  std::vector<int64_t> output_rows;       // [output]; -1 for a scalar
+
+  /// Where this replica's gradients come out: parameters, then inputs that want one.
+  torch::autograd::edge_list wanted() const;
 };
 
 /// The autograd node behind DataParallel's gathered outputs. Its backward divides the outputs'
@@ -47,13 +50,14 @@ class ReplicaBackward : public torch::autograd::Node {
   Tensors slice_gradients(size_t replica, const Tensors& gradients) const;
   std::vector<Tensors> run_on_workers(const Tensors& gradients);
   std::vector<Tensors> run_in_one_call(const Tensors& gradients);
-  torch::autograd::edge_list wanted_edges(size_t replica) const;
   Tensors find_gradients(const torch::autograd::edge_list& roots, const Tensors& root_gradients,
                          const torch::autograd::edge_list& wanted) const;
   Tensors gather_input_gradients(std::vector<Tensors>& found) const;
 
   std::shared_ptr<Replicas> replicas_;
-  std::vector<ReplicaPass> passes_;  // [replica]; empty once released
+  std::vector<ReplicaPass> passes_;           // [replica]; empty once released
+  std::vector<size_t> trainable_;             // positions among the named parameters, at forward
+  std::vector<torch::Device> input_devices_;  // [input that wants a gradient]
   bool keep_graph_ = true;
 };
 

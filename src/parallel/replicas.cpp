@@ -1,43 +1,26 @@
 #include "parallel/replicas.hpp"
 
-#include <ATen/CPUGeneratorImpl.h>
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <typeinfo>
 #include <unordered_map>
 #include <unordered_set>
 
 #include "lockstep/error.hpp"
-#include "lockstep/units.hpp"
+#include "parallel/gradient_sum.hpp"
 
 namespace lockstep {
 namespace {
 
 using Tensors = Replicas::Tensors;
 
-// Guard: the global CPU generator continues afterwards as if nothing had been drawn. clone() runs
-// reset(), which initialises weights that are thrown away at once.
-class KeepRandomState {
- public:
-  KeepRandomState() : generator_(at::detail::getDefaultCPUGenerator()) {
-    const std::lock_guard lock(generator_.mutex());
-    state_ = generator_.get_state();
-  }
-  ~KeepRandomState() {
-    const std::lock_guard lock(generator_.mutex());
-    generator_.set_state(state_);
-  }
-  KeepRandomState(const KeepRandomState&) = delete;
-  KeepRandomState& operator=(const KeepRandomState&) = delete;
-
- private:
-  at::Generator generator_;
-  torch::Tensor state_;
-};
-
 // Makes `copy` hold what `original` holds, also after the user changed its dtype or shape.
 void refresh_tensor(torch::Tensor& copy, const torch::Tensor& original, const Device& device) {
   if (copy.sizes() == original.sizes() && copy.dtype() == original.dtype()) {
-    copy.copy_(original, /*non_blocking=*/true);
+    // Through an alias with a version of its own: the graph of an earlier forward may have saved
+    // `copy`. Weights that really changed in between are still refused, by replica 0's own check.
+    copy.variable_data().copy_(original, /*non_blocking=*/true);
   } else {
     copy.set_data(original.detach().to(device.torch_device()).clone());
   }
@@ -47,37 +30,6 @@ int64_t bytes_of(const Tensors& tensors) {
   int64_t bytes = 0;
   for (const auto& tensor : tensors) bytes += static_cast<int64_t>(tensor.nbytes());
   return bytes;
-}
-
-// Whether a gradient may be added to in place: nobody else can see its memory.
-bool is_ours_alone(const torch::Tensor& tensor) {
-  return tensor.use_count() == 1 && tensor.storage().use_count() == 1 &&
-         tensor.is_non_overlapping_and_dense();
-}
-
-// One parameter's gradients: the sum so far, on device 0, and what the other replicas add to it in
-// order.
-struct Sum {
-  torch::Tensor total;
-  Tensors others;
-};
-
-// Adds share `share` of `shares` of every sum. Shares touch disjoint memory, and each element is
-// added in replica order, so the result does not depend on how many workers take part.
-void add_share(std::vector<Sum>& sums, int64_t share, int64_t shares) {
-  const torch::NoGradGuard no_grad;
-  for (auto& sum : sums) {
-    for (const auto& other : sum.others) {
-      if (sum.total.is_contiguous() && other.is_contiguous()) {
-        const int64_t count = sum.total.numel();
-        const int64_t begin = count * share / shares;
-        const int64_t length = count * (share + 1) / shares - begin;
-        sum.total.view(-1).narrow(0, begin, length).add_(other.view(-1).narrow(0, begin, length));
-      } else if (share == 0) {
-        sum.total.add_(other);
-      }
-    }
-  }
 }
 
 }  // namespace
@@ -105,47 +57,62 @@ Replicas::Replica Replicas::describe(std::shared_ptr<torch::nn::Module> module) 
   return {std::move(module), std::move(parameters), std::move(buffers)};
 }
 
+// Runs on the replica's worker, so that its memory is charged there and the random numbers its
+// constructor draws are not the user's.
 std::shared_ptr<torch::nn::Module> Replicas::make(
     size_t index, const ReplicaGroup::MakeReplica& make_replica) const {
-  const KeepRandomState random;
-  const torch::Device target = devices_[index].torch_device();
+  const c10::InferenceMode trainable_tensors(false);
   const auto& original = replicas_[0].module;
-  if (make_replica) {
-    auto replica = make_replica();
-    if (!replica || replica == original) {
-      throw Error(
-          Code::kReplicate, "make_replica returned no module of its own",
-          "return a freshly made module each time, e.g. [] { return std::make_shared<Net>(); }");
-    }
-    replica->to(target);
-    return replica;
+  const torch::Device target = devices_[index].torch_device();
+  auto replica = make_replica ? make_replica() : clone_to(target);
+  if (!replica || replica == original) {
+    throw Error(
+        Code::kReplicate, "make_replica returned no module of its own",
+        "return a freshly made module each time, e.g. [] { return std::make_shared<Net>(); }");
   }
-  std::shared_ptr<torch::nn::Module> replica;
-  try {
-    replica = original->clone(target);
-  } catch (const c10::Error& error) {
+  const auto& made = *replica;
+  const auto& wanted = *original;
+  if (typeid(made) != typeid(wanted)) {
     throw Error(Code::kReplicate,
-                fmt::format("module {} cannot be replicated on {}", original->name(),
-                            devices_[index].name()),
-                "derive it from torch::nn::Cloneable<Net> and build its parts in reset(), or pass "
-                "DataParallel a "
-                "third argument that makes a fresh one: [] { return std::make_shared<Net>(); }",
-                {lockstep::describe(error)});
+                fmt::format("the replica of {} is a {}", original->name(), replica->name()),
+                "derive the class itself from torch::nn::Cloneable, or make the same type in "
+                "make_replica");
   }
+  replica->to(target);
   return replica;
 }
 
+std::shared_ptr<torch::nn::Module> Replicas::clone_to(torch::Device device) const {
+  const auto& original = replicas_[0].module;
+  try {
+    return original->clone(device);
+  } catch (const c10::Error& error) {
+    throw Error(Code::kReplicate, fmt::format("module {} cannot be replicated", original->name()),
+                "derive it from torch::nn::Cloneable<Net> and build its parts in reset(), or pass "
+                "DataParallel a third argument that makes a fresh one: "
+                "[] { return std::make_shared<Net>(); }",
+                {lockstep::describe(error)});
+  }
+}
+
+// A CPU tensor is at home on device 0 unless it was charged to another device of this group.
 void Replicas::require_home() const {
   const Device& home = devices_[0];
   const auto check = [&](const auto& named, const char* kind) {
     for (const auto& item : named) {
-      if (home.holds(item.value())) continue;
-      throw Error(
-          Code::kPlacement,
-          fmt::format("{} \"{}\" is not on {}, the first device", kind, item.key(), home.name()),
-          "make the module under UseDevice(devices[0]), or move it there first: "
-          "module->to(devices[0].torch_device())",
-          {fmt::format("it is on {}", item.value().device().str())});
+      const torch::Tensor& tensor = item.value();
+      std::string elsewhere;
+      if (tensor.device() != home.torch_device()) elsewhere = tensor.device().str();
+      for (size_t i = 1; i < devices_.size(); ++i) {
+        if (devices_[i].owns(tensor)) elsewhere = devices_[i].name();
+      }
+      if (elsewhere.empty()) continue;
+      throw Error(Code::kPlacement,
+                  fmt::format("{} \"{}\" is on {}, not on {}, the first device", kind, item.key(),
+                              elsewhere, home.name()),
+                  tensor.is_cpu() && home.torch_device().is_cpu()
+                      ? "make the module under UseDevice(devices[0])"
+                      : "move it there first: module->to(devices[0].torch_device())");
     }
   };
   check(replicas_[0].module->named_parameters(), "parameter");
@@ -193,8 +160,8 @@ void Replicas::refresh(size_t index) {
     refresh_tensor(replica.parameters[i], original.parameters[i], device);
     replica.parameters[i].set_requires_grad(original.parameters[i].requires_grad());
   }
-  for (size_t i = 0; i < buffers.size(); ++i)
-    refresh_tensor(replica.buffers[i], buffers[i], device);
+  Tensors copies = replica.module->buffers();
+  for (size_t i = 0; i < buffers.size(); ++i) refresh_tensor(copies[i], buffers[i], device);
   devices_[0].count_traffic_to(device, bytes_of(original.parameters) + bytes_of(buffers));
 
   const auto from = original.module->modules();
@@ -204,16 +171,16 @@ void Replicas::refresh(size_t index) {
   }
 }
 
-Tensors Replicas::trainable() const {
-  Tensors chosen;
+std::vector<size_t> Replicas::trainable() const {
+  std::vector<size_t> positions;
   for (size_t i = 0; i < owners_.size(); ++i) {
-    if (owners_[i] == i && replicas_[0].parameters[i].requires_grad())
-      chosen.push_back(replicas_[0].parameters[i]);
+    if (owners_[i] == i && replicas_[0].parameters[i].requires_grad()) positions.push_back(i);
   }
-  return chosen;
+  return positions;
 }
 
-Tensors Replicas::sum_gradients(std::vector<Tensors> gradients) const {
+Tensors Replicas::sum_gradients(std::vector<Tensors> gradients,
+                                const std::vector<size_t>& positions) const {
   const size_t used = gradients.size();
   std::vector<Tensors> parts(owners_.size());  // [named parameter]; filled at owners only
   for (size_t replica = 0; replica < used; ++replica) {
@@ -222,36 +189,14 @@ Tensors Replicas::sum_gradients(std::vector<Tensors> gradients) const {
   }
   gradients.clear();
 
-  std::vector<Sum> sums;
-  for (size_t i = 0; i < owners_.size(); ++i) {
-    if (owners_[i] != i || !replicas_[0].parameters[i].requires_grad()) continue;
-    Sum sum;
-    if (!parts[i].empty()) {
-      sum.total = parts[i].front().to(devices_[0].torch_device());
-      parts[i].front().reset();
-      if (parts[i].size() > 1 && !is_ours_alone(sum.total)) sum.total = sum.total.clone();
-      for (size_t k = 1; k < parts[i].size(); ++k)
-        sum.others.push_back(parts[i][k].to(devices_[0].torch_device()));
-      parts[i].clear();
-    }
-    sums.push_back(std::move(sum));
-  }
-
-  if (devices_.is_cuda()) {
-    add_share(sums, 0, 1);
-  } else {
-    std::vector<std::future<void>> shares;
-    for (size_t share = 0; share < used; ++share) {
-      shares.push_back(devices_[share].submit("sum gradients", [&, share] {
-        add_share(sums, static_cast<int64_t>(share), static_cast<int64_t>(used));
-      }));
-    }
-    for (auto& share : shares) share.wait();
-    for (auto& share : shares) share.get();
-  }
+  std::vector<GradientSum> sums;
+  sums.reserve(positions.size());
+  for (const size_t position : positions)
+    sums.emplace_back(std::move(parts[position]), devices_[0]);
+  add_up(sums, devices_, used);
 
   Tensors totals;
-  for (auto& sum : sums) totals.push_back(std::move(sum.total));
+  for (auto& sum : sums) totals.push_back(sum.take());
   return totals;
 }
 
@@ -263,10 +208,9 @@ int64_t Replicas::collect_parts(size_t replica, Tensors& gradients,
   std::unordered_set<const c10::TensorImpl*> seen;
   int64_t bytes = 0;
   for (size_t i = 0; i < gradients.size(); ++i) {
-    if (!gradients[i].defined() ||
-        !seen.insert(replicas_[replica].parameters[i].unsafeGetTensorImpl()).second)
-      continue;
-    bytes += static_cast<int64_t>(gradients[i].nbytes());
+    const auto* parameter = replicas_[replica].parameters[i].unsafeGetTensorImpl();
+    if (!gradients[i].defined() || !seen.insert(parameter).second) continue;
+    bytes += gradient_bytes(gradients[i]);
     parts[owners_[i]].push_back(std::move(gradients[i]));
   }
   return bytes;

@@ -25,6 +25,8 @@ class Replicas {
   const std::shared_ptr<torch::nn::Module>& module(size_t index) const {
     return replicas_[index].module;
   }
+  const Tensors& parameters(size_t index) const { return replicas_[index].parameters; }
+  bool has_buffers() const { return !replicas_[0].buffers.empty(); }
 
   /// Copies device 0's parameters, buffers and modes into a replica. Runs on that replica's worker.
   void refresh(size_t index);
@@ -32,14 +34,12 @@ class Replicas {
   /// Refuses a module whose parameters or buffers have changed in number since construction.
   void require_unchanged() const;
 
-  /// The module's distinct parameters that want a gradient now.
-  Tensors trainable() const;
+  /// Positions in parameters(0) of the distinct ones that want a gradient now.
+  std::vector<size_t> trainable() const;
 
-  /// Sums the replicas' gradients of trainable(), in device order, onto device 0. `gradients[i]`
-  /// holds replica i's, one for each of parameters(i), undefined where it has none.
-  Tensors sum_gradients(std::vector<Tensors> gradients) const;
-
-  const Tensors& parameters(size_t index) const { return replicas_[index].parameters; }
+  /// Sums the replicas' gradients of the parameters at `positions`, in device order, onto device 0.
+  /// `gradients[i]` holds replica i's, one for each of parameters(i), undefined where it has none.
+  Tensors sum_gradients(std::vector<Tensors> gradients, const std::vector<size_t>& positions) const;
 
  private:
   struct Replica {
@@ -51,14 +51,14 @@ class Replicas {
   static Replica describe(std::shared_ptr<torch::nn::Module> module);
   std::shared_ptr<torch::nn::Module> make(size_t index,
                                           const ReplicaGroup::MakeReplica& make_replica) const;
+  std::shared_ptr<torch::nn::Module> clone_to(torch::Device device) const;
   void require_same_tensors(const Replica& replica) const;
   void require_home() const;
   int64_t collect_parts(size_t replica, Tensors& gradients, std::vector<Tensors>& parts) const;
 
-  const Devices& devices_;
+  Devices devices_;
   std::vector<Replica> replicas_;  // [device]
-  std::vector<size_t>
-      owners_;  // [named parameter] -> position of the first name of the same tensor
+  std::vector<size_t> owners_;     // [named parameter] -> position of the first name of its tensor
 };
 
 }  // namespace lockstep

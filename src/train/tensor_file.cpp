@@ -1,14 +1,12 @@
 #include "lockstep/tensor_file.hpp"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
-#include <algorithm>
-#include <cctype>
 #include <span>
 
 #include "lockstep/error.hpp"
 #include "lockstep/safetensors.hpp"
+#include "lockstep/tensor_text.hpp"
 
 namespace lockstep {
 namespace {
@@ -56,7 +54,7 @@ void require_fit(const std::string& path, const std::string& name, const torch::
                  const TensorInfo* info) {
   if (info == nullptr) {
     throw Error(Code::kTensorMismatch, fmt::format("{} has no tensor \"{}\"", path, name),
-                "save it from a model with the same --dim, --hidden and --depth");
+                "save it from a model of the same shape");
   }
   const auto scalar_type = scalar_type_of(info->dtype);
   if (wanted.sizes() == torch::IntArrayRef(info->shape) && wanted.scalar_type() == scalar_type)
@@ -98,7 +96,7 @@ void load_weights(torch::nn::Module& module, const std::string& path) {
     if (state.count(info.name) != 0) continue;
     throw Error(Code::kTensorMismatch,
                 fmt::format("{} has a tensor \"{}\" that the model does not", path, info.name),
-                "save it from a model with the same --dim, --hidden and --depth");
+                "save it from a model of the same shape");
   }
   TensorMap loaded;  // all is read before anything is changed
   for (const auto& info : file.tensors()) loaded.emplace(info.name, read_tensor(file, info));
@@ -108,33 +106,6 @@ void load_weights(torch::nn::Module& module, const std::string& path) {
 
 void save_weights(const torch::nn::Module& module, const std::string& path) {
   save_tensors(path, state_of(module), {{"format", "pt"}});
-}
-
-std::string dtype_text(torch::ScalarType dtype) {
-  switch (dtype) {
-    case torch::kFloat16:
-      return "float16";
-    case torch::kBFloat16:
-      return "bfloat16";
-    case torch::kFloat32:
-      return "float32";
-    case torch::kFloat64:
-      return "float64";
-    case torch::kInt64:
-      return "int64";
-    case torch::kInt32:
-      return "int32";
-    default: {
-      std::string text = c10::toString(dtype);
-      std::transform(text.begin(), text.end(), text.begin(),
-                     [](unsigned char c) { return std::tolower(c); });
-      return text;
-    }
-  }
-}
-
-std::string shape_text(torch::IntArrayRef shape) {
-  return fmt::format("[{}]", fmt::join(shape.begin(), shape.end(), ", "));
 }
 
 }  // namespace lockstep

@@ -168,7 +168,7 @@ TEST_F(Cuda, AFailingReplicaIsNamed) {
     parallel(torch::ones({4, 5}, devices[0].torch_device()));
   });
   net->to(torch::kCPU);
-  test::expect_error(Code::kPlacement, {"is not on cuda:0#0"},
+  test::expect_error(Code::kPlacement, {"not on cuda:0#0"},
                      [&] { DataParallel wrong(net, devices); });
 }
 

@@ -389,7 +389,7 @@ TEST(DataParallel, RefusesInputsThatCannotBeDivided) {
   Many many;
   DataParallel parallel(many, devices);
   const std::map<std::string, torch::Tensor> short_map{{"z", torch::ones({3, 1})}};
-  expect_error(Code::kSplit, {"3 rows, tensor 0 has 4"}, [&] {
+  expect_error(Code::kSplit, {"3 rows, others have 4"}, [&] {
     parallel(std::pair(torch::ones({4, 1}), torch::ones({4, 1})), short_map, 1.0);
   });
   Net net;
@@ -404,7 +404,7 @@ TEST(DataParallel, AModuleOnAnotherDeviceIsRefused) {
     const UseDevice other(devices[1]);
     net = Net();
   }
-  expect_error(Code::kPlacement, {"\"first.weight\" is not on cpu:0"},
+  expect_error(Code::kPlacement, {"\"first.weight\" is on cpu:1, not on cpu:0"},
                [&] { DataParallel parallel(net, devices); });
 }
 

@@ -6,7 +6,9 @@
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
+#include <sys/wait.h>
 #include <torch/torch.h>
+#include <unistd.h>
 
 #include <thread>
 
@@ -73,6 +75,16 @@ TEST(Budget, TwoWorkersRunOnTheirOwnCores) {
   EXPECT_NE(cores_of(devices[0]), cores_of(devices[1]));
 }
 
+// libtorch keeps a process-wide number beside each thread's own; a thread that asks for the first
+// time takes the former.
+TEST(Budget, SurvivesOtherThreadsThatChangeTheProcessWideNumber) {
+  const Devices devices("cpu:2");
+  torch::set_num_threads(devices[0].plan().threads + 2);
+  EXPECT_EQ(devices[0].run("look", [] { return torch::get_num_threads(); }),
+            devices[0].plan().threads);
+  torch::set_num_threads(1);
+}
+
 TEST(Budget, UseDeviceRestoresTheThread) {
   const int threads = torch::get_num_threads();
   cpu_set_t before, after;
@@ -114,11 +126,11 @@ TEST(Memory, KnowsWhoseATensorIs) {
   const auto hosts = torch::ones({4});
   float numbers[4] = {};
   const auto foreign = torch::from_blob(numbers, {4});
-  EXPECT_TRUE(devices[0].holds(mine));
-  EXPECT_TRUE(devices[0].holds(mine.view({2, 2}))) << "a view is where its storage is";
-  EXPECT_FALSE(devices[1].holds(mine));
-  EXPECT_TRUE(devices[1].holds(hosts)) << "memory nobody claimed is at home everywhere";
-  EXPECT_TRUE(devices[1].holds(foreign));
+  EXPECT_TRUE(devices[0].owns(mine));
+  EXPECT_TRUE(devices[0].owns(mine.view({2, 2}))) << "a view is where its storage is";
+  EXPECT_FALSE(devices[1].owns(mine));
+  EXPECT_FALSE(devices[1].owns(hosts)) << "nobody claimed it";
+  EXPECT_FALSE(devices[1].owns(foreign));
 }
 
 TEST(Memory, ATensorMayOutliveItsDevice) {
@@ -278,13 +290,28 @@ TEST(Worker, TasksAppearInTheTimeline) {
   const Devices devices("cpu:2");
   devices[1].record_to(&trace, 3);
   devices[1].run("forward", [] { multiply(1); });
-  devices[1].run("last", [] {});  // a span is added when its task has ended
   const auto spans = trace.spans();
-  ASSERT_GE(spans.size(), 1U);
+  ASSERT_EQ(spans.size(), 1U) << "whoever has the result finds the span too";
   EXPECT_EQ(spans[0].name, "forward");
   EXPECT_EQ(spans[0].rank, 3);
   EXPECT_EQ(spans[0].device, 1);
   EXPECT_GT(spans[0].end_ns, spans[0].begin_ns);
+}
+
+TEST(Worker, AForkedChildIsToldThatItHasNone) {
+  const Devices devices("cpu:1");
+  const pid_t child = fork();
+  if (child == 0) {
+    try {
+      devices[0].submit("never", [] {});
+      _exit(1);
+    } catch (const Error& error) {
+      _exit(error.code() == Code::kEngine ? 0 : 2);
+    }
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  EXPECT_EQ(WEXITSTATUS(status), 0);
 }
 
 TEST(Devices, ABadSpecIsAnError) {
