@@ -4,6 +4,8 @@
 #include <fmt/format.h>
 #include <torch/torch.h>
 
+#include <algorithm>
+
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_file.hpp"
 #include "lockstep/tensor_text.hpp"
@@ -60,12 +62,17 @@ Batch Batches::get_batch(int64_t index) const {
   return {batch.x.to(device_), batch.y.to(device_)};
 }
 
-// Made on the CPU whatever the device, so that the numbers are the same everywhere.
+// Made on the CPU whatever the device, so that the numbers are the same everywhere. A few hidden
+// factors make both x and y, so that a model learns something within a lesson.
 Batch Batches::generate(int64_t index) const {
-  auto generator = at::detail::createCPUGenerator(static_cast<uint64_t>(seed_) * 1'000'003 +
-                                                  static_cast<uint64_t>(index));
-  const torch::Tensor x = torch::randn({batch_, dim_}, generator);
-  return {x, torch::sin(x)};
+  const auto first_seed = static_cast<uint64_t>(seed_) * 1'000'003;
+  const int64_t factors = std::min<int64_t>(4, dim_);
+  auto fixed = at::detail::createCPUGenerator(first_seed);
+  const torch::Tensor to_x = torch::randn({factors, dim_}, fixed);
+  const torch::Tensor to_y = torch::randn({factors, dim_}, fixed);
+  auto of_batch = at::detail::createCPUGenerator(first_seed + 1 + static_cast<uint64_t>(index));
+  const torch::Tensor hidden = torch::randn({batch_, factors}, of_batch);
+  return {hidden.mm(to_x), torch::tanh(hidden.mm(to_y))};
 }
 
 Batch Batches::take_rows(int64_t index) const {

@@ -87,7 +87,8 @@ Options parse_options(const Program& program, int argc, char** argv) {
   app.add_option("--dim", options.dim, "width of input and output")->capture_default_str();
   app.add_option("--hidden", options.hidden, "width of the hidden layers")->capture_default_str();
   app.add_option("--depth", options.depth, "hidden-to-hidden layers")->capture_default_str();
-  app.add_option("--lr", options.lr, "learning rate")->capture_default_str();
+  auto* lr =
+      app.add_option("--lr", options.lr, "learning rate (default: 0.5 for sgd, 0.001 for adamw)");
   app.add_option("--seed", options.seed, "of initial weights and generated batches")
       ->capture_default_str();
   app.add_option("--model", options.model, "mlp")->capture_default_str();
@@ -106,6 +107,7 @@ Options parse_options(const Program& program, int argc, char** argv) {
                  "print the device and shape each replica sees");
   }
   lockstep::parse_or_throw(app, argc, argv);
+  if (lr->count() == 0) options.lr = options.optimizer == "adamw" ? 1e-3 : 0.5;
   check(options);
   return options;
 }

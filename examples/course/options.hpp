@@ -13,7 +13,7 @@ struct Options {
   int64_t dim = 1024;
   int64_t hidden = 1024;
   int64_t depth = 2;
-  double lr = 1e-2;
+  double lr = 0;  // where not given: 0.5 for sgd, 0.001 for adamw
   int64_t seed = 0;
   std::string model = "mlp";
   std::string optimizer = "sgd";

@@ -1,0 +1,24 @@
+# What `cmake --install` lays down: headers, both libraries, the programs, and a package for find_package(lockstep).
+# The package names the libtorch lockstep was built with: a program must not mix in another.
+
+include(GNUInstallDirs)
+include(CMakePackageConfigHelpers)
+
+set_target_properties(lockstep_core PROPERTIES EXPORT_NAME core)
+set_target_properties(lockstep_torch PROPERTIES EXPORT_NAME torch)
+set_target_properties(lockstep_flags PROPERTIES EXPORT_NAME flags)
+
+install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/lockstep" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
+install(TARGETS lockstep lockstep_core lockstep_torch lockstep_flags EXPORT lockstepTargets
+  ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
+install(TARGETS lockstep-cli lockstep-probe practical5_single practical5_dp
+  RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
+
+set(package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/lockstep")
+install(EXPORT lockstepTargets NAMESPACE lockstep:: DESTINATION "${package_dir}")
+configure_package_config_file("${PROJECT_SOURCE_DIR}/cmake/lockstepConfig.cmake.in"
+  "${CMAKE_BINARY_DIR}/lockstepConfig.cmake" INSTALL_DESTINATION "${package_dir}")
+write_basic_package_version_file("${CMAKE_BINARY_DIR}/lockstepConfigVersion.cmake"
+  COMPATIBILITY SameMinorVersion)
+install(FILES "${CMAKE_BINARY_DIR}/lockstepConfig.cmake" "${CMAKE_BINARY_DIR}/lockstepConfigVersion.cmake"
+  DESTINATION "${package_dir}")
