@@ -19,9 +19,10 @@ TEST(Graphs, TwoForwardsMayShareOneBackward) {
   const Devices devices("cpu:2");
   const UseDevice home(devices[0]);
   torch::nn::Sequential net(torch::nn::Linear(4, 8), torch::nn::Tanh(), torch::nn::Linear(8, 2));
+  net->to(torch::kFloat64);  // so that no rounding can look like an error
   DataParallel parallel(net, devices);
-  const auto a = torch::randn({6, 4});
-  const auto b = torch::randn({4, 4});
+  const auto a = torch::randn({6, 4}, torch::kFloat64);
+  const auto b = torch::randn({4, 4}, torch::kFloat64);
   (parallel(a).pow(2).sum() + parallel(b).pow(2).sum()).backward();
   const auto both = net->parameters()[0].grad().clone();
   net->zero_grad(true);
