@@ -90,4 +90,10 @@ class BoardMapping {
   Access access_;
 };
 
+/// Bytes of the file of a board with that many ranks.
+int64_t file_bytes_for(int64_t ranks);
+
+/// Maps an existing board; a foreign, cut or outdated one is an Error.
+std::shared_ptr<const BoardMapping> open_mapping(const std::string& path, Access access);
+
 }  // namespace lockstep
