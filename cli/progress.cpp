@@ -26,7 +26,7 @@ Progress::Progress(int experiments, double total_weight)
     : bar_(can_redraw()), experiments_(experiments), total_weight_(total_weight) {}
 
 Progress::~Progress() {
-  if (bar_) fmt::print(stderr, "\r\033[K");
+  if (bar_) std::fputs("\r\033[K", stderr);  // fmt may throw, a destructor must not
 }
 
 void Progress::begin(const std::string& title, double weight) {
