@@ -223,6 +223,19 @@ TEST(Graphs, ACloneOfAnotherTypeIsRefused) {
   expect_close(parallel(torch::ones({4, 1})), torch::full({4, 1}, 2.0), "derived forward");
 }
 
+struct TemperedImpl : torch::nn::Cloneable<TemperedImpl> {
+  void reset() override {}
+  torch::Tensor forward(const torch::Tensor& x) { return x * temperature; }
+  double temperature = 1;
+};
+
+TEST(Graphs, PlainMembersAreChangedInEveryReplica) {
+  const Devices devices("cpu:3");
+  DataParallel<TemperedImpl> parallel(std::make_shared<TemperedImpl>(), devices);
+  parallel.for_each_replica([](TemperedImpl& replica) { replica.temperature = 4; });
+  expect_close(parallel(torch::ones({6, 1})), torch::full({6, 1}, 4.0), "tempered");
+}
+
 TEST(Graphs, OnAWorkerOfItsOwnDevicesItIsRefusedNotHung) {
   const Devices devices("cpu:2");
   torch::nn::Linear net(3, 2);

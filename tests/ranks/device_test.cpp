@@ -134,6 +134,14 @@ TEST(Memory, KnowsWhoseATensorIs) {
   EXPECT_FALSE(devices[1].owns(foreign));
 }
 
+TEST(Memory, WhatNoDeviceAskedForIsTheHosts) {
+  const Devices devices("cpu:1");  // installs the allocator
+  const int64_t before = host_memory().live_bytes;
+  const auto tensor = torch::empty({1000});
+  EXPECT_EQ(host_memory().live_bytes - before, 4000);
+  EXPECT_EQ(devices[0].memory().live_bytes, 0);
+}
+
 TEST(Memory, ATensorMayOutliveItsDevice) {
   torch::Tensor survivor;
   {
