@@ -13,7 +13,7 @@
 #include "lockstep/tensor_text.hpp"
 #include "parallel/replica_backward.hpp"
 #include "parallel/replicas.hpp"
-#include "parallel/wait_all.hpp"
+#include "parallel/running.hpp"
 
 namespace lockstep {
 namespace {

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "device/stream_order.hpp"
-#include "parallel/wait_all.hpp"
+#include "parallel/running.hpp"
 
 namespace lockstep {
 namespace {

@@ -5,7 +5,7 @@
 
 #include "device/stream_order.hpp"
 #include "lockstep/error.hpp"
-#include "parallel/wait_all.hpp"
+#include "parallel/running.hpp"
 #include "torch_compat.hpp"
 
 namespace lockstep {

@@ -26,7 +26,7 @@ class Running {
   Running(const Running&) = delete;
   Running& operator=(const Running&) = delete;
 
-  /// The work of the next replica; the first one added is replica `first`.
+  /// The work of the next replica; wait() is told which replica the first one is.
   void add(std::future<Result> replica) { running_.push_back(std::move(replica)); }
 
   /// Waits for all, also after one has failed; then returns their results, or throws the first
