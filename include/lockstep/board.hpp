@@ -60,8 +60,9 @@ struct CollectiveStatus {
 /// The error that made a rank fail; later ones are consequences and are not kept.
 struct FirstError {
   Code code = Code::kInternal;
-  int64_t at_ns = 0;    ///< the smallest over all ranks is the culprit's
-  std::string message;  ///< at most 503 bytes are kept
+  int64_t at_ns = 0;     ///< when it was recorded
+  int blamed_rank = -1;  ///< the rank of the world at fault, where this one is its victim
+  std::string message;   ///< at most 495 bytes are kept
 };
 
 /// A copy of one rank's page. Times are monotonic_ns().
@@ -114,7 +115,7 @@ class BoardPage {
   void finish_collective(int64_t sequence);
 
   /// Keeps the first error of this rank and sets the phase to failed; false: there was one already.
-  bool record_first_error(Code code, std::string_view message);
+  bool record_first_error(Code code, std::string_view message, int blamed_rank = -1);
 
  private:
   friend class Board;

@@ -9,23 +9,33 @@ namespace lockstep {
 
 /// Every failure lockstep reports has one of these codes; `lockstep explain LS0002` tells more.
 enum class Code : int {
-  kInternal = 0,        ///< a bug in lockstep, or an exception nobody translated
-  kUsage = 1,           ///< an unknown flag, or a value out of range
-  kDeviceSpec = 2,      ///< a --devices text that does not follow the grammar
-  kDeviceMissing = 3,   ///< a device this machine does not have
-  kFileRead = 4,        ///< a file that cannot be opened or read
-  kFileFormat = 5,      ///< a file that is damaged or of another format
-  kTensorMismatch = 6,  ///< tensors whose name, shape or dtype is not the one needed
-  kFileWrite = 7,       ///< a file that cannot be written
-  kSplit = 8,           ///< inputs that cannot be divided over devices
-  kPlacement = 9,       ///< a module or tensor on another device than the one needed
-  kReplicate = 10,      ///< a module that cannot be replicated
-  kReplicaFailed = 11,  ///< an exception inside a replica
-  kEngine = 12,         ///< a libtorch that is mixed, too old, or lacks what is asked of it
-  kBoard = 13,          ///< a board that cannot be made, opened or trusted
-  kRecord = 14,         ///< a result record that is damaged or of another schema
-  kProgramFailed = 15,  ///< a program started by lockstep that did not succeed
-  kOutOfMemory = 16,    ///< memory that the system did not give
+  kInternal = 0,          ///< a bug in lockstep, or an exception nobody translated
+  kUsage = 1,             ///< an unknown flag, or a value out of range
+  kDeviceSpec = 2,        ///< a --devices text that does not follow the grammar
+  kDeviceMissing = 3,     ///< a device this machine does not have
+  kFileRead = 4,          ///< a file that cannot be opened or read
+  kFileFormat = 5,        ///< a file that is damaged or of another format
+  kTensorMismatch = 6,    ///< tensors whose name, shape or dtype is not the one needed
+  kFileWrite = 7,         ///< a file that cannot be written
+  kSplit = 8,             ///< inputs that cannot be divided over devices
+  kPlacement = 9,         ///< a module or tensor on another device than the one needed
+  kReplicate = 10,        ///< a module that cannot be replicated
+  kReplicaFailed = 11,    ///< an exception inside a replica
+  kEngine = 12,           ///< a libtorch that is mixed, too old, or lacks what is asked of it
+  kBoard = 13,            ///< a board that cannot be made, opened or trusted
+  kRecord = 14,           ///< a result record that is damaged or of another schema
+  kProgramFailed = 15,    ///< a program started by lockstep that did not succeed
+  kOutOfMemory = 16,      ///< memory that the system did not give
+  kWorld = 17,            ///< variables of a launcher that contradict each other
+  kBackend = 18,          ///< a communication backend that is missing or cannot reach all ranks
+  kRendezvous = 19,       ///< ranks or hosts that did not find or trust each other
+  kCallMismatch = 20,     ///< ranks that made different calls
+  kRankAbsent = 21,       ///< a rank that did not come before the deadline
+  kRankFailed = 22,       ///< a rank that ended while others needed it
+  kUnusedParameter = 23,  ///< a parameter without a gradient in a synchronised step
+  kSyncMisuse = 24,       ///< forward, backward and no_sync in an order that loses gradients
+  kReplicasDiffer = 25,   ///< models that are not the same on all ranks
+  kLaunch = 26,           ///< a program that cannot be started
 };
 
 /// What one code means, for `lockstep explain`.
@@ -62,6 +72,21 @@ class Error : public std::runtime_error {
   std::string message_;
   std::string help_;
   std::vector<std::string> notes_;
+};
+
+/// An error whose cause is another rank: this one is its victim.
+class RankError : public Error {
+ public:
+  RankError(Code code, int blamed_rank, std::string message, std::string help = "",
+            std::vector<std::string> notes = {})
+      : Error(code, std::move(message), std::move(help), std::move(notes)),
+        blamed_rank_(blamed_rank) {}
+
+  /// The rank of the world at fault; -1 where nobody can tell.
+  int blamed_rank() const { return blamed_rank_; }
+
+ private:
+  int blamed_rank_;
 };
 
 /// The text of any exception, without the stack trace libtorch appends to its own.

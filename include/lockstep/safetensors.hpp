@@ -10,18 +10,11 @@
 #include <string_view>
 #include <vector>
 
+#include "lockstep/dtype.hpp"
+
 namespace lockstep {
 
 class Descriptor;
-
-/// A dtype by its safetensors name ("F32", "BF16", "I64", ... "BOOL").
-enum class Dtype { kBool, kU8, kI8, kI16, kI32, kI64, kF16, kBF16, kF32, kF64 };
-
-/// Bytes of one element.
-int64_t dtype_bytes(Dtype dtype);
-
-/// "F32".
-std::string_view dtype_name(Dtype dtype);
 
 /// Where one tensor lies in an opened file.
 struct TensorInfo {

@@ -140,7 +140,8 @@ std::optional<FirstError> read_error(const RankPage& page) {
                           "an error was being written; where the process has died it is lost"};
   }
   const ErrorText error = page.error.load();
-  return FirstError{static_cast<Code>(error.code), error.at_ns, error.message.str()};
+  return FirstError{static_cast<Code>(error.code), error.at_ns, static_cast<int>(error.blamed_rank),
+                    error.message.str()};
 }
 
 }  // namespace

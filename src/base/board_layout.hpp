@@ -19,7 +19,7 @@
 namespace lockstep::board_layout {
 
 inline constexpr uint64_t kMagic = 0x0064'7261'6f42'534c;  // "LSBoard" in the file
-inline constexpr uint32_t kLayoutVersion = 2;
+inline constexpr uint32_t kLayoutVersion = 3;
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free &&
               std::atomic<int64_t>::is_always_lock_free &&
@@ -132,7 +132,8 @@ struct CollectiveFinish {
 struct ErrorText {
   int64_t code;
   int64_t at_ns;
-  Text<504> message;
+  int64_t blamed_rank;
+  Text<496> message;
 };
 
 enum class ErrorState : uint32_t { kNone, kWriting, kComplete };

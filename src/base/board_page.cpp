@@ -119,7 +119,7 @@ void BoardPage::finish_collective(int64_t sequence) {
   page.collective_finish.store({.sequence = sequence, .finished_ns = monotonic_ns()});
 }
 
-bool BoardPage::record_first_error(Code code, std::string_view message) {
+bool BoardPage::record_first_error(Code code, std::string_view message, int blamed_rank) {
   RankPage& page = mapping_->page(rank_);
   auto none = static_cast<uint32_t>(ErrorState::kNone);
   const auto writing = static_cast<uint32_t>(ErrorState::kWriting);
@@ -127,7 +127,8 @@ bool BoardPage::record_first_error(Code code, std::string_view message) {
   touch(page);
   page.error.store({.code = static_cast<int64_t>(code),
                     .at_ns = monotonic_ns(),
-                    .message = Text<504>::of(message)});
+                    .blamed_rank = blamed_rank,
+                    .message = Text<496>::of(message)});
   page.error_state.store(static_cast<uint32_t>(ErrorState::kComplete), std::memory_order_release);
   set_phase(Phase::kFailed);
   return true;

@@ -98,6 +98,56 @@ const std::vector<CodeInfo>& all_codes() {
        "The system did not give the memory a tensor needs. Use smaller batches, a smaller model or "
        "fewer "
        "logical devices: each holds a whole copy of the model."},
+      {Code::kWorld, "the launcher's variables do not fit",
+       "A program learns its place among the ranks from variables such as RANK, WORLD_SIZE and "
+       "LOCAL_RANK, or "
+       "those of mpirun and srun. One is missing, is not a number, or contradicts another. Start "
+       "the program "
+       "with `lockstep run -n N`, or alone with none of them set."},
+      {Code::kBackend, "no such communication backend",
+       "The backend asked for is unknown, is not installed, or cannot reach all ranks: self serves "
+       "one rank, "
+       "shm the ranks of one host, gloo several hosts. `lockstep doctor` lists what is here."},
+      {Code::kRendezvous, "ranks or hosts did not meet",
+       "Before training, all ranks meet at one address. Somebody did not come, came twice, came "
+       "with another "
+       "token or another idea of the job's size. The message says who was there and who was "
+       "missing."},
+      {Code::kCallMismatch, "ranks made different calls",
+       "All ranks must make the same collective calls in the same order, with the same dtype and "
+       "count. They did "
+       "not; nothing was sent. The message says what each rank called. The usual cause is an `if` "
+       "on the rank, or "
+       "on data that differs between ranks, around a forward, a backward or a collective."},
+      {Code::kRankAbsent, "a rank did not come",
+       "A rank waited for another until its deadline. The message names the call and who is "
+       "missing, and says "
+       "whether that process is stopped, busy or gone. Set the deadline with --timeout of "
+       "`lockstep run`, or "
+       "LOCKSTEP_TIMEOUT_S."},
+      {Code::kRankFailed, "another rank failed",
+       "A rank ended or gave up while this one needed it. This rank is a victim: look at the one "
+       "that is named."},
+      {Code::kUnusedParameter, "a parameter has no gradient",
+       "Backward ended and a parameter took no part in the loss, so its bucket could not be "
+       "averaged. Use the "
+       "parameter in forward, freeze it with requires_grad_(false), or set find_unused_parameters "
+       "where the "
+       "parameters in use change from step to step."},
+      {Code::kSyncMisuse, "step and synchronisation do not fit",
+       "A forward and its backward must both be inside no_sync, or both outside; a synchronised "
+       "backward must be "
+       "finished before the next forward. Otherwise gradients would silently differ between "
+       "ranks."},
+      {Code::kReplicasDiffer, "models differ between ranks",
+       "Every rank must build the same model: the same parameters in the same order with the same "
+       "shapes and "
+       "dtypes, and after each step the same values. The message names the first difference and "
+       "the ranks."},
+      {Code::kLaunch, "a program cannot be started",
+       "`lockstep run` starts the program that follows its flags. It was not found, is not "
+       "executable, or the "
+       "system refused to start a process. Nothing is left running."},
   };
   return codes;
 }
@@ -112,6 +162,12 @@ int exit_code(Code code) {
     case Code::kReplicaFailed:
     case Code::kProgramFailed:
     case Code::kOutOfMemory:
+    case Code::kCallMismatch:
+    case Code::kRankAbsent:
+    case Code::kRankFailed:
+    case Code::kUnusedParameter:
+    case Code::kSyncMisuse:
+    case Code::kReplicasDiffer:
       return 1;
     default:
       return 2;

@@ -1,0 +1,106 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string_view>
+
+#include "comm/call.hpp"
+
+namespace lockstep {
+
+/// Elements that a call may write.
+struct Buffer {
+  void* data = nullptr;
+  int64_t count = 0;
+  Dtype dtype = Dtype::kF32;
+
+  int64_t bytes() const { return count * dtype_bytes(dtype); }
+};
+
+/// Elements that a call only reads.
+struct ConstBuffer {
+  const void* data = nullptr;
+  int64_t count = 0;
+  Dtype dtype = Dtype::kF32;
+
+  int64_t bytes() const { return count * dtype_bytes(dtype); }
+};
+
+/// What accompanies every call.
+struct CallContext {
+  int64_t deadline_ns = 0;  ///< monotonic_ns() at which waiting ends in an Error
+  std::string_view label;   ///< what the call is for; appears in messages
+};
+
+/// A call that was begun. Its buffers must stay until it is done. Destroyed before that, it aborts
+/// its communicator.
+class Pending {
+ public:
+  virtual ~Pending() = default;
+
+  /// Does what can be done without waiting; true when the call is done.
+  virtual bool advance() = 0;
+
+  /// Waits until the call is done.
+  virtual void wait() = 0;
+};
+
+/// Memory that peers of the communicator can reach; freed with the last handle.
+class ReachableMemory {
+ public:
+  virtual ~ReachableMemory() = default;
+  virtual void* data() const = 0;
+  virtual int64_t bytes() const = 0;
+};
+
+/// A way to move bytes between the ranks of one group. No torch in here: `Communicator` is the same
+/// thing for tensors.
+///
+/// All ranks make the same collective calls in the same order, each from one thread at a time.
+/// Every backend compares the ranks' calls before data moves, and ends every wait at the deadline:
+/// see call.hpp for the errors. After an error the communicator is of no more use: every later call
+/// throws that error again.
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  virtual std::string_view name() const = 0;  ///< "shm"
+  virtual const Group& group() const = 0;
+  int rank() const { return group().rank; }
+  int size() const { return group().size(); }
+
+  /// Reduces in place; every rank gets the same bits. Several may be in flight, and other calls may
+  /// be made meanwhile. `weight` counts for kMean only.
+  virtual std::unique_ptr<Pending> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
+                                              const CallContext& context) = 0;
+
+  virtual void broadcast(const Buffer& buffer, int root, const CallContext& context) = 0;
+
+  /// input holds size() blocks of output.count; rank r's output is the reduction of all r-th
+  /// blocks.
+  virtual void reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op,
+                              double weight, const CallContext& context) = 0;
+
+  /// output holds size() blocks of input.count, by rank.
+  virtual void all_gather(const ConstBuffer& input, const Buffer& output,
+                          const CallContext& context) = 0;
+
+  /// Messages between two ranks arrive in the order they were sent; tag, dtype and count must be
+  /// those the receiver expects. A send may return before the receiver has come.
+  virtual void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) = 0;
+  virtual void recv(const Buffer& buffer, int from, int tag, const CallContext& context) = 0;
+
+  virtual void barrier(const CallContext& context) = 0;
+
+  /// Ranks of one colour form a new group, ordered by (key, rank); its name appears in messages.
+  virtual std::unique_ptr<Backend> split(int colour, int key, std::string_view group_name,
+                                         const CallContext& context) = 0;
+
+  /// Collective: the same size on every rank. Zeroed, aligned to a page.
+  virtual std::shared_ptr<ReachableMemory> allocate(int64_t bytes, const CallContext& context) = 0;
+
+  /// This rank gives up: peers that wait for it, now or later, get kRankFailed with this reason.
+  virtual void abort(std::string_view reason) noexcept = 0;
+};
+
+}  // namespace lockstep

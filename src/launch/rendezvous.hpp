@@ -1,0 +1,85 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace lockstep {
+
+/// What one host's launcher brings to a job of several hosts.
+struct NodeOffer {
+  int node_rank = -1;  ///< -1: give me one, by order of arrival
+  int local_world_size = 1;
+  std::string host;     ///< this host's name, for messages
+  int master_port = 0;  ///< a port free on this host; node 0's becomes MASTER_PORT
+};
+
+struct RendezvousOptions {
+  std::string host;  ///< of the endpoint: node 0's name or address
+  int port = 0;
+  bool serve = false;  ///< this launcher hosts the meeting (it is node 0)
+  std::string token;   ///< the secret all launchers prove to know
+  std::string job_id;  ///< --rdzv-id: jobs of another id are refused
+  int nnodes = 1;
+  int max_restarts = 0;  ///< must be the same everywhere
+  int64_t deadline_ns = 0;
+};
+
+/// What all launchers agree on.
+struct JobLayout {
+  int node_rank = 0;
+  std::vector<int> local_world_sizes;  ///< [node]
+  std::vector<std::string> hosts;      ///< [node]
+  std::string master_addr;             ///< as this host reaches node 0
+  int master_port = 0;
+  std::string session;  ///< unique to this job and round
+  std::string store;    ///< "host:port" of the store that node 0's launcher serves for the ranks
+
+  int world_size() const;
+  int first_rank() const;  ///< of this node
+};
+
+/// A failure anywhere in the job, as told to the other hosts.
+struct RemoteFailure {
+  int node_rank = 0;
+  int rank = -1;  ///< of the world; -1: the host itself was lost
+  int exit_code = 1;
+  std::string text;  ///< one line
+};
+
+/// What a launcher hears from the others.
+struct NodeEvent {
+  enum class Kind { kFailed, kFinished } kind = Kind::kFinished;
+  std::optional<RemoteFailure> failure;  ///< kFailed: the first one; stop your ranks
+};
+
+/// The launchers' meeting and the line between them while the job runs. Every exchange is
+/// authenticated by HMAC; sizes and times are bounded; strangers delay nobody. A host that says
+/// nothing for ten seconds is lost.
+class NodeLink {
+ public:
+  /// Waits until all nodes are here. kRendezvous names who came and who did not, or why we were
+  /// refused.
+  static std::unique_ptr<NodeLink> join(const RendezvousOptions& options, const NodeOffer& offer);
+  virtual ~NodeLink() = default;
+
+  virtual const JobLayout& layout() const = 0;
+
+  /// Readable when take() has something.
+  virtual int descriptor() const = 0;
+  virtual std::optional<NodeEvent> take() = 0;
+
+  /// A rank of this host failed: everybody stops.
+  virtual void report_failure(const RemoteFailure& failure) = 0;
+
+  /// All ranks of this host ended well. kFinished comes when those of all hosts have.
+  virtual void report_finished() = 0;
+
+  /// After a failure, when this host's ranks are gone: waits for the other hosts and agrees on a
+  /// new round (new session, new master port). Counts as one restart.
+  virtual void rejoin(int master_port, int64_t deadline_ns) = 0;
+};
+
+}  // namespace lockstep
