@@ -42,6 +42,21 @@ struct AllReduces {
   int64_t bytes = 0;
 };
 
+/// When one gradient bucket was communicated in the last step, from the begin of its backward.
+struct BucketRecord {
+  int index = 0;  ///< in launch order
+  int64_t bytes = 0;
+  int64_t parameters = 0;  ///< how many parameters share it
+  double launched_ms = 0;
+  double finished_ms = 0;  ///< after RunRecord::backward_ms: not wholly hidden behind backward
+};
+
+/// What one rank of a job did.
+struct RankRecord {
+  std::string host;
+  double step_ms = 0;  ///< its own mean
+};
+
 /// The result of one run: what `--json` writes and all that tables and reports are made from.
 struct RunRecord {
   static constexpr int kSchema = 1;
@@ -62,6 +77,11 @@ struct RunRecord {
   AllReduces all_reduces;
   double comm_ms = 0;          ///< communication per step
   double exposed_comm_ms = 0;  ///< the part of it that no computation hid
+
+  // Only where gradients are reduced in buckets; a record without them reads as empty and 0.
+  std::vector<BucketRecord> buckets;  ///< of the last step, in launch order
+  double backward_ms = 0;             ///< when the last step's backward ended, from its begin
+  std::vector<RankRecord> ranks;      ///< [rank]
 };
 
 nlohmann::json to_json(const RunRecord& record);

@@ -1,0 +1,197 @@
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lockstep/communicator.hpp"
+#include "lockstep/tensor_tree.hpp"
+
+namespace lockstep {
+
+class Trace;
+class NoSync;
+
+/// Gradients that are averaged together.
+struct GradientBucket {
+  int64_t index = 0;                    ///< in the order of launch
+  torch::Tensor gradients;              ///< one flat tensor; the parameters' grads are views of it
+  std::vector<std::string> parameters;  ///< their names, in the order they lie in it
+};
+
+/// A bucket on its way through the ranks.
+class BucketWork {
+ public:
+  virtual ~BucketWork() = default;
+  virtual bool advance() = 0;  ///< does what needs no waiting; true when done
+  virtual void wait() = 0;     ///< afterwards the bucket holds the averaged gradients
+};
+
+/// Replaces the averaging of buckets. `weight` is this rank's in the mean.
+using CommHook = std::function<std::unique_ptr<BucketWork>(
+    const Communicator& comm, const GradientBucket& bucket, double weight)>;
+
+/// Sends gradients in half the bytes: rounded to bf16 or fp16, averaged, widened again.
+CommHook compress_gradients(torch::ScalarType dtype);
+
+struct DdpOptions {
+  int64_t first_bucket_bytes = int64_t{1} << 20;
+  int64_t bucket_cap_bytes = int64_t{25} << 20;
+  bool broadcast_buffers = true;  ///< rank 0's buffers to all before each synchronised forward
+  bool find_unused_parameters = false;  ///< parameters in use may change from step to step
+  bool static_graph = false;            ///< what the first step did, every step does
+  int64_t check_replicas_every = 0;     ///< steps between comparisons of all weights; 0: never
+  CommHook hook = {};                   ///< empty: the communicator's mean
+};
+
+/// When a bucket travelled in the last synchronised step. Times are monotonic_ns().
+struct BucketTiming {
+  int64_t index = 0;
+  int64_t bytes = 0;
+  int64_t parameters = 0;
+  int64_t launched_ns = 0;
+  int64_t finished_ns = 0;
+};
+
+/// What synchronisation cost so far.
+struct DdpStats {
+  int64_t synchronised_backwards = 0;
+  int64_t all_reduces = 0;           ///< of buckets
+  int64_t bytes = 0;                 ///< of buckets
+  int64_t travelling_ns = 0;         ///< in which at least one bucket was between launch and finish
+  int64_t exposed_ns = 0;            ///< which the training thread spent on it: nothing hid these
+  int64_t backward_started_ns = 0;   ///< of the last synchronised step
+  int64_t backward_finished_ns = 0;  ///< when its last gradient was there
+  std::vector<BucketTiming> last_step;
+};
+
+/// The untyped part of DistributedDataParallel: see docs/parallel.md.
+class GradientSync {
+ public:
+  GradientSync(std::shared_ptr<torch::nn::Module> module, const Communicator& comm,
+               const DdpOptions& options);
+  ~GradientSync();
+  GradientSync(const GradientSync&) = delete;
+  GradientSync& operator=(const GradientSync&) = delete;
+
+  void before_forward();
+  void after_forward(const std::vector<torch::Tensor>& outputs);
+
+  void set_weight(double weight);
+  void check_replicas();
+  DdpStats stats() const;
+  std::vector<GradientBucket> buckets() const;
+  void record_to(Trace* trace, int rank, int row);
+  const Communicator& comm() const;
+
+ private:
+  friend class NoSync;
+  friend class Join;
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+/// Trains one module on many ranks, as torch.nn.parallel.DistributedDataParallel does.
+///
+///     auto world = lockstep::World::from_env();
+///     Net net;
+///     lockstep::DistributedDataParallel ddp(net, world.comm());
+///     auto loss = torch::mse_loss(ddp(x), y);   // x: this rank's rows
+///     loss.backward();                          // gradients are averaged over the ranks meanwhile
+///
+/// Construction, synchronised forwards and backwards are collective. Rank 0's weights and buffers
+/// go to all ranks at construction.
+template <class Module>
+class DistributedDataParallel {
+ public:
+  DistributedDataParallel(std::shared_ptr<Module> module, const Communicator& comm,
+                          const DdpOptions& options = {})
+      : module_(std::move(module)), sync_(std::make_unique<GradientSync>(module_, comm, options)) {}
+  DistributedDataParallel(const torch::nn::ModuleHolder<Module>& module, const Communicator& comm,
+                          const DdpOptions& options = {})
+      : DistributedDataParallel(module.ptr(), comm, options) {}
+
+  template <class... Arguments>
+  auto forward(Arguments&&... arguments) {
+    sync_->before_forward();
+    auto result = module_->forward(std::forward<Arguments>(arguments)...);
+    sync_->after_forward(tensors_of(result));
+    return result;
+  }
+
+  template <class... Arguments>
+  auto operator()(Arguments&&... arguments) {
+    return forward(std::forward<Arguments>(arguments)...);
+  }
+
+  /// The module that is trained. Evaluate with it: forward through DDP is collective.
+  const std::shared_ptr<Module>& module() const { return module_; }
+  std::vector<torch::Tensor> parameters() const { return module_->parameters(); }
+
+  /// From now on this rank counts with that weight in the mean, for example its number of rows:
+  /// then uneven batches give the gradient of one large batch. The same or not on each rank;
+  /// default 1.
+  void set_weight(double weight) { sync_->set_weight(weight); }
+
+  /// Compares all parameters and buffers of all ranks by hash; kReplicasDiffer names the first that
+  /// differs. Collective.
+  void check_replicas() { sync_->check_replicas(); }
+
+  DdpStats stats() const { return sync_->stats(); }
+  std::vector<GradientBucket> buckets() const { return sync_->buckets(); }
+
+  /// Buckets appear in this timeline from now on, as row `row` of `rank`.
+  void record_to(Trace* trace, int rank, int row) { sync_->record_to(trace, rank, row); }
+
+  GradientSync& sync() { return *sync_; }
+
+ private:
+  std::shared_ptr<Module> module_;
+  std::unique_ptr<GradientSync> sync_;
+};
+
+template <class Module>
+DistributedDataParallel(const torch::nn::ModuleHolder<Module>&, const Communicator&)
+    -> DistributedDataParallel<Module>;
+template <class Module>
+DistributedDataParallel(const torch::nn::ModuleHolder<Module>&, const Communicator&,
+                        const DdpOptions&) -> DistributedDataParallel<Module>;
+
+/// Guard: gradients only accumulate on this rank, nothing is sent. The next step outside adds its
+/// own and averages the sum. Nests; a forward and its backward must both be inside.
+class NoSync {
+ public:
+  explicit NoSync(GradientSync& sync);
+  template <class Module>
+  explicit NoSync(DistributedDataParallel<Module>& ddp) : NoSync(ddp.sync()) {}
+  ~NoSync();
+  NoSync(const NoSync&) = delete;
+  NoSync& operator=(const NoSync&) = delete;
+
+ private:
+  GradientSync& sync_;
+};
+
+struct JoinOptions {
+  /// Divide by all ranks, also by those without data; false: by the ranks that still have some.
+  bool divide_by_initial_world_size = true;
+  /// All ranks stop with an Error as soon as one has no more data.
+  bool throw_on_early_termination = false;
+};
+
+/// Runs `loop` on ranks that have different numbers of steps. A rank whose loop has ended takes
+/// part in the others' collectives until all have ended; then the weights of a rank that was last
+/// go to all. Collective.
+void join(GradientSync& sync, const std::function<void()>& loop, const JoinOptions& options = {});
+
+template <class Module>
+void join(DistributedDataParallel<Module>& ddp, const std::function<void()>& loop,
+          const JoinOptions& options = {}) {
+  join(ddp.sync(), loop, options);
+}
+
+}  // namespace lockstep

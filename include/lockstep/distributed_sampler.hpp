@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace lockstep {
+
+struct SamplerOptions {
+  bool shuffle = true;
+  int64_t seed = 0;
+  bool drop_last = false;  ///< leave the last rows out instead of repeating the first
+};
+
+/// Which rows of a data set this rank trains on, by the rule of
+/// torch.utils.data.DistributedSampler: a permutation from seed + epoch, padded by repetition (or
+/// cut) to a multiple of the ranks, of which rank r takes every R-th, starting at r.
+class DistributedSampler {
+ public:
+  DistributedSampler(int64_t rows, int rank, int ranks, const SamplerOptions& options = {});
+
+  /// Before each epoch; without it every epoch has the same order.
+  void set_epoch(int64_t epoch) { epoch_ = epoch; }
+
+  int64_t size() const { return size_; }  ///< rows of each rank
+  std::vector<int64_t> indices() const;
+
+ private:
+  int64_t rows_;
+  int rank_;
+  int ranks_;
+  SamplerOptions options_;
+  int64_t epoch_ = 0;
+  int64_t size_ = 0;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "lockstep/board.hpp"
+#include "lockstep/communicator.hpp"
+#include "lockstep/device.hpp"
+#include "lockstep/rank_environment.hpp"
+
+namespace lockstep {
+
+struct WorldOptions {
+  /// --devices: the logical devices of this host, of which rank r takes the one at its local rank.
+  /// Empty: the host's cores divided among its ranks, or its GPUs where each rank can have one.
+  std::string devices = {};
+  /// auto, self, shm or gloo. auto: self for one rank, shm on one host, gloo on several.
+  std::string backend = "auto";
+  /// Of every wait for other ranks; LOCKSTEP_TIMEOUT_S, or five minutes, where not given.
+  std::optional<std::chrono::milliseconds> timeout = {};
+};
+
+/// This process's place among all that train together: its rank, its device, and the communicator.
+/// The same program is a world of one when started alone, and of many under `lockstep run`,
+/// torchrun, mpirun or srun.
+class World {
+ public:
+  static World from_env(const WorldOptions& options = {});
+  ~World();
+  World(World&&) noexcept;
+  World& operator=(World&&) noexcept;
+
+  int rank() const { return environment().rank; }
+  int size() const { return environment().world_size; }
+  int local_rank() const { return environment().local_rank; }
+  const RankEnvironment& environment() const;
+
+  /// This rank's logical device, alone in its set.
+  const Devices& devices() const;
+  Device& device() const { return devices()[0]; }
+
+  const Communicator& comm() const;
+
+  /// This rank's page of the launcher's board; nothing without one.
+  const std::optional<BoardPage>& board_page() const;
+
+ private:
+  struct State;
+  explicit World(std::unique_ptr<State> state);
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace lockstep
