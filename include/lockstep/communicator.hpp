@@ -15,7 +15,7 @@
 namespace lockstep {
 
 class Backend;
-class Pending;
+struct CommState;
 
 /// What may accompany a call.
 struct CallOptions {
@@ -77,27 +77,27 @@ class Communicator {
 
   /// Reduces in place; every rank gets the same bits, in every run.
   void all_reduce(const torch::Tensor& tensor, ReduceOp op = ReduceOp::kSum,
-                  const CallOptions& options = {});
+                  const CallOptions& options = {}) const;
 
   /// The same, begun; other calls may be made before it is waited for.
   [[nodiscard]] Work begin_all_reduce(const torch::Tensor& tensor, ReduceOp op = ReduceOp::kSum,
-                                      const CallOptions& options = {});
+                                      const CallOptions& options = {}) const;
 
-  void broadcast(const torch::Tensor& tensor, int root, const CallOptions& options = {});
+  void broadcast(const torch::Tensor& tensor, int root, const CallOptions& options = {}) const;
 
   /// input holds size() blocks of output's elements; rank r gets the reduction of the r-th blocks.
   void reduce_scatter(const torch::Tensor& input, const torch::Tensor& output,
-                      ReduceOp op = ReduceOp::kSum, const CallOptions& options = {});
+                      ReduceOp op = ReduceOp::kSum, const CallOptions& options = {}) const;
 
   /// output holds size() blocks of input's elements, by rank.
   void all_gather(const torch::Tensor& input, const torch::Tensor& output,
-                  const CallOptions& options = {});
+                  const CallOptions& options = {}) const;
 
   /// A message; dtype, count and tag must be those the receiver expects.
-  void send(const torch::Tensor& tensor, int to, const CallOptions& options = {});
-  void recv(const torch::Tensor& tensor, int from, const CallOptions& options = {});
+  void send(const torch::Tensor& tensor, int to, const CallOptions& options = {}) const;
+  void recv(const torch::Tensor& tensor, int from, const CallOptions& options = {}) const;
 
-  void barrier(const CallOptions& options = {});
+  void barrier(const CallOptions& options = {}) const;
 
   /// Ranks of one colour form a communicator of their own, ordered by (key, rank).
   Communicator split(int colour, int key, std::string_view name) const;
@@ -116,8 +116,7 @@ class Communicator {
   std::chrono::milliseconds timeout() const;
 
  private:
-  struct State;
-  std::shared_ptr<State> state_;
+  std::shared_ptr<CommState> state_;
 };
 
 }  // namespace lockstep

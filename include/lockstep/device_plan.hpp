@@ -34,6 +34,10 @@ struct SlotPlan {
   bool operator==(const SlotPlan&) const = default;
 };
 
+/// "0-3,8" for {0, 1, 2, 3, 8}, and back. A text of another form is an Error.
+std::string format_cores(const std::vector<int>& cores);
+std::vector<int> parse_cores(std::string_view text);
+
 /// Turns a --devices text into logical devices: `cpu`, `cpu:N`, `cuda`, `cuda:0,1`, `cuda:0*4`,
 /// `cuda:0*2,1*2`. An empty text means every GPU, or `cpu:2` where there is none.
 /// Each CPU device gets cores / devices cores, at least one thread; where there are more devices

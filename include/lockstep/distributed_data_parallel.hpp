@@ -69,6 +69,13 @@ struct DdpStats {
   std::vector<BucketTiming> last_step;
 };
 
+struct JoinOptions {
+  /// Divide by all ranks, also by those without data; false: by the ranks that still have some.
+  bool divide_by_initial_world_size = true;
+  /// All ranks stop with an Error as soon as one has no more data.
+  bool throw_on_early_termination = false;
+};
+
 /// The untyped part of DistributedDataParallel: see docs/parallel.md.
 class GradientSync {
  public:
@@ -83,6 +90,7 @@ class GradientSync {
 
   void set_weight(double weight);
   void check_replicas();
+  void run_joined(const std::function<void()>& loop, const JoinOptions& options);
   DdpStats stats() const;
   std::vector<GradientBucket> buckets() const;
   void record_to(Trace* trace, int rank, int row);
@@ -90,7 +98,7 @@ class GradientSync {
 
  private:
   friend class NoSync;
-  friend class Join;
+  friend class JoinProtocol;
   struct State;
   std::unique_ptr<State> state_;
 };
@@ -137,7 +145,7 @@ class DistributedDataParallel {
   /// default 1.
   void set_weight(double weight) { sync_->set_weight(weight); }
 
-  /// Compares all parameters and buffers of all ranks by hash; kReplicasDiffer names the first that
+  /// Compares the trained parameters of all ranks by hash; kReplicasDiffer names the first that
   /// differs. Collective.
   void check_replicas() { sync_->check_replicas(); }
 
@@ -176,22 +184,13 @@ class NoSync {
   GradientSync& sync_;
 };
 
-struct JoinOptions {
-  /// Divide by all ranks, also by those without data; false: by the ranks that still have some.
-  bool divide_by_initial_world_size = true;
-  /// All ranks stop with an Error as soon as one has no more data.
-  bool throw_on_early_termination = false;
-};
-
 /// Runs `loop` on ranks that have different numbers of steps. A rank whose loop has ended takes
 /// part in the others' collectives until all have ended; then the weights of a rank that was last
 /// go to all. Collective.
-void join(GradientSync& sync, const std::function<void()>& loop, const JoinOptions& options = {});
-
 template <class Module>
 void join(DistributedDataParallel<Module>& ddp, const std::function<void()>& loop,
           const JoinOptions& options = {}) {
-  join(ddp.sync(), loop, options);
+  ddp.sync().run_joined(loop, options);
 }
 
 }  // namespace lockstep

@@ -46,6 +46,10 @@ class MemoryAccount {
 /// An account that lives as long as the process, because a tensor may outlive its device.
 MemoryAccount& make_memory_account();
 
+/// The account that this thread's CPU allocations are charged to: its logical device's, or the
+/// host's. For memory that comes from elsewhere and must be charged by hand.
+MemoryAccount& current_memory_account();
+
 /// The account a CPU tensor's memory is charged to; null where lockstep did not allocate it.
 const MemoryAccount* account_of(const torch::Tensor& tensor);
 

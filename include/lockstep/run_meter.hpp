@@ -11,6 +11,8 @@
 
 namespace lockstep {
 
+class GradientSync;
+
 /// Measures a training loop into a record, and shows it on a board while it runs.
 ///
 ///     RunMeter meter("train", devices, steps);
@@ -18,13 +20,20 @@ namespace lockstep {
 ///     meter.fill(record);
 ///
 /// What happens between end_step and begin_step, such as loading data, counts to the total time
-/// only.
+/// only. Of several ranks each measures itself.
 class RunMeter {
  public:
   /// The first steps warm up caches and allocators and are left out of the figures: a quarter of
-  /// them, at most five.
-  RunMeter(const std::string& program, const Devices& devices, int64_t steps);
+  /// them, at most five. `page` is this rank's on the launcher's board (World::board_page); without
+  /// one the run makes a board of its own.
+  RunMeter(const std::string& program, const Devices& devices, int64_t steps,
+           const std::optional<BoardPage>& page = std::nullopt);
   ~RunMeter();
+  RunMeter(const RunMeter&) = delete;
+  RunMeter& operator=(const RunMeter&) = delete;
+
+  /// From now on this synchronisation counts as communication; it must outlive the meter.
+  void watch(const GradientSync& sync) { sync_ = &sync; }
 
   void begin_step();
 
@@ -32,11 +41,15 @@ class RunMeter {
   void end_step(const torch::Tensor& loss);
 
   /// The measured part of a record: devices, step_ms, warmup_steps, total_s, losses, samples_per_s
-  /// (from record.effective_batch). Final bytes are those live now.
+  /// (from record.effective_batch), and what the watched synchronisation cost. Final bytes are
+  /// those live now. What ranks sent each other counts to the first device.
   void fill(RunRecord& record) const;
 
   const std::vector<double>& losses() const { return losses_; }
+  const std::vector<double>& step_ms() const { return step_ms_; }  ///< of the timed steps
   double last_step_ms() const { return last_step_ms_; }
+  int64_t last_step_started_ns() const { return step_started_ns_; }
+  int64_t last_step_ended_ns() const { return ended_ns_; }
 
  private:
   // Readings of one device whose increase over the timed steps is reported.
@@ -45,12 +58,30 @@ class RunMeter {
     Traffic traffic;
   };
 
+  // Likewise, of the watched synchronisation.
+  struct SyncReading {
+    int64_t all_reduces = 0;
+    int64_t bytes = 0;
+    int64_t travelling_ns = 0;
+    int64_t exposed_ns = 0;
+    Traffic traffic;
+  };
+
+  void make_board(const std::string& program);
   Reading read(const Device& device) const;
+  SyncReading read_sync() const;
   bool warming_up() const { return static_cast<int64_t>(losses_.size()) < warmup_steps_; }
+  void count_step(const std::vector<Reading>& now, const SyncReading& sync_now);
+  void show_clocks(const std::vector<Reading>& now, const SyncReading& sync_now,
+                   int64_t since_ended_ns);
   void show_on_board();
+  void fill_devices(RunRecord& record, double timed_seconds) const;
+  void fill_sync(RunRecord& record) const;
 
   const Devices& devices_;
+  const GradientSync* sync_ = nullptr;  // null: nothing is synchronised
   int64_t warmup_steps_;
+  int exceptions_at_start_;  // in flight when the meter was made
   int64_t started_ns_;
   int64_t step_started_ns_ = 0;
   int64_t ended_ns_ = 0;
@@ -59,7 +90,9 @@ class RunMeter {
   std::vector<double> losses_;     // all steps
   std::vector<Reading> at_begin_;  // [device], at begin_step
   std::vector<Reading> timed_;     // [device], summed over the timed steps
-  std::optional<Board> board_;     // where this process has none from a launcher
+  SyncReading sync_at_begin_;
+  SyncReading sync_timed_;
+  std::optional<Board> board_;  // where this process has none from a launcher
   std::optional<BoardPage> page_;
 };
 

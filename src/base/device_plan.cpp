@@ -123,20 +123,36 @@ std::vector<SlotPlan> plan_cuda(std::string_view spec, const std::vector<GpuItem
   return slots;
 }
 
-// "0-3,8" for {0,1,2,3,8}.
-std::string format_ranges(const std::vector<int>& numbers) {
+}  // namespace
+
+std::string format_cores(const std::vector<int>& cores) {
   std::vector<std::string> parts;
-  for (size_t begin = 0; begin < numbers.size();) {
+  for (size_t begin = 0; begin < cores.size();) {
     size_t end = begin;
-    while (end + 1 < numbers.size() && numbers[end + 1] == numbers[end] + 1) ++end;
-    parts.push_back(begin == end ? std::to_string(numbers[begin])
-                                 : fmt::format("{}-{}", numbers[begin], numbers[end]));
+    while (end + 1 < cores.size() && cores[end + 1] == cores[end] + 1) ++end;
+    parts.push_back(begin == end ? std::to_string(cores[begin])
+                                 : fmt::format("{}-{}", cores[begin], cores[end]));
     begin = end + 1;
   }
   return fmt::format("{}", fmt::join(parts, ","));
 }
 
-}  // namespace
+std::vector<int> parse_cores(std::string_view text) {
+  std::vector<int> cores;
+  for (std::string_view rest = text; !rest.empty();) {
+    const std::string_view part = rest.substr(0, rest.find(','));
+    const size_t dash = part.find('-');
+    const auto first = parse_number(part.substr(0, dash));
+    const auto last = dash == std::string_view::npos ? first : parse_number(part.substr(dash + 1));
+    if (!first || !last || *first > *last || *last >= CPU_SETSIZE) {
+      throw Error(Code::kUsage, fmt::format("\"{}\" is not a list of cores", text),
+                  "write numbers and ranges, such as 0-3,8");
+    }
+    for (int core = *first; core <= *last; ++core) cores.push_back(core);
+    rest.remove_prefix(std::min(rest.size(), part.size() + 1));
+  }
+  return cores;
+}
 
 Hardware Hardware::detect(int gpus) {
   Hardware hardware;
@@ -167,7 +183,7 @@ std::string SlotPlan::name() const {
 std::string SlotPlan::physical() const {
   if (kind == DeviceKind::kCuda) return fmt::format("GPU {}", gpu);
   if (cores.empty()) return "all cores, shared";
-  return fmt::format("{} {}", cores.size() == 1 ? "core" : "cores", format_ranges(cores));
+  return fmt::format("{} {}", cores.size() == 1 ? "core" : "cores", format_cores(cores));
 }
 
 std::vector<SlotPlan> plan_devices(std::string_view spec, const Hardware& hardware) {

@@ -173,6 +173,10 @@ CpuPool* exchange_current_pool(CpuPool* pool) noexcept {
   return std::exchange(current_pool, pool);
 }
 
+MemoryAccount& current_memory_account() {
+  return (current_pool != nullptr ? *current_pool : host_pool()).account();
+}
+
 const MemoryAccount* account_of(const torch::Tensor& tensor) {
   if (!tensor.defined() || !tensor.device().is_cpu() || !tensor.has_storage()) return nullptr;
   const auto& pointer = tensor.storage().data_ptr();

@@ -31,6 +31,7 @@ class CpuPool {
   void retire() noexcept;
 
   const MemoryAccount& account() const { return account_; }
+  MemoryAccount& account() { return account_; }
 
   /// The pool that a block from take() is charged to.
   static const CpuPool& pool_of(const void* data);

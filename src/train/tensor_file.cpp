@@ -4,6 +4,7 @@
 
 #include <span>
 
+#include "device/dtype_map.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/safetensors.hpp"
 #include "lockstep/tensor_text.hpp"
@@ -11,25 +12,8 @@
 namespace lockstep {
 namespace {
 
-constexpr std::pair<torch::ScalarType, Dtype> kDtypes[] = {
-    {torch::kBool, Dtype::kBool},   {torch::kUInt8, Dtype::kU8},
-    {torch::kInt8, Dtype::kI8},     {torch::kInt16, Dtype::kI16},
-    {torch::kInt32, Dtype::kI32},   {torch::kInt64, Dtype::kI64},
-    {torch::kFloat16, Dtype::kF16}, {torch::kBFloat16, Dtype::kBF16},
-    {torch::kFloat32, Dtype::kF32}, {torch::kFloat64, Dtype::kF64},
-};
-
-torch::ScalarType scalar_type_of(Dtype dtype) {
-  for (const auto& [scalar_type, known] : kDtypes) {
-    if (known == dtype) return scalar_type;
-  }
-  throw Error(Code::kFileFormat, fmt::format("dtype {} has no libtorch type", dtype_name(dtype)));
-}
-
-Dtype dtype_of(const std::string& name, const torch::Tensor& tensor) {
-  for (const auto& [known, dtype] : kDtypes) {
-    if (known == tensor.scalar_type()) return dtype;
-  }
+Dtype require_dtype(const std::string& name, const torch::Tensor& tensor) {
+  if (const auto dtype = lockstep::dtype_of(tensor.scalar_type())) return *dtype;
   throw Error(Code::kTensorMismatch,
               fmt::format("tensor \"{}\" is {}, which safetensors cannot hold", name,
                           dtype_text(tensor.scalar_type())),
@@ -82,7 +66,7 @@ void save_tensors(const std::string& path, const TensorMap& tensors,
   for (const auto& [name, tensor] : tensors) {
     held.push_back(tensor.detach().to(torch::kCPU).contiguous());
     const auto& flat = held.back();
-    parts.push_back({name, dtype_of(name, flat), flat.sizes().vec(),
+    parts.push_back({name, require_dtype(name, flat), flat.sizes().vec(),
                      std::span(static_cast<const std::byte*>(flat.data_ptr()), flat.nbytes())});
   }
   write_safetensors(path, std::move(parts), metadata);

@@ -1,0 +1,134 @@
+#include "lockstep/distributed_data_parallel.hpp"
+
+#include "lockstep/error.hpp"
+#include "parallel/gradient_sync_state.hpp"
+
+namespace lockstep {
+namespace {
+
+std::vector<TrainedParameter> trained_parameters(const torch::nn::Module& module) {
+  std::vector<TrainedParameter> parameters;
+  for (const auto& item : module.named_parameters()) {  // a shared one appears once
+    if (item.value().defined() && item.value().requires_grad()) {
+      parameters.push_back({item.key(), item.value()});
+    }
+  }
+  if (!parameters.empty()) return parameters;
+  throw Error(Code::kUsage, "the module has no parameter that is trained",
+              "DistributedDataParallel is for training: a module without gradients needs none");
+}
+
+// Buffers may differ between ranks within a step: their own batches make them.
+std::vector<NamedTensor> trained_tensors(const torch::nn::Module& module) {
+  std::vector<NamedTensor> tensors;
+  for (auto& parameter : trained_parameters(module)) {
+    tensors.push_back({std::move(parameter.name), std::move(parameter.tensor), true});
+  }
+  return tensors;
+}
+
+std::vector<NamedTensor> named_buffers(const torch::nn::Module& module) {
+  std::vector<NamedTensor> buffers;
+  for (const auto& item : module.named_buffers()) {
+    if (item.value().defined()) buffers.push_back({item.key(), item.value(), false});
+  }
+  return buffers;
+}
+
+}  // namespace
+
+std::vector<NamedTensor> model_tensors(const torch::nn::Module& module) {
+  std::vector<NamedTensor> tensors;
+  for (const auto& item : module.named_parameters()) {
+    if (item.value().defined()) {
+      tensors.push_back({item.key(), item.value(), item.value().requires_grad()});
+    }
+  }
+  for (auto& buffer : named_buffers(module)) tensors.push_back(std::move(buffer));
+  return tensors;
+}
+
+GradientSync::State::State(std::shared_ptr<torch::nn::Module> trained, const Communicator& ranks,
+                           const DdpOptions& chosen)
+    : module(std::move(trained)), comm(ranks), options(chosen) {
+  require_same_model(comm, model_tensors(*module));
+  broadcast_tensors(comm, model_tensors(*module), 0, "initial model");
+  reducer.emplace(trained_parameters(*module), comm, options);
+}
+
+// Evaluation is not collective: a rank may evaluate alone, with its own buffers.
+bool GradientSync::State::trains() const {
+  return torch::GradMode::is_enabled() && module->is_training();
+}
+
+void GradientSync::State::share_buffers(int root) {
+  if (!options.broadcast_buffers || !last_forward_synchronised) return;
+  broadcast_tensors(comm, named_buffers(*module), root, "buffers");
+}
+
+void GradientSync::State::check_if_due() {
+  const int64_t steps = reducer->stats().synchronised_backwards;
+  if (options.check_replicas_every == 0 || steps == checked_at_step ||
+      steps % options.check_replicas_every != 0) {
+    return;
+  }
+  checked_at_step = steps;
+  require_same_values(comm, trained_tensors(*module));
+}
+
+GradientSync::GradientSync(std::shared_ptr<torch::nn::Module> module, const Communicator& comm,
+                           const DdpOptions& options)
+    : state_(std::make_unique<State>(std::move(module), comm, options)) {}
+GradientSync::~GradientSync() = default;
+
+void GradientSync::before_forward() {
+  State& state = *state_;
+  if (!torch::GradMode::is_enabled()) return;
+  const bool synchronise = state.no_sync_depth == 0;
+  const int root = state.joining ? state.joining->begin_step(state, synchronise) : 0;
+  state.reducer->before_forward(synchronise);
+  if (!state.trains()) return;
+  if (!state.joining) state.check_if_due();
+  state.share_buffers(root);
+  state.last_forward_synchronised = synchronise;
+}
+
+void GradientSync::after_forward(const std::vector<torch::Tensor>& outputs) {
+  if (torch::GradMode::is_enabled()) state_->reducer->after_forward(outputs);
+}
+
+void GradientSync::set_weight(double weight) {
+  state_->reducer->set_weight(weight);
+}
+
+void GradientSync::check_replicas() {
+  require_same_values(state_->comm, trained_tensors(*state_->module));
+}
+
+DdpStats GradientSync::stats() const {
+  return state_->reducer->stats();
+}
+
+std::vector<GradientBucket> GradientSync::buckets() const {
+  return state_->reducer->buckets();
+}
+
+void GradientSync::record_to(Trace* trace, int rank, int row) {
+  state_->reducer->record_to(trace, rank, row);
+}
+
+const Communicator& GradientSync::comm() const {
+  return state_->comm;
+}
+
+NoSync::NoSync(GradientSync& sync) : sync_(sync) {
+  sync_.state_->no_sync_depth += 1;
+  sync_.state_->reducer->set_synchronise(false);
+}
+
+NoSync::~NoSync() {
+  sync_.state_->no_sync_depth -= 1;
+  sync_.state_->reducer->set_synchronise(sync_.state_->no_sync_depth == 0);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,117 @@
+#include "parallel/gradient_buckets.hpp"
+
+#include <fmt/format.h>
+
+#include "device/dtype_map.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/tensor_text.hpp"
+
+namespace lockstep {
+namespace {
+
+// -1 is the CPU, as libtorch numbers it.
+int device_key(const torch::Tensor& tensor) {
+  return tensor.is_cpu() ? -1 : tensor.device().index();
+}
+
+ParameterSize size_of(const TrainedParameter& parameter) {
+  const auto dtype = dtype_of(parameter.tensor.scalar_type());
+  if (!dtype) {
+    throw Error(Code::kTensorMismatch,
+                fmt::format("parameter {} is {}, which cannot be averaged", parameter.name,
+                            dtype_text(parameter.tensor.scalar_type())),
+                "use a real floating-point type, or freeze it with requires_grad_(false)");
+  }
+  return {parameter.tensor.numel(), *dtype, device_key(parameter.tensor)};
+}
+
+// Autograd keeps a gradient in its parameter's own layout where that is dense.
+std::vector<int64_t> strides_of(const torch::Tensor& parameter) {
+  if (parameter.is_non_overlapping_and_dense()) return parameter.strides().vec();
+  return torch::empty(parameter.sizes(), torch::kMeta).strides().vec();
+}
+
+}  // namespace
+
+GradientBuckets::GradientBuckets(const Communicator& comm,
+                                 std::span<const TrainedParameter> parameters,
+                                 std::span<const size_t> order, const BucketLimits& limits)
+    : parameters_(parameters), limits_(limits) {
+  std::map<int, int64_t> bytes;
+  std::map<int, torch::Device> devices;
+  for (const auto& parameter : parameters_) {
+    const ParameterSize size = size_of(parameter);
+    sizes_.push_back(size);
+    strides_.push_back(strides_of(parameter.tensor));
+    bytes[size.device] += padded_count(size.count, size.dtype) * dtype_bytes(size.dtype);
+    devices.emplace(size.device, parameter.tensor.device());
+  }
+  for (const auto& [key, device] : devices) {
+    memory_[key] = comm.allocate(bytes[key], torch::TensorOptions(torch::kUInt8).device(device));
+  }
+  arrange(order);
+}
+
+void GradientBuckets::arrange(std::span<const size_t> order) {
+  std::map<size_t, torch::Tensor> kept;
+  for (size_t i = 0; i < parameters_.size() && !place_.empty(); ++i) {
+    if (holds_grad(i)) kept[i] = parameters_[i].tensor.grad().clone();
+  }
+  plan_ = plan_buckets(sizes_, order, limits_);
+  place_.assign(parameters_.size(), {});
+  flat_.clear();
+  std::map<int, int64_t> used_bytes;
+  for (size_t bucket = 0; bucket < plan_.size(); ++bucket) {
+    const PlannedBucket& planned = plan_[bucket];
+    int64_t& begin = used_bytes[planned.device];
+    flat_.push_back(memory_.at(planned.device)
+                        .narrow(0, begin, planned.bytes())
+                        .view(scalar_type_of(planned.dtype)));
+    begin += planned.bytes();
+    for (const auto& gradient : planned.gradients) {
+      place_[gradient.parameter] = {bucket, gradient.offset};
+    }
+  }
+  if (!kept.empty()) {
+    for (const auto& [device, bytes] : memory_) bytes.zero_();  // gaps stay zero
+  }
+  for (const auto& [parameter, value] : kept) {
+    torch::Tensor place = view(parameter);
+    place.copy_(value);
+    parameters_[parameter].tensor.mutable_grad() = place;
+  }
+}
+
+GradientBucket GradientBuckets::bucket(size_t index) const {
+  GradientBucket bucket{static_cast<int64_t>(index), flat_[index], {}};
+  for (const auto& gradient : plan_[index].gradients) {
+    bucket.parameters.push_back(parameters_[gradient.parameter].name);
+  }
+  return bucket;
+}
+
+torch::Tensor GradientBuckets::view(size_t parameter) const {
+  const Place& place = place_[parameter];
+  const torch::Tensor& flat = flat_[place.bucket];
+  return flat.as_strided(parameters_[parameter].tensor.sizes(), strides_[parameter],
+                         flat.storage_offset() + place.offset);
+}
+
+bool GradientBuckets::holds_grad(size_t parameter) const {
+  const torch::Tensor& grad = parameters_[parameter].tensor.grad();
+  if (!grad.defined() || grad.layout() != torch::kStrided) return false;
+  const Place& place = place_[parameter];
+  const torch::Tensor& flat = flat_[place.bucket];
+  const char* expected = static_cast<const char*>(flat.data_ptr()) +
+                         place.offset * static_cast<int64_t>(flat.element_size());
+  return grad.data_ptr() == expected && grad.strides() == torch::IntArrayRef(strides_[parameter]);
+}
+
+void GradientBuckets::adopt_grad(size_t parameter) const {
+  const torch::NoGradGuard no_grad;
+  torch::Tensor place = view(parameter);
+  place.copy_(parameters_[parameter].tensor.grad());
+  parameters_[parameter].tensor.mutable_grad() = place;
+}
+
+}  // namespace lockstep

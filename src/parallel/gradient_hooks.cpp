@@ -1,0 +1,94 @@
+#include "parallel/gradient_hooks.hpp"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <unordered_set>
+
+namespace lockstep {
+
+using torch::autograd::variable_list;
+
+struct GradientHooks::Target {
+  GradientListener* listener;  // null once the guard is gone
+};
+
+class GradientHooks::BeforeAccumulation : public torch::autograd::FunctionPreHook {
+ public:
+  BeforeAccumulation(std::shared_ptr<Target> target, size_t parameter)
+      : target_(std::move(target)), parameter_(parameter) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    if (target_->listener == nullptr || gradients.empty() || !gradients[0].defined()) {
+      return gradients;
+    }
+    return {target_->listener->gradient_computed(parameter_, gradients[0])};
+  }
+
+ private:
+  std::shared_ptr<Target> target_;
+  size_t parameter_;
+};
+
+class GradientHooks::AfterAccumulation : public torch::autograd::FunctionPostHook {
+ public:
+  AfterAccumulation(std::shared_ptr<Target> target, size_t parameter)
+      : target_(std::move(target)), parameter_(parameter) {}
+
+  variable_list operator()(const variable_list& outputs, const variable_list& inputs) override {
+    const bool has_gradient = !inputs.empty() && inputs[0].defined();
+    if (target_->listener != nullptr && has_gradient) {
+      target_->listener->gradient_accumulated(parameter_);
+    }
+    return outputs;
+  }
+
+ private:
+  std::shared_ptr<Target> target_;
+  size_t parameter_;
+};
+
+GradientHooks::GradientHooks(std::span<const TrainedParameter> parameters,
+                             GradientListener& listener)
+    : target_(std::make_shared<Target>(Target{&listener})) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    auto accumulator = torch::autograd::impl::grad_accumulator(parameters[i].tensor);
+    accumulator->add_pre_hook(std::make_unique<BeforeAccumulation>(target_, i));
+    accumulator->add_post_hook(std::make_unique<AfterAccumulation>(target_, i));
+    accumulators_.push_back(std::move(accumulator));
+  }
+}
+
+GradientHooks::~GradientHooks() {
+  target_->listener = nullptr;
+}
+
+std::vector<bool> GradientHooks::reachable_from(const std::vector<torch::Tensor>& outputs) const {
+  std::unordered_set<torch::autograd::Node*> seen;
+  std::vector<torch::autograd::Node*> waiting;
+  const auto visit = [&](torch::autograd::Node* node) {
+    if (node != nullptr && seen.insert(node).second) waiting.push_back(node);
+  };
+  for (const auto& output : outputs) {
+    if (output.defined() && output.requires_grad()) {
+      visit(torch::autograd::impl::gradient_edge(output).function.get());
+    }
+  }
+  while (!waiting.empty()) {
+    const auto* node = waiting.back();
+    waiting.pop_back();
+    for (const auto& edge : node->next_edges()) visit(edge.function.get());
+  }
+  std::vector<bool> reachable;
+  for (const auto& accumulator : accumulators_)
+    reachable.push_back(seen.contains(accumulator.get()));
+  return reachable;
+}
+
+void at_end_of_backward(std::function<void()> callback) {
+  torch::autograd::Engine::get_default_engine().queue_callback(std::move(callback));
+}
+
+}  // namespace lockstep

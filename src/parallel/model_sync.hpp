@@ -1,0 +1,29 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "lockstep/communicator.hpp"
+
+namespace lockstep {
+
+/// A parameter or buffer under its full name.
+struct NamedTensor {
+  std::string name;
+  torch::Tensor tensor;
+  bool trained = false;
+};
+
+/// Refuses models that are not the same on all ranks: names, order, shapes, dtypes and what is
+/// trained. kReplicasDiffer on every rank, naming the first difference. Collective.
+void require_same_model(const Communicator& comm, const std::vector<NamedTensor>& tensors);
+
+/// The root's values to all ranks. Small tensors travel together. Collective.
+void broadcast_tensors(const Communicator& comm, const std::vector<NamedTensor>& tensors, int root,
+                       const char* label);
+
+/// Refuses values that differ between ranks, by hash. kReplicasDiffer on every rank, naming the
+/// first tensor and the ranks. Collective.
+void require_same_values(const Communicator& comm, const std::vector<NamedTensor>& tensors);
+
+}  // namespace lockstep

@@ -1,0 +1,355 @@
+#include "parallel/reducer.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <utility>
+
+#include "lockstep/clock.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/trace.hpp"
+#include "lockstep/units.hpp"
+#include "parallel/comm_hooks.hpp"
+
+namespace lockstep {
+namespace {
+
+// Adds the time of its life to a counter.
+class Stopwatch {
+ public:
+  explicit Stopwatch(int64_t& total_ns) : total_ns_(total_ns), begun_ns_(monotonic_ns()) {}
+  ~Stopwatch() { total_ns_ += monotonic_ns() - begun_ns_; }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+ private:
+  int64_t& total_ns_;
+  int64_t begun_ns_;
+};
+
+// Backward reaches the parameters of the last layer first.
+std::vector<size_t> reversed_order(size_t count) {
+  std::vector<size_t> order(count);
+  std::iota(order.rbegin(), order.rend(), size_t{0});
+  return order;
+}
+
+std::string list_names(const std::vector<std::string>& names) {
+  constexpr size_t kShown = 8;
+  const std::vector<std::string> shown(
+      names.begin(), names.begin() + static_cast<std::ptrdiff_t>(std::min(names.size(), kShown)));
+  std::string text = fmt::format("{}", fmt::join(shown, ", "));
+  if (names.size() > kShown) text += fmt::format(" and {} more", names.size() - kShown);
+  return text;
+}
+
+}  // namespace
+
+Reducer::Reducer(std::vector<TrainedParameter> parameters, const Communicator& comm,
+                 const DdpOptions& options)
+    : parameters_(std::move(parameters)),
+      comm_(comm),
+      options_(options),
+      firings_left_(parameters_.size(), 1),
+      firings_(parameters_.size(), 0),
+      used_(parameters_.size(), false),
+      zero_filled_(parameters_.size(), false),
+      order_(reversed_order(parameters_.size())) {
+  if (comm_.size() > 1 || options_.hook) {
+    buckets_.emplace(comm_, parameters_, order_,
+                     BucketLimits{options_.first_bucket_bytes, options_.bucket_cap_bytes});
+  }
+  // Which parameters are ready first may differ from step to step where their use does.
+  if (passive() || (options_.find_unused_parameters && !options_.static_graph)) {
+    rebuild_ = Rebuild::kDone;
+  }
+  hooks_.emplace(parameters_, *this);
+}
+
+void Reducer::fail(Code code, const std::string& message, const std::string& help) {
+  comm_.abort(message);
+  throw Error(code, message, help);
+}
+
+void Reducer::set_weight(double weight) {
+  if (!std::isfinite(weight) || weight < 0) {
+    throw Error(Code::kUsage, fmt::format("{} cannot weigh a rank in a mean", weight),
+                "give a number of rows, or any number from 0");
+  }
+  weight_ = weight;
+}
+
+void Reducer::before_forward(bool synchronise) {
+  if (phase_ == Phase::kBackward) {
+    fail(Code::kSyncMisuse, "forward was called although the last backward did not end",
+         "an exception has left it half done; end the program, or make DDP and its communicator "
+         "anew");
+  }
+  rebuild_if_due();
+  forward_decision_ = synchronise;
+  phase_ = Phase::kForwarded;
+}
+
+void Reducer::after_forward(const std::vector<torch::Tensor>& outputs) {
+  reachable_.clear();
+  if (!options_.find_unused_parameters || options_.static_graph) return;
+  reachable_ = hooks_->reachable_from(outputs);
+  if (std::find(reachable_.begin(), reachable_.end(), true) != reachable_.end()) return;
+  fail(Code::kUnusedParameter, "the output of forward depends on no parameter of the module",
+       "return a tensor that parameters took part in, or call the module itself under NoGradGuard");
+}
+
+void Reducer::rebuild_if_due() {
+  if (rebuild_ != Rebuild::kDue) return;
+  rebuild_ = Rebuild::kDone;
+  // A rank that had no step of its own yet has seen no order.
+  const auto& seen = ready_order_.size() == order_.size() ? ready_order_ : order_;
+  torch::Tensor agreed = torch::empty({static_cast<int64_t>(seen.size())}, torch::kInt64);
+  auto* numbers = agreed.data_ptr<int64_t>();
+  for (size_t i = 0; i < seen.size(); ++i) numbers[i] = static_cast<int64_t>(seen[i]);
+  comm_.broadcast(agreed, 0, {.label = "order of buckets"});
+  const std::vector<size_t> order(numbers, numbers + agreed.numel());
+  if (order == order_) return;
+  order_ = order;
+  buckets_->arrange(order_);
+}
+
+torch::Tensor Reducer::gradient_computed(size_t parameter, const torch::Tensor& gradient) {
+  if (passive()) return gradient;
+  const TrainedParameter& target = parameters_[parameter];
+  if (gradient.layout() != torch::kStrided) {
+    fail(Code::kTensorMismatch, fmt::format("the gradient of {} is sparse", target.name),
+         "buckets are dense: build the layer without sparse gradients");
+  }
+  if (torch::GradMode::is_enabled()) {
+    fail(Code::kSyncMisuse,
+         fmt::format("backward with create_graph reached {}: averaged gradients have no derivative",
+                     target.name),
+         "compute second derivatives on the module itself, inside NoSync");
+  }
+  // A first gradient goes straight to its place, and autograd adopts the view; a further one is
+  // added to what is there.
+  if (target.tensor.grad().defined()) return gradient;
+  torch::Tensor place = buckets_->view(parameter);
+  place.copy_(gradient);
+  return place;
+}
+
+void Reducer::gradient_accumulated(size_t parameter) {
+  const std::lock_guard lock(mutex_);
+  if (phase_ != Phase::kBackward) begin_backward();
+  if (!passive() && !buckets_->holds_grad(parameter)) buckets_->adopt_grad(parameter);
+  used_[parameter] = true;
+  firings_[parameter] += 1;
+  if (!backward_decision_) return;
+  if (firings_left_[parameter] == 0) {
+    fail(Code::kSyncMisuse,
+         fmt::format("parameter {} got a second gradient after its bucket was launched",
+                     parameters_[parameter].name),
+         "use it in one forward per backward, or set static_graph where every step does the same");
+  }
+  stats_.backward_finished_ns = monotonic_ns();
+  const bool watching_graph = options_.static_graph && static_firings_.empty();
+  if (watching_graph) return;
+  if (--firings_left_[parameter] > 0) return;
+  mark_ready(parameter);
+  if (passive()) return;
+  launch_ready_buckets();
+  advance();
+}
+
+void Reducer::check_decision() {
+  if (phase_ == Phase::kIdle) {
+    if (!synchronise_) return;
+    fail(Code::kSyncMisuse,
+         "backward reached parameters of a DistributedDataParallel that had no forward since its "
+         "last backward: these gradients would not be averaged",
+         "call forward through the wrapper before each backward, or wrap both in NoSync");
+  }
+  if (forward_decision_ == synchronise_) return;
+  fail(Code::kSyncMisuse,
+       synchronise_
+           ? "half of a step is inside NoSync: forward was inside, its backward is outside"
+           : "half of a step is inside NoSync: forward was outside, its backward is inside",
+       "let the guard live around forward and backward");
+}
+
+void Reducer::begin_backward() {
+  check_decision();
+  backward_decision_ = synchronise_;
+  phase_ = Phase::kBackward;
+  at_end_of_backward([this] { end_backward(); });
+  std::fill(firings_.begin(), firings_.end(), 0);
+  if (!backward_decision_) return;
+
+  if (static_firings_.empty()) {
+    std::fill(firings_left_.begin(), firings_left_.end(), 1);
+  } else {
+    firings_left_ = static_firings_;
+  }
+  std::fill(zero_filled_.begin(), zero_filled_.end(), false);
+  stats_.backward_started_ns = monotonic_ns();
+  stats_.last_step.clear();
+  next_bucket_ = 0;
+  missing_in_bucket_.clear();
+  for (size_t i = 0; !passive() && i < buckets_->size(); ++i) {
+    missing_in_bucket_.push_back(buckets_->plan(i).gradients.size());
+  }
+  mark_unreached();
+}
+
+// Parameters of which it is known that this backward gives them nothing: their places hold zeros,
+// or what they have accumulated.
+void Reducer::mark_unreached() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const bool unreached = reachable_.empty() ? firings_left_[i] == 0 : !reachable_[i];
+    if (!unreached) continue;
+    firings_left_[i] = 0;
+    if (passive()) continue;
+    if (!parameters_[i].tensor.grad().defined()) {
+      buckets_->view(i).zero_();
+      zero_filled_[i] = true;
+    } else if (!buckets_->holds_grad(i)) {
+      buckets_->adopt_grad(i);
+    }
+    mark_ready(i);
+  }
+}
+
+void Reducer::mark_ready(size_t parameter) {
+  if (rebuild_ == Rebuild::kWatching) ready_order_.push_back(parameter);
+  if (!passive()) --missing_in_bucket_[buckets_->bucket_of(parameter)];
+}
+
+// Strictly in order: ranks may be ready in different orders, but must make the same calls.
+void Reducer::launch_ready_buckets() {
+  while (next_bucket_ < buckets_->size() && missing_in_bucket_[next_bucket_] == 0) {
+    launch(next_bucket_++, weight_);
+  }
+}
+
+void Reducer::launch(size_t bucket, double weight) {
+  const Stopwatch exposed(stats_.exposed_ns);
+  const int64_t now_ns = monotonic_ns();
+  if (in_flight_.empty()) travelling_since_ns_ = now_ns;
+  const GradientBucket travelling = buckets_->bucket(bucket);
+  auto work = options_.hook ? options_.hook(comm_, travelling, weight)
+                            : begin_mean(comm_, travelling, weight);
+  in_flight_.push_back({bucket, std::move(work), now_ns});
+  stats_.all_reduces += 1;
+  stats_.bytes += buckets_->plan(bucket).bytes();
+}
+
+void Reducer::advance() {
+  const Stopwatch exposed(stats_.exposed_ns);
+  while (!in_flight_.empty() && in_flight_.front().work->advance()) finish_front();
+}
+
+void Reducer::finish_front() {
+  const InFlight& front = in_flight_.front();
+  const int64_t now_ns = monotonic_ns();
+  const PlannedBucket& plan = buckets_->plan(front.bucket);
+  stats_.last_step.push_back({.index = static_cast<int64_t>(front.bucket),
+                              .bytes = plan.bytes(),
+                              .parameters = static_cast<int64_t>(plan.gradients.size()),
+                              .launched_ns = front.launched_ns,
+                              .finished_ns = now_ns});
+  if (trace_ != nullptr) {
+    trace_->add({.rank = trace_rank_,
+                 .device = trace_row_,
+                 .name = fmt::format("all_reduce bucket {}", front.bucket),
+                 .begin_ns = front.launched_ns,
+                 .end_ns = now_ns,
+                 .args = {{"bytes", format_bytes(plan.bytes())}}});
+  }
+  in_flight_.pop_front();
+  if (in_flight_.empty()) stats_.travelling_ns += now_ns - travelling_since_ns_;
+}
+
+void Reducer::end_backward() {
+  const std::lock_guard lock(mutex_);
+  if (backward_decision_) finish_backward();
+  reachable_.clear();
+  phase_ = Phase::kIdle;
+}
+
+void Reducer::finish_backward() {
+  if (options_.static_graph && static_firings_.empty()) {
+    static_firings_ = firings_;
+    firings_left_ = firings_;
+    mark_unreached();
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (std::exchange(firings_left_[i], 0) > 0) mark_ready(i);
+    }
+  }
+  refuse_missing();
+  if (!passive()) {
+    launch_ready_buckets();
+    const Stopwatch exposed(stats_.exposed_ns);
+    while (!in_flight_.empty()) {
+      in_flight_.front().work->wait();
+      finish_front();
+    }
+    settle_unused();
+  }
+  std::fill(used_.begin(), used_.end(), false);
+  stats_.synchronised_backwards += 1;
+  if (rebuild_ == Rebuild::kWatching) rebuild_ = Rebuild::kDue;
+}
+
+void Reducer::refuse_missing() {
+  std::vector<std::string> names;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (firings_left_[i] > 0) names.push_back(parameters_[i].name);
+  }
+  if (names.empty()) return;
+  fail(Code::kUnusedParameter,
+       fmt::format("backward gave no gradient to {} of {} parameters: {}", names.size(),
+                   parameters_.size(), list_names(names)),
+       "use them in forward, freeze them with requires_grad_(false), or set "
+       "find_unused_parameters");
+}
+
+// A parameter that no rank used keeps the grad it had; one that another rank used gets the mean.
+void Reducer::settle_unused() {
+  if (!options_.find_unused_parameters && !options_.static_graph) return;
+  torch::Tensor used = torch::empty({static_cast<int64_t>(used_.size())}, torch::kUInt8);
+  auto* flags = used.data_ptr<uint8_t>();
+  for (size_t i = 0; i < used_.size(); ++i) flags[i] = used_[i] ? 1 : 0;
+  comm_.all_reduce(used, ReduceOp::kMax, {.label = "parameters in use"});
+  for (size_t i = 0; i < used_.size(); ++i) {
+    if (zero_filled_[i] && flags[i] != 0) parameters_[i].tensor.mutable_grad() = buckets_->view(i);
+  }
+}
+
+void Reducer::shadow_backward(bool counts_in_mean) {
+  for (size_t bucket = 0; bucket < buckets_->size(); ++bucket) {
+    buckets_->bucket(bucket).gradients.zero_();
+    launch(bucket, counts_in_mean ? weight_ : 0);
+    advance();
+  }
+  while (!in_flight_.empty()) {
+    in_flight_.front().work->wait();
+    finish_front();
+  }
+  std::fill(used_.begin(), used_.end(), false);
+  settle_unused();
+  if (rebuild_ == Rebuild::kWatching) rebuild_ = Rebuild::kDue;
+}
+
+std::vector<GradientBucket> Reducer::buckets() const {
+  std::vector<GradientBucket> all;
+  for (size_t i = 0; !passive() && i < buckets_->size(); ++i) all.push_back(buckets_->bucket(i));
+  return all;
+}
+
+void Reducer::record_to(Trace* trace, int rank, int row) {
+  trace_ = trace;
+  trace_rank_ = rank;
+  trace_row_ = row;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,108 @@
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "lockstep/distributed_data_parallel.hpp"
+#include "parallel/gradient_buckets.hpp"
+#include "parallel/gradient_hooks.hpp"
+
+namespace lockstep {
+
+/// Averages gradients over the ranks while backward computes them.
+///
+///   hook -> parameter ready -> bucket ready -> launched, strictly in order -> finished
+///
+/// Note [No communication thread]: on the CPU there is no core to spare. The hooks themselves move
+/// buckets whose peers have come, and what is left is finished when backward ends.
+class Reducer final : public GradientListener {
+ public:
+  Reducer(std::vector<TrainedParameter> parameters, const Communicator& comm,
+          const DdpOptions& options);
+
+  /// A forward begins; its backward will be synchronised or not. Collective after the first
+  /// synchronised backward: the buckets are then put in the order in which rank 0's became ready.
+  void before_forward(bool synchronise);
+  void after_forward(const std::vector<torch::Tensor>& outputs);
+
+  /// Whether a backward would be synchronised now; asked when it begins.
+  void set_synchronise(bool synchronise) { synchronise_ = synchronise; }
+
+  void set_weight(double weight);
+
+  /// Takes part in the others' next backward without gradients of its own.
+  void shadow_backward(bool counts_in_mean);
+
+  /// Puts the buckets in rank 0's order of readiness, once, where that is due. Collective.
+  void rebuild_if_due();
+
+  DdpStats stats() const { return stats_; }
+  std::vector<GradientBucket> buckets() const;
+  void record_to(Trace* trace, int rank, int row);
+
+  torch::Tensor gradient_computed(size_t parameter, const torch::Tensor& gradient) override;
+  void gradient_accumulated(size_t parameter) override;
+
+ private:
+  enum class Phase { kIdle, kForwarded, kBackward };
+
+  struct InFlight {
+    size_t bucket = 0;
+    std::unique_ptr<BucketWork> work;
+    int64_t launched_ns = 0;
+  };
+
+  bool passive() const { return !buckets_; }
+  void begin_backward();
+  void check_decision();
+  void mark_ready(size_t parameter);
+  void launch_ready_buckets();
+  void launch(size_t bucket, double weight);
+  void advance();
+  void finish_front();
+  void end_backward();
+  void finish_backward();
+  void settle_unused();
+  void mark_unreached();
+  void refuse_missing();
+  [[noreturn]] void fail(Code code, const std::string& message, const std::string& help);
+
+  std::vector<TrainedParameter> parameters_;
+  const Communicator comm_;
+  const DdpOptions options_;
+  std::optional<GradientBuckets> buckets_;  // none where one rank is alone and nothing must move
+
+  Phase phase_ = Phase::kIdle;
+  bool synchronise_ = true;        // outside any NoSync
+  bool forward_decision_ = true;   // what the last forward announced
+  bool backward_decision_ = true;  // of the backward that runs
+  double weight_ = 1;
+
+  std::mutex mutex_;                       // hooks of several GPUs come from several threads
+  std::vector<int> firings_left_;          // [parameter] until it is ready; 0: ready
+  std::vector<int> firings_;               // [parameter] in this backward
+  std::vector<bool> used_;                 // [parameter] since the last synchronised backward
+  std::vector<bool> zero_filled_;          // [parameter] whose place stands in for no gradient
+  std::vector<bool> reachable_;            // [parameter] of the last forward; empty: all
+  std::vector<int> static_firings_;        // [parameter] of the first step of a static graph
+  std::vector<size_t> missing_in_bucket_;  // [bucket] gradients until it is ready
+  size_t next_bucket_ = 0;                 // to launch
+  std::deque<InFlight> in_flight_;         // in the order of launch
+
+  std::vector<size_t> order_;        // the one the buckets are in
+  std::vector<size_t> ready_order_;  // of the first synchronised backward
+  enum class Rebuild { kWatching, kDue, kDone } rebuild_ = Rebuild::kWatching;
+
+  DdpStats stats_;
+  int64_t travelling_since_ns_ = 0;
+  Trace* trace_ = nullptr;
+  int trace_rank_ = 0;
+  int trace_row_ = 0;
+
+  std::optional<GradientHooks> hooks_;  // last: nothing is called before all else is ready
+};
+
+}  // namespace lockstep

@@ -1,0 +1,153 @@
+#include "lockstep/world.hpp"
+
+#include <fmt/format.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include "comm/backends.hpp"
+#include "lockstep/clock.hpp"
+#include "lockstep/error.hpp"
+#include "world/world_store.hpp"
+
+namespace lockstep {
+namespace {
+
+constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);
+
+std::chrono::milliseconds choose_timeout(const WorldOptions& options,
+                                         const RankEnvironment& environment) {
+  if (options.timeout) return *options.timeout;
+  if (!environment.timeout_s) return kDefaultTimeout;
+  return std::chrono::milliseconds(static_cast<int64_t>(*environment.timeout_s * 1e3));
+}
+
+std::string choose_backend(const WorldOptions& options, const RankEnvironment& environment) {
+  std::string name = options.backend;
+  if (name == "auto" && !environment.backend.empty()) name = environment.backend;
+  if (name == "auto") {
+    if (environment.world_size == 1) return "self";
+    return environment.one_host() ? "shm" : "gloo";
+  }
+  if (name != "self" && name != "shm" && name != "gloo") {
+    throw Error(Code::kBackend, fmt::format("there is no backend \"{}\"", name),
+                "use auto, self, shm or gloo");
+  }
+  if (name == "self" && environment.world_size > 1) {
+    throw Error(
+        Code::kBackend,
+        fmt::format("backend self serves one rank, but there are {}", environment.world_size),
+        "use auto, shm or gloo");
+  }
+  if (name == "shm" && !environment.one_host()) {
+    throw Error(
+        Code::kBackend,
+        fmt::format("backend shm serves the ranks of one host, but {} of {} are on others",
+                    environment.world_size - environment.local_world_size, environment.world_size),
+        "use auto or gloo");
+  }
+  return name;
+}
+
+std::unique_ptr<Backend> make_backend(const std::string& name, const RankEnvironment& environment,
+                                      std::chrono::milliseconds timeout,
+                                      std::unique_ptr<WorldStore>& store) {
+  const int64_t deadline_ns =
+      monotonic_ns() + std::chrono::duration_cast<std::chrono::nanoseconds>(timeout).count();
+  if (name == "self") return make_self_backend();
+  if (name == "shm") {
+    return make_shm_backend({.session = environment.session,
+                             .rank = environment.rank,
+                             .size = environment.world_size,
+                             .deadline_ns = deadline_ns});
+  }
+  store = std::make_unique<WorldStore>(environment, deadline_ns);
+  return make_gloo_backend({.store = store->store(),
+                            .rank = environment.rank,
+                            .size = environment.world_size,
+                            .address = store->own_address(),
+                            .deadline_ns = deadline_ns});
+}
+
+// Whether nobody has bound this process to some of the machine's cores.
+bool may_use_all_cores(const Hardware& hardware) {
+  return static_cast<int64_t>(hardware.cores.size()) == ::sysconf(_SC_NPROCESSORS_ONLN);
+}
+
+// Each rank's share of the host is the same plan's slot, so that launcher, ranks and tables agree.
+SlotPlan choose_slot(const WorldOptions& options, const RankEnvironment& environment) {
+  Hardware hardware = detect_hardware();
+  std::string spec = options.devices;
+  if (spec.empty()) {
+    spec = hardware.gpus >= environment.local_world_size
+               ? "cuda"
+               : fmt::format("cpu:{}", environment.local_world_size);
+  }
+  if (!environment.host_cores.empty()) {
+    hardware.cores = parse_cores(environment.host_cores);
+  } else if (spec.starts_with("cpu") && !may_use_all_cores(hardware)) {
+    // mpirun or srun bound this rank already: the cores it has are its own.
+    auto slot = plan_devices("cpu:1", hardware).front();
+    slot.index = environment.local_rank;
+    return slot;
+  }
+  const auto slots = plan_devices(spec, hardware);
+  const auto place = static_cast<size_t>(environment.local_rank);
+  if (place < slots.size()) return slots[place];
+  throw Error(
+      Code::kDeviceMissing,
+      fmt::format("--devices {} makes {} logical devices, but this host has {} ranks", spec,
+                  slots.size(), environment.local_world_size),
+      spec.starts_with("cpu")
+          ? fmt::format("use --devices cpu:{}, or leave it out", environment.local_world_size)
+          : fmt::format("let ranks share a GPU with --devices cuda:0*{}, or start fewer",
+                        environment.local_world_size));
+}
+
+}  // namespace
+
+struct World::State {
+  RankEnvironment environment;
+  Devices devices;
+  std::optional<BoardPage> page;
+  std::unique_ptr<WorldStore> store;  // outlives the communicator, whose parts may still need it
+  std::optional<Communicator> comm;
+};
+
+World::World(std::unique_ptr<State> state) : state_(std::move(state)) {}
+World::~World() = default;
+World::World(World&&) noexcept = default;
+World& World::operator=(World&&) noexcept = default;
+
+World World::from_env(const WorldOptions& options) {
+  const auto environment = RankEnvironment::from_env();
+  const auto timeout = choose_timeout(options, environment);
+  const auto backend = choose_backend(options, environment);
+  const auto slot = choose_slot(options, environment);
+  auto state = std::make_unique<State>(
+      State{environment, Devices(std::vector<SlotPlan>{slot}), {}, nullptr, {}});
+  if (!environment.board.empty()) {
+    state->page = BoardPage::attach(environment.board, environment.local_rank);
+    state->page->set_phase(Phase::kStarting);
+  }
+  state->comm.emplace(make_backend(backend, environment, timeout, state->store), timeout);
+  if (state->page) state->comm->show_on(*state->page);
+  return World(std::move(state));
+}
+
+const RankEnvironment& World::environment() const {
+  return state_->environment;
+}
+
+const Devices& World::devices() const {
+  return state_->devices;
+}
+
+const Communicator& World::comm() const {
+  return *state_->comm;
+}
+
+const std::optional<BoardPage>& World::board_page() const {
+  return state_->page;
+}
+
+}  // namespace lockstep

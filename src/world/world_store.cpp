@@ -1,0 +1,110 @@
+#include "world/world_store.hpp"
+
+#include <arpa/inet.h>
+#include <fmt/format.h>
+#include <netdb.h>
+#include <sys/socket.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <array>
+#include <charconv>
+#include <chrono>
+
+#include "base/descriptor.hpp"
+#include "launch/token.hpp"
+#include "lockstep/clock.hpp"
+#include "lockstep/error.hpp"
+
+namespace lockstep {
+namespace {
+
+// The local address of the route to a host: no packet is sent by connecting a datagram socket.
+std::string address_towards(const std::string& host) {
+  addrinfo hints{};
+  hints.ai_socktype = SOCK_DGRAM;
+  addrinfo* found = nullptr;
+  if (const int error = ::getaddrinfo(host.c_str(), "9", &hints, &found); error != 0) {
+    throw Error(Code::kRendezvous,
+                fmt::format("MASTER_ADDR {} cannot be found: {}", host, ::gai_strerror(error)),
+                "set MASTER_ADDR to a name or address of rank 0's host that every host knows");
+  }
+  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> owner(found, &::freeaddrinfo);
+  for (const addrinfo* entry = found; entry != nullptr; entry = entry->ai_next) {
+    const Descriptor socket(::socket(entry->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    if (socket.get() < 0 || ::connect(socket.get(), entry->ai_addr, entry->ai_addrlen) != 0) {
+      continue;
+    }
+    sockaddr_storage local{};
+    socklen_t bytes = sizeof(local);
+    std::array<char, NI_MAXHOST> text{};
+    if (::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&local), &bytes) == 0 &&
+        ::getnameinfo(reinterpret_cast<sockaddr*>(&local), bytes, text.data(), text.size(), nullptr,
+                      0, NI_NUMERICHOST) == 0) {
+      return text.data();
+    }
+  }
+  throw Error(Code::kRendezvous, fmt::format("there is no route to MASTER_ADDR {}", host),
+              "check the network between the hosts");
+}
+
+StoreAddress parse_address(const std::string& text, const std::string& token) {
+  const size_t colon = text.rfind(':');
+  int port = 0;
+  const char* begin = text.data() + (colon == std::string::npos ? text.size() : colon + 1);
+  const auto parsed = std::from_chars(begin, text.data() + text.size(), port);
+  if (parsed.ec != std::errc() || parsed.ptr != text.data() + text.size()) {
+    throw Error(Code::kWorld, fmt::format("LOCKSTEP_STORE \"{}\" is not HOST:PORT", text),
+                "leave that variable to `lockstep run`");
+  }
+  return {.unix_name = {}, .host = text.substr(0, colon), .port = port, .token = token};
+}
+
+// torchrun's agent serves MASTER_PORT itself, so that rank 0 cannot. It can announce another there.
+int exchange_port_through_torchrun(const RankEnvironment& environment, int own_port,
+                                   int64_t deadline_ns) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(environment.master_port);
+  options.isServer = false;
+  options.waitWorkers = false;
+  options.timeout =
+      std::chrono::milliseconds(std::max<int64_t>(1, (deadline_ns - monotonic_ns()) / 1'000'000));
+  const c10::intrusive_ptr<c10d::Store> agent =
+      c10::make_intrusive<c10d::TCPStore>(environment.master_addr, options);
+  const std::string key = "lockstep/" + environment.session;
+  if (environment.rank == 0) {
+    const std::string port = std::to_string(own_port);
+    agent->set(key, std::vector<uint8_t>(port.begin(), port.end()));
+    return own_port;
+  }
+  const std::vector<uint8_t> port = agent->get(key);
+  return std::stoi(std::string(port.begin(), port.end()));
+}
+
+}  // namespace
+
+WorldStore::WorldStore(const RankEnvironment& environment, int64_t deadline_ns)
+    : own_address_(environment.one_host() ? "127.0.0.1"
+                                          : address_towards(environment.master_addr)) {
+  const bool serves = environment.rank == 0 && environment.store.empty();
+  StoreAddress address;
+  if (!environment.store.empty()) {
+    address = parse_address(environment.store, environment.token);
+  } else if (environment.one_host()) {
+    address.unix_name = "store-" + environment.session;
+  } else {
+    const bool under_torchrun = environment.launcher == "torchrun";
+    address = {.unix_name = {},
+               .host = environment.master_addr,
+               .port = under_torchrun ? 0 : environment.master_port,
+               .token = environment.token.empty() ? load_or_make_token() : environment.token};
+    if (serves) server_.emplace(address);
+    if (under_torchrun) {
+      address.port =
+          exchange_port_through_torchrun(environment, serves ? server_->port() : 0, deadline_ns);
+    }
+  }
+  if (serves && !server_) server_.emplace(address);
+  store_ = make_prefix_store(connect_store(address, deadline_ns), environment.session + "/");
+}
+
+}  // namespace lockstep

@@ -1,0 +1,137 @@
+// Communicator and Mesh with tensors; what moves the bytes is tested in backend_*_test.cpp.
+
+#include "lockstep/communicator.hpp"
+
+#include "lockstep/memory.hpp"
+#include "lockstep/mesh.hpp"
+#include "rank_threads.hpp"
+
+namespace lockstep::test {
+namespace {
+
+TEST(Communicator, ReducesTensorsOfEveryShapeAndType) {
+  for (const int size : {1, 2, 3, 5}) {
+    run_ranks(size, [&](const Communicator& comm) {
+      for (const auto dtype :
+           {torch::kFloat32, torch::kFloat64, torch::kBFloat16, torch::kFloat16, torch::kInt64}) {
+        const auto tensor = torch::full({3, 2}, comm.rank() + 1, dtype);
+        comm.all_reduce(tensor);
+        EXPECT_TRUE(torch::equal(tensor, torch::full({3, 2}, size * (size + 1) / 2, dtype)));
+      }
+      const auto weighted = torch::full({5}, static_cast<float>(comm.rank()));
+      comm.all_reduce(weighted, ReduceOp::kMean,
+                      {.weight = comm.rank() == 0 ? 0.0 + (size == 1) : 1.0});
+      EXPECT_FLOAT_EQ(weighted[4].item<float>(), size == 1 ? 0.0F : static_cast<float>(size) / 2);
+    });
+  }
+}
+
+TEST(Communicator, GathersScattersBroadcastsAndSends) {
+  run_ranks(3, [](const Communicator& comm) {
+    const auto all = torch::empty({3, 2}, torch::kInt64);
+    comm.all_gather(torch::full({2}, comm.rank(), torch::kInt64), all);
+    EXPECT_TRUE(torch::equal(all, torch::tensor({{0, 0}, {1, 1}, {2, 2}})));
+    const auto part = torch::empty({2}, torch::kInt64);
+    comm.reduce_scatter(all, part);
+    EXPECT_TRUE(torch::equal(part, torch::full({2}, 3 * comm.rank(), torch::kInt64)));
+    const auto everybody = torch::full({4}, static_cast<float>(comm.rank()));
+    comm.broadcast(everybody, 2);
+    EXPECT_FLOAT_EQ(everybody[3].item<float>(), 2.0F);
+    const int next = (comm.rank() + 1) % 3;
+    const int before = (comm.rank() + 2) % 3;
+    comm.send(torch::full({2}, comm.rank(), torch::kInt64), next, {.tag = 7});
+    const auto message = torch::empty({2}, torch::kInt64);
+    comm.recv(message, before, {.tag = 7});
+    EXPECT_EQ(message[0].item<int64_t>(), before);
+    comm.barrier();
+    const auto stats = comm.stats();
+    EXPECT_EQ(stats.all_reduces, 0);
+    EXPECT_EQ(stats.calls, 6);
+  });
+}
+
+TEST(Communicator, SeveralReductionsMayBeInFlight) {
+  run_ranks(2, [](const Communicator& comm) {
+    std::vector<torch::Tensor> tensors;
+    std::vector<Work> works;
+    for (int i = 0; i < 10; ++i) {
+      tensors.push_back(comm.allocate(1000, torch::kFloat32).fill_(i + comm.rank()));
+      works.push_back(comm.begin_all_reduce(tensors.back()));
+    }
+    while (!works.back().advance()) std::this_thread::yield();
+    for (auto& work : works) work.wait();
+    for (int i = 0; i < 10; ++i) {
+      EXPECT_FLOAT_EQ(tensors[static_cast<size_t>(i)][999].item<float>(),
+                      static_cast<float>(2 * i + 1));
+    }
+  });
+}
+
+TEST(Communicator, AllocatedMemoryIsChargedToTheRanksAccount) {
+  const auto comm = Communicator::self();
+  const int64_t before = host_memory().live_bytes;
+  {
+    const auto tensor = comm.allocate(1 << 20, torch::kFloat32);
+    EXPECT_EQ(tensor.abs().sum().item<float>(), 0.0F);
+    EXPECT_GE(host_memory().live_bytes - before, 4 << 20);
+  }
+  EXPECT_EQ(host_memory().live_bytes, before);
+}
+
+TEST(Communicator, RefusesTensorsItCannotMove) {
+  const auto comm = Communicator::self();
+  expect_error(Code::kTensorMismatch, {"undefined"}, [&] { comm.all_reduce(torch::Tensor()); });
+  expect_error(Code::kTensorMismatch, {"[2, 3]", "contiguous"}, [&] {
+    comm.all_reduce(torch::ones({3, 2}).t());
+  });
+  expect_error(Code::kTensorMismatch, {"complex64"},
+               [&] { comm.all_reduce(torch::ones({2}, torch::kComplexFloat)); });
+  expect_error(Code::kTensorMismatch, {"all_gather", "3", "4"},
+               [&] { comm.all_gather(torch::ones({3}), torch::ones({4})); });
+  expect_error(Code::kUsage, {"broadcast", "rank 4"}, [&] { comm.broadcast(torch::ones({3}), 4); });
+}
+
+TEST(Communicator, DifferentCallsAreNamedOnEveryRank) {
+  const auto outcomes = outcomes_of_ranks(3, [](const Communicator& comm) {
+    const auto tensor = torch::ones({comm.rank() == 2 ? 7 : 8});
+    comm.all_reduce(tensor, ReduceOp::kSum, {.label = "bucket 3"});
+  });
+  for (const auto& outcome : outcomes) {
+    EXPECT_EQ(outcome.code(), Code::kCallMismatch) << outcome.text();
+    for (const char* part : {"all_reduce", "bucket 3", "7", "8", "rank"}) {
+      EXPECT_NE(outcome.text().find(part), std::string::npos) << outcome.text();
+    }
+  }
+}
+
+TEST(Mesh, AxesAreGroupsOfTheRanksThatDifferInThemOnly) {
+  run_ranks(6, [](const Communicator& world) {
+    const Mesh mesh(world, {{"dp", 2}, {"tp", 3}});
+    EXPECT_EQ(mesh.coordinate("dp"), world.rank() / 3);
+    EXPECT_EQ(mesh.coordinate("tp"), world.rank() % 3);
+    EXPECT_EQ(mesh.axis("tp").size(), 3);
+    const auto along_tp = torch::full({1}, world.rank(), torch::kInt64);
+    mesh.axis("tp").all_reduce(along_tp);
+    EXPECT_EQ(along_tp.item<int64_t>(), world.rank() < 3 ? 3 : 12);
+    const auto along_dp = torch::full({1}, world.rank(), torch::kInt64);
+    mesh.axis("dp").all_reduce(along_dp);
+    EXPECT_EQ(along_dp.item<int64_t>(), 2 * (world.rank() % 3) + 3);
+    EXPECT_EQ(mesh.axis("dp").world_ranks(),
+              (std::vector<int>{world.rank() % 3, world.rank() % 3 + 3}));
+  });
+}
+
+TEST(Mesh, RefusesAxesThatDoNotFit) {
+  const auto comm = Communicator::self();
+  expect_error(Code::kWorld, {"dp 2 x pp 2", "4", "1"}, [&] {
+    Mesh(comm, {{"dp", 2}, {"pp", 2}});
+  });
+  expect_error(Code::kWorld, {"dp"}, [&] { Mesh(comm, {{"dp", 1}, {"dp", 1}}); });
+  expect_error(Code::kWorld, {"size 0"}, [&] { Mesh(comm, {{"dp", 0}}); });
+  expect_error(Code::kWorld, {"dq", "did you mean dp"}, [&] {
+    Mesh(comm, {{"dp", 1}}).axis("dq");
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::test
