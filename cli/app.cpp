@@ -8,7 +8,11 @@
 #include "cli/child.hpp"
 #include "cli/doctor.hpp"
 #include "cli/explain.hpp"
-#include "cli/lab5.hpp"
+#include "cli/lab_command.hpp"
+#include "cli/program_line.hpp"
+#include "cli/run.hpp"
+#include "cli/slurm_script.hpp"
+#include "cli/top_command.hpp"
 #include "lockstep/cli_parse.hpp"
 #include "lockstep/version.hpp"
 
@@ -21,52 +25,10 @@ constexpr const char* kExamples =
     "  lockstep lab 5                      practical 5: DataParallel, measured and explained\n"
     "  lockstep lab 5 --devices cpu:4      the same on four logical devices\n"
     "  lockstep lab 5 --quick --out today  a short version, its report in ./today\n"
+    "  lockstep lab 6                      practical 6: DDP against DataParallel\n"
+    "  lockstep top                        who is busy, who waits, whose memory is full\n"
+    "  lockstep run -n 4 ./train           four ranks of a program on this host\n"
     "  lockstep explain LS0002             what an error code means\n";
-
-constexpr const char* kLabExamples =
-    "Examples:\n"
-    "  lockstep lab 5                                     on every GPU, or on cpu:2\n"
-    "  lockstep lab 5 --quick --devices cuda:0*2          two logical devices share GPU 0\n"
-    "  lockstep lab 5 --split-rows 9 --split-devices 4,7  two more rows in the split table\n";
-
-// Without a text of its own a validator would put its range into the name of every flag.
-CLI::Validator range(int64_t first, int64_t last) {
-  return CLI::Range(first, last).description("");
-}
-
-void add_lab_options(CLI::App& lab, std::string& name, Lab5Options& options) {
-  lab.add_option("NUMBER", name, "which practical: 5")->required()->type_name("");
-  lab.add_option("--devices", options.devices,
-                 "logical devices: cpu:4, cuda, cuda:0,1, cuda:0*4 (default: every GPU, or cpu:2)")
-      ->type_name("SPEC");
-  lab.add_option("--out", options.out, "folder for the report, the tables and the records")
-      ->capture_default_str()
-      ->type_name("DIR");
-  lab.add_flag("--quick", options.quick, "smaller sizes and fewer repetitions");
-  const auto add_size = [&lab](const char* flag, std::optional<int64_t>& value, const char* what) {
-    lab.add_option(flag, value, what)->check(range(1, 1'000'000))->type_name("N");
-  };
-  add_size("--steps", options.steps, "optimizer updates per run");
-  add_size("--batch", options.batch, "rows per step, over all devices");
-  add_size("--dim", options.dim, "width of the model's input and output");
-  add_size("--hidden", options.hidden, "width of its hidden layers");
-  add_size("--depth", options.depth, "hidden-to-hidden layers");
-  add_size("--split-rows", options.split_rows, "show one more split: that many rows (default: 64)");
-  lab.add_option("--split-devices", options.split_devices, "... over these numbers of devices")
-      ->delimiter(',')
-      ->allow_extra_args(false)
-      ->check(range(1, 256))
-      ->type_name("LIST");
-}
-
-int run_lab(const std::string& name, const Lab5Options& options, const std::string& command) {
-  if (name != "5") {
-    throw Error(Code::kUsage,
-                fmt::format("there is no lab \"{}\": this version has lab 5 only", name),
-                "run `lockstep lab 5`");
-  }
-  return run_lab5(options, command);
-}
 
 // A child's exit code 2 is the user's own mistake, found one level down: it stays 2.
 int run_keeping_usage_errors(int argc, char** argv) {
@@ -97,22 +59,33 @@ int run_command(int argc, char** argv) {
   explain_command->add_option("code", code, "such as LS0002; without it, all codes are listed")
       ->type_name("");
 
-  auto* lab = app.add_subcommand("lab", "run a practical of the course and answer its questions");
-  lab->footer(kLabExamples);
-  std::string lab_name;
-  Lab5Options lab_options;
-  add_lab_options(*lab, lab_name, lab_options);
+  LabRequest lab_request;
+  auto* lab = add_lab_command(app, lab_request);
+  TopOptions top_options;
+  auto* top = add_top_command(app, top_options);
+  const RunFlags run(app);
+  SlurmScriptOptions script_options;
+  auto* script = add_slurm_script_command(app, script_options);
 
-  for (auto* command : {doctor, explain_command, lab}) command->group("Commands");
+  for (auto* command : {doctor, explain_command, lab, top, run.command(), script}) {
+    command->group("Commands");
+  }
   app.footer(kExamples);  // not before: a subcommand would inherit it
-  parse_or_throw(app, argc, argv);
+  const ProgramLine line = cut_at_program(argc, argv, {run.command(), script});
+  parse_or_throw(app, static_cast<int>(line.flags.size()), line.flag_pointers().data());
 
   if (doctor->parsed()) return run_doctor(as_json);
   if (explain_command->parsed()) {
     fmt::print("{}", explain(code));
     return 0;
   }
-  if (lab->parsed()) return run_lab(lab_name, lab_options, shell_line(argc, argv));
+  if (lab->parsed()) return run_lab_command(lab_request, shell_line(argc, argv));
+  if (top->parsed()) return run_top(top_options);
+  if (run.command()->parsed()) return run_launch(run, line.program, {argv, argv + argc});
+  if (script->parsed()) {
+    fmt::print("{}", slurm_script(script_options, line.program));
+    return 0;
+  }
   fmt::print("{}", app.help());
   return 0;
 }

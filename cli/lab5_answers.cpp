@@ -6,16 +6,14 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cli/lab5_tables.hpp"
+#include "cli/lab_text.hpp"
 #include "lockstep/split.hpp"
 #include "lockstep/units.hpp"
 
 namespace lockstep::cli {
 namespace {
 
-constexpr double kSameSpeed = 0.03;    // speed-ups this close to 1 are no difference
-constexpr double kEquallyBusy = 0.10;  // busy fractions this close together are equal
-constexpr double kMoreMemory = 1.05;   // device 0 has more when it has 5 % more
+constexpr double kMoreMemory = 1.05;  // device 0 has more when it has 5 % more
 
 // What most answers look at: the single device and the full DataParallel run.
 struct Scene {
@@ -43,36 +41,16 @@ struct Scene {
   double speedup() const { return comparison.speedup.mean; }
   bool one_device() const { return devices < 2; }
   bool shared() const { return shared_by > 1; }
+  std::string noise() const { return noise_remark(results.others_busy_cores, comparison); }
 
   int64_t others_mean(int64_t DeviceRecord::*bytes) const {
     return all[0].*bytes - extra_on_first(all, bytes);
   }
 };
 
-std::string times(double ms) {
-  return format_seconds(ms / 1000);
-}
-
-std::string shared_remark(const Scene& scene) {
-  return fmt::format(
-      "All {} devices share the same hardware here ({}), so this run cannot show what "
-      "separate hardware would gain.",
-      scene.shared_by, scene.all[0].physical);
-}
-
 std::string one_device_remark() {
   return "This run had one device, so it cannot show it; try --devices cpu:2, or cuda:0*2 on one "
          "GPU.";
-}
-
-std::string noise_remark(const Scene& scene) {
-  const double others = scene.results.others_busy_cores;
-  if (others >= kDisturbingCores) {
-    return fmt::format(" Other programs kept {:.1f} cores busy, so this proves little.", others);
-  }
-  if (!scene.comparison.unsafe) return "";
-  return fmt::format(" The runs varied by {:.0f} %, so take this as a rough figure.",
-                     scene.comparison.noise * 100);
 }
 
 // The part of a step that would have to stay on one device to explain the speed-up (Amdahl's law).
@@ -82,15 +60,15 @@ double serial_fraction(double speedup, int devices) {
 
 std::string answer_faster(const Scene& scene) {
   const std::string figures =
-      fmt::format("A step took {} on {} devices against {} on one", times(scene.parallel_ms),
-                  scene.devices, times(scene.single_ms));
+      fmt::format("A step took {} on {} devices against {} on one", format_ms(scene.parallel_ms),
+                  scene.devices, format_ms(scene.single_ms));
   if (scene.one_device()) {
     return fmt::format("A step took {} with DataParallel and {} without. {}",
-                       times(scene.parallel_ms), times(scene.single_ms), one_device_remark());
+                       format_ms(scene.parallel_ms), format_ms(scene.single_ms),
+                       one_device_remark());
   }
-  const double margin = std::max(kSameSpeed, scene.comparison.speedup.stddev);
   std::string text;
-  if (std::abs(scene.speedup() - 1) <= margin) {
+  if (std::abs(scene.speedup() - 1) <= scene.comparison.margin()) {
     text = fmt::format(
         "Not measurably. {}: what dividing the rows saves, copying the model and "
         "gathering the results costs.",
@@ -108,7 +86,7 @@ std::string answer_faster(const Scene& scene) {
         "saved.",
         figures, 1 / scene.speedup());
   }
-  return text + (scene.shared() ? " " + shared_remark(scene) : "") + noise_remark(scene);
+  return text + (scene.shared() ? " " + shared_remark(scene.results.full()) : "") + scene.noise();
 }
 
 std::string series(const Lab5Results& results) {
@@ -126,7 +104,7 @@ std::string series(const Lab5Results& results) {
 std::string answer_proportional(const Scene& scene) {
   if (scene.one_device()) return one_device_remark();
   if (scene.shared()) {
-    return shared_remark(scene) + series(scene.results) +
+    return shared_remark(scene.results.full()) + series(scene.results) +
            " Proportional growth needs hardware that grows with the devices.";
   }
   const double percent = scene.comparison.efficiency * 100;
@@ -150,7 +128,7 @@ std::string answer_proportional(const Scene& scene) {
         scene.speedup(), scene.devices, percent,
         serial_fraction(scene.speedup(), scene.devices) * 100);
   }
-  return text + series(scene.results) + noise_remark(scene);
+  return text + series(scene.results) + scene.noise();
 }
 
 std::string answer_memory(const Scene& scene) {
@@ -227,10 +205,6 @@ std::string answer_even(const Scene& scene) {
   return text;
 }
 
-int64_t traffic(const DeviceRecord& device) {
-  return device.sent_bytes_per_step + device.received_bytes_per_step;
-}
-
 int64_t others_traffic(const Scene& scene) {
   int64_t sum = 0;
   for (size_t i = 1; i < scene.all.size(); ++i) sum += traffic(scene.all[i]);
@@ -294,9 +268,9 @@ std::string answer_bottleneck(const Scene& scene) {
       format_bytes(scene.all[0].sent_bytes_per_step),
       format_bytes(scene.all[0].received_bytes_per_step));
   if (scene.record.comm_ms > 0) {
-    text +=
-        fmt::format(" Moving data took {} of a {} step ({:.0f} %).", times(scene.record.comm_ms),
-                    times(scene.parallel_ms), 100 * scene.record.comm_ms / scene.parallel_ms);
+    text += fmt::format(" Moving data took {} of a {} step ({:.0f} %).",
+                        format_ms(scene.record.comm_ms), format_ms(scene.parallel_ms),
+                        100 * scene.record.comm_ms / scene.parallel_ms);
   }
   const auto [least, most] = std::minmax_element(scene.all.begin(), scene.all.end(),
                                                  [](const DeviceRecord& a, const DeviceRecord& b) {
@@ -310,24 +284,6 @@ std::string answer_bottleneck(const Scene& scene) {
   return text;
 }
 
-std::string loss_parity(const Scene& scene) {
-  const auto& one = scene.results.single.runs.front().losses;
-  const auto& many = scene.record.losses;
-  if (one.empty() || one.size() != many.size()) return "";
-  double largest = 0;
-  for (size_t i = 0; i < one.size(); ++i) {
-    if (!std::isfinite(one[i]) || !std::isfinite(many[i])) {
-      return " In this run the loss did not stay finite; lower --lr before you trust its numbers.";
-    }
-    largest = std::max(largest, std::abs(one[i] - many[i]) / std::max(std::abs(one[i]), 1e-12));
-  }
-  if (largest == 0)
-    return fmt::format(" All {} losses equal the single device's exactly.", one.size());
-  return fmt::format(
-      " Over {} steps the losses differ from the single device's by at most {:.2g} %{}.",
-      one.size(), largest * 100, largest < 1e-3 ? ", which is rounding" : "");
-}
-
 std::string answer_advantage(const Scene& scene) {
   const std::string speed =
       !scene.one_device() && scene.speedup() > 1 + kSameSpeed
@@ -336,7 +292,8 @@ std::string answer_advantage(const Scene& scene) {
   return "It is simple: one process, one line around the module, no change to the loop, and the "
          "numbers "
          "trained stay the same." +
-         loss_parity(scene) + speed;
+         loss_parity(scene.results.single.runs.front(), scene.record, "the single device's") +
+         speed;
 }
 
 std::string answer_limitation(const Scene& scene) {
@@ -367,7 +324,7 @@ std::string answer_scaling(const Scene& scene) {
         "times the speed of one (Amdahl's law).",
         serial * 100, 1 / serial);
   } else if (scene.shared()) {
-    text += " " + shared_remark(scene);
+    text += " " + shared_remark(scene.results.full());
   }
   return text;
 }

@@ -1,125 +1,19 @@
 #include "cli/lab5_results.hpp"
 
-#include <algorithm>
-#include <cmath>
-
 namespace lockstep::cli {
-namespace {
 
-constexpr double kNoisy = 0.10;
-
-RunSet& set_up_for(std::vector<RunSet>& all, int devices) {
-  const auto found = std::find_if(all.begin(), all.end(),
-                                  [devices](const RunSet& s) { return s.devices == devices; });
-  if (found != all.end()) return *found;
-  return all.emplace_back(RunSet{devices, {}});
-}
-
-Stats run_means(const RunSet& set_up) {
-  std::vector<double> means;
-  for (const auto& run : set_up.runs) means.push_back(run.step_ms.mean);
-  return summarize(means);
-}
-
-double relative_deviation(const Stats& stats) {
-  return stats.mean > 0 ? stats.stddev / stats.mean : 0;
-}
-
-}  // namespace
-
-Lab5Results collect(const std::vector<std::pair<Experiment, RunRecord>>& finished) {
+Lab5Results collect_lab5(const Finished& finished) {
   Lab5Results results;
   for (const auto& [experiment, record] : finished) {
-    switch (experiment.role) {
-      case Role::kSingle:
-        results.single.runs.push_back(record);
-        break;
-      case Role::kDataParallel:
-        set_up_for(results.data_parallel, experiment.devices).runs.push_back(record);
-        break;
-      case Role::kSplit:
-        results.splits.push_back({experiment.rows, experiment.devices, record});
-        break;
+    if (experiment.role == Role::kSingle) {
+      results.single.runs.push_back(record);
+    } else if (experiment.role == Role::kSplit) {
+      results.splits.push_back({experiment.rows, experiment.devices, record});
+    } else {
+      add_run(results.data_parallel, experiment.devices, record);
     }
   }
-  std::sort(results.data_parallel.begin(), results.data_parallel.end(),
-            [](const RunSet& a, const RunSet& b) { return a.devices < b.devices; });
   return results;
-}
-
-Stats pooled_step_ms(const RunSet& set_up) {
-  Stats pooled;
-  for (const auto& run : set_up.runs) {
-    const Stats& step = run.step_ms;
-    pooled.min = pooled.n == 0 ? step.min : std::min(pooled.min, step.min);
-    pooled.max = pooled.n == 0 ? step.max : std::max(pooled.max, step.max);
-    pooled.mean += step.mean * static_cast<double>(step.n);
-    pooled.n += step.n;
-  }
-  if (pooled.n == 0) return pooled;
-  pooled.mean /= static_cast<double>(pooled.n);
-  double squares = 0;  // within each run, and of each run's mean around the common one
-  for (const auto& run : set_up.runs) {
-    const auto n = static_cast<double>(run.step_ms.n);
-    const double apart = run.step_ms.mean - pooled.mean;
-    squares += std::max(0.0, n - 1) * run.step_ms.stddev * run.step_ms.stddev + n * apart * apart;
-  }
-  if (pooled.n > 1) pooled.stddev = std::sqrt(squares / static_cast<double>(pooled.n - 1));
-  return pooled;
-}
-
-double mean_total_s(const RunSet& set_up) {
-  std::vector<double> totals;
-  for (const auto& run : set_up.runs) totals.push_back(run.total_s);
-  return summarize(totals).mean;
-}
-
-std::vector<DeviceRecord> merged_devices(const RunSet& set_up) {
-  if (set_up.runs.empty()) return {};
-  std::vector<DeviceRecord> merged = set_up.runs.front().devices;
-  for (size_t index = 0; index < merged.size(); ++index) {
-    DeviceRecord& device = merged[index];
-    std::vector<double> busy;
-    for (const auto& run : set_up.runs) {
-      if (index >= run.devices.size()) continue;
-      const DeviceRecord& one = run.devices[index];
-      busy.push_back(one.busy_fraction);
-      device.peak_bytes = std::max(device.peak_bytes, one.peak_bytes);
-      device.final_bytes = std::max(device.final_bytes, one.final_bytes);
-    }
-    device.busy_fraction = summarize(busy).mean;
-  }
-  return merged;
-}
-
-int sharing(const RunSet& set_up) {
-  int most = 1;
-  for (const auto& device : merged_devices(set_up)) most = std::max(most, device.shared_by);
-  return most;
-}
-
-int64_t extra_on_first(const std::vector<DeviceRecord>& devices, int64_t DeviceRecord::*bytes) {
-  if (devices.size() < 2) return 0;
-  int64_t others = 0;
-  for (size_t i = 1; i < devices.size(); ++i) others += devices[i].*bytes;
-  return devices[0].*bytes - others / static_cast<int64_t>(devices.size() - 1);
-}
-
-Comparison compare(const RunSet& single, const RunSet& other) {
-  std::vector<double> speedups;
-  for (size_t i = 0; i < std::min(single.runs.size(), other.runs.size()); ++i) {
-    const double own = other.runs[i].step_ms.mean;
-    if (own > 0) speedups.push_back(single.runs[i].step_ms.mean / own);
-  }
-  Comparison comparison;
-  comparison.speedup = summarize(speedups);
-  comparison.efficiency = comparison.speedup.mean / other.devices;
-  comparison.noise =
-      std::max(relative_deviation(run_means(single)), relative_deviation(run_means(other)));
-  const bool undecided = comparison.speedup.min < 1 && comparison.speedup.max > 1 &&
-                         comparison.speedup.max - comparison.speedup.min > kNoisy;
-  comparison.unsafe = comparison.noise > kNoisy || undecided;
-  return comparison;
 }
 
 }  // namespace lockstep::cli

@@ -11,8 +11,11 @@ set_target_properties(lockstep_flags PROPERTIES EXPORT_NAME flags)
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/lockstep" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
 install(TARGETS lockstep lockstep_core lockstep_torch lockstep_flags EXPORT lockstepTargets
   ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
-install(TARGETS lockstep-cli lockstep-probe practical5_single practical5_dp
+install(TARGETS lockstep-cli lockstep-probe practical5_single practical5_dp practical6_ddp
   RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
+if(LOCKSTEP_GLOO)
+  install(TARGETS lockstep_gloo LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}/lockstep")
+endif()
 
 set(package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/lockstep")
 install(EXPORT lockstepTargets NAMESPACE lockstep:: DESTINATION "${package_dir}")

@@ -57,8 +57,18 @@ Batches::Batches(const Options& options, torch::Device device)
   }
 }
 
-Batch Batches::get_batch(int64_t index) const {
-  const Batch batch = x_.defined() ? take_rows(index) : generate(index);
+Batch Batches::get_rows(int64_t index, int64_t first, int64_t count) const {
+  Batch batch;
+  if (x_.defined()) {
+    batch = take_rows(index * batch_ + first, count);
+  } else {
+    // The whole batch is drawn, so that a row is the same whoever asks for it.
+    batch = generate(index);
+    if (count != batch_) {
+      batch.x = batch.x.narrow(0, first, count).clone();
+      batch.y = batch.y.narrow(0, first, count).clone();
+    }
+  }
   return {batch.x.to(device_), batch.y.to(device_)};
 }
 
@@ -75,8 +85,8 @@ Batch Batches::generate(int64_t index) const {
   return {hidden.mm(to_x), torch::tanh(hidden.mm(to_y))};
 }
 
-Batch Batches::take_rows(int64_t index) const {
-  const torch::Tensor rows = (torch::arange(batch_) + index * batch_).remainder(x_.size(0));
+Batch Batches::take_rows(int64_t first, int64_t count) const {
+  const torch::Tensor rows = (torch::arange(count) + first).remainder(x_.size(0));
   return {x_.index_select(0, rows), y_.index_select(0, rows)};
 }
 

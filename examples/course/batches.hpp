@@ -20,11 +20,14 @@ class Batches {
   Batches(const Options& options, torch::Device device);
 
   /// Batch number `index`, on the device.
-  Batch get_batch(int64_t index) const;
+  Batch get_batch(int64_t index) const { return get_rows(index, 0, batch_); }
+
+  /// Only `count` rows of it, from row `first` on.
+  Batch get_rows(int64_t index, int64_t first, int64_t count) const;
 
  private:
   Batch generate(int64_t index) const;
-  Batch take_rows(int64_t index) const;
+  Batch take_rows(int64_t first, int64_t count) const;
 
   int64_t batch_;
   int64_t dim_;

@@ -1,13 +1,17 @@
 #include "course/options.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cmath>
 #include <filesystem>
 
+#include "course/transformer.hpp"
 #include "lockstep/cli_parse.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/rank_environment.hpp"
 
 namespace course {
 namespace {
@@ -43,6 +47,50 @@ void require_readable(const char* flag, const std::string& path) {
               "name a safetensors file; --save writes one");
 }
 
+void require_one_of(const char* flag, const std::string& value,
+                    const std::vector<std::string>& known) {
+  if (std::find(known.begin(), known.end(), value) != known.end()) return;
+  const std::string near = lockstep::did_you_mean(value, known);
+  throw Error(Code::kUsage, fmt::format("{} \"{}\" is unknown", flag, value),
+              fmt::format("use {}{}", fmt::join(known, ", "),
+                          near.empty() ? "" : fmt::format("; did you mean {}?", near)));
+}
+
+void check_model(const Options& options) {
+  if (!options.has_ranks && options.model == "transformer") {
+    throw Error(Code::kUsage, fmt::format("{} trains the mlp only", options.program),
+                "leave --model out");
+  }
+  if (!options.has_ranks && options.model != "mlp") {
+    throw Error(Code::kUsage, fmt::format("--model \"{}\" is unknown", options.model),
+                "use --model mlp");
+  }
+  require_one_of("--model", options.model, {"mlp", "transformer"});
+  if (options.model == "transformer") require_transformer_sizes(options);
+}
+
+// Before any rank waits for another, so that a mistake costs nothing.
+void check_ranks(const Options& options) {
+  require_one_of("--backend", options.backend, {"auto", "self", "shm", "gloo"});
+  require_one_of("--compress", options.compress, {"off", "bf16", "fp16"});
+  require_range("--check-replicas", options.check_replicas, 0, 100'000'000);
+  if (options.timeout_s && !(*options.timeout_s > 0 && *options.timeout_s <= 1e6)) {
+    throw Error(Code::kUsage, fmt::format("--timeout {} is out of range", *options.timeout_s),
+                "give seconds above 0, a million at most");
+  }
+  if (!(options.bucket_mib > 0 && options.bucket_mib <= 1 << 20)) {
+    throw Error(Code::kUsage, fmt::format("--bucket-mib {} is out of range", options.bucket_mib),
+                "give MiB above 0, such as 25 or 0.5");
+  }
+  const int ranks = lockstep::RankEnvironment::from_env().world_size;
+  if (options.batch < ranks) {
+    throw Error(Code::kSplit,
+                fmt::format("--batch {} cannot be divided over {} ranks: each needs a row",
+                            options.batch, ranks),
+                fmt::format("give --batch {} or more, or start fewer ranks", ranks));
+  }
+}
+
 void check(const Options& options) {
   require_range("--steps", options.steps, 1, 100'000'000);
   require_range("--batch", options.batch, 1, 1 << 24);
@@ -54,18 +102,12 @@ void check(const Options& options) {
     throw Error(Code::kUsage, fmt::format("--lr {} is not a learning rate", options.lr),
                 "give a number above 0");
   }
-  if (options.model == "transformer") {
-    throw Error(Code::kUsage, fmt::format("{} trains the mlp only", options.program),
-                "leave --model out");
-  }
-  if (options.model != "mlp") {
-    throw Error(Code::kUsage, fmt::format("--model \"{}\" is unknown", options.model),
-                "use --model mlp");
-  }
+  check_model(options);
   if (options.optimizer != "sgd" && options.optimizer != "adamw") {
     throw Error(Code::kUsage, fmt::format("--optimizer \"{}\" is unknown", options.optimizer),
                 "use sgd or adamw");
   }
+  if (options.has_ranks) check_ranks(options);
   require_readable("--init", options.init);
   require_readable("--data", options.data);
   require_writable_folder("--json", options.json);
@@ -73,58 +115,103 @@ void check(const Options& options) {
   require_writable_folder("--save", options.save);
 }
 
-}  // namespace
+double default_lr(const Options& options) {
+  if (options.optimizer == "adamw") return 1e-3;
+  return options.model == "transformer" ? 0.01 : 0.5;
+}
 
-Options parse_options(const Program& program, int argc, char** argv) {
-  Options options;
-  options.program = program.name;
-  CLI::App app(program.about, program.name);
-  // As in most commands: a wrapper's defaults can be overridden by what follows them.
-  app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+CLI::Option* add_shared_flags(CLI::App& app, Options& options) {
   app.add_option("--steps", options.steps, "optimizer updates")->capture_default_str();
-  app.add_option("--batch", options.batch, "rows of one step over all devices")
+  app.add_option("--batch", options.batch,
+                 options.has_ranks ? "rows of one step over all ranks"
+                                   : "rows of one step over all devices")
       ->capture_default_str();
   app.add_option("--dim", options.dim, "width of input and output")->capture_default_str();
   app.add_option("--hidden", options.hidden, "width of the hidden layers")->capture_default_str();
-  app.add_option("--depth", options.depth, "hidden-to-hidden layers")->capture_default_str();
-  auto* lr =
-      app.add_option("--lr", options.lr, "learning rate (default: 0.5 for sgd, 0.001 for adamw)");
+  app.add_option("--depth", options.depth,
+                 options.has_ranks ? "hidden-to-hidden layers, or blocks of the transformer"
+                                   : "hidden-to-hidden layers")
+      ->capture_default_str();
+  auto* lr = app.add_option("--lr", options.lr,
+                            options.has_ranks
+                                ? "learning rate (default: 0.5 for sgd, with the transformer 0.01; "
+                                  "0.001 for adamw)"
+                                : "learning rate (default: 0.5 for sgd, 0.001 for adamw)");
   app.add_option("--seed", options.seed, "of initial weights and generated batches")
       ->capture_default_str();
-  app.add_option("--model", options.model, "mlp")->capture_default_str();
+  app.add_option("--model", options.model, options.has_ranks ? "mlp or transformer" : "mlp")
+      ->capture_default_str();
   app.add_option("--optimizer", options.optimizer, "sgd or adamw")->capture_default_str();
-  app.add_option(
-      "--devices", options.devices,
-      "logical devices: cpu:4, cuda, cuda:0,1 or cuda:0*4 (default: every GPU, or cpu:2)");
+  app.add_option("--devices", options.devices,
+                 options.has_ranks
+                     ? "logical devices of this host, one for each of its ranks: cpu:4, cuda, "
+                       "cuda:0,1 or cuda:0*4 (default: a GPU each, or a share of the cores)"
+                     : "logical devices: cpu:4, cuda, cuda:0,1 or cuda:0*4 (default: every GPU, "
+                       "or cpu:2)");
   app.add_option("--json", options.json, "write the result record here; - is standard output");
   app.add_option("--trace", options.trace, "write a timeline here; ui.perfetto.dev opens it");
   app.add_option("--init", options.init, "start from these weights (safetensors)");
   app.add_option("--save", options.save, "write the trained weights here (safetensors)");
   app.add_option("--data", options.data, "train on tensors x and y of this file (safetensors)");
   app.add_flag("--quiet", options.quiet, "print nothing but errors");
+  return lr;
+}
+
+void add_rank_flags(CLI::App& app, Options& options) {
+  app.add_option("--backend", options.backend, "auto, self, shm or gloo")->capture_default_str();
+  app.add_option("--timeout", options.timeout_s,
+                 "seconds to wait for other ranks (default: the launcher's, or 300)");
+  app.add_option("--check-replicas", options.check_replicas,
+                 "compare the weights of all ranks every so many steps; 0: never")
+      ->capture_default_str();
+  app.add_option("--compress", options.compress, "send gradients as bf16 or fp16, or off")
+      ->capture_default_str();
+  app.add_option("--bucket-mib", options.bucket_mib, "gradients that travel together, in MiB")
+      ->capture_default_str();
+}
+
+}  // namespace
+
+Options parse_options(const Program& program, int argc, char** argv) {
+  Options options;
+  options.program = program.name;
+  options.has_ranks = program.has_ranks;
+  CLI::App app(program.about, program.name);
+  // As in most commands: a wrapper's defaults can be overridden by what follows them.
+  app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  const auto* lr = add_shared_flags(app, options);
   if (program.has_print_shapes) {
     app.add_flag("--print-shapes", options.print_shapes,
                  "print the device and shape each replica sees");
   }
+  if (program.has_ranks) add_rank_flags(app, options);
   lockstep::parse_or_throw(app, argc, argv);
-  if (lr->count() == 0) options.lr = options.optimizer == "adamw" ? 1e-3 : 0.5;
+  if (lr->count() == 0) options.lr = default_lr(options);
   check(options);
   return options;
 }
 
 std::map<std::string, std::string> Options::as_text() const {
-  return {{"steps", std::to_string(steps)},
-          {"batch", std::to_string(batch)},
-          {"dim", std::to_string(dim)},
-          {"hidden", std::to_string(hidden)},
-          {"depth", std::to_string(depth)},
-          {"lr", fmt::format("{}", lr)},
-          {"seed", std::to_string(seed)},
-          {"model", model},
-          {"optimizer", optimizer},
-          {"devices", devices},
-          {"init", init},
-          {"data", data}};
+  std::map<std::string, std::string> text = {{"steps", std::to_string(steps)},
+                                             {"batch", std::to_string(batch)},
+                                             {"dim", std::to_string(dim)},
+                                             {"hidden", std::to_string(hidden)},
+                                             {"depth", std::to_string(depth)},
+                                             {"lr", fmt::format("{}", lr)},
+                                             {"seed", std::to_string(seed)},
+                                             {"model", model},
+                                             {"optimizer", optimizer},
+                                             {"devices", devices},
+                                             {"init", init},
+                                             {"data", data}};
+  if (has_ranks) {
+    text.insert({{"backend", backend},
+                 {"timeout", timeout_s ? fmt::format("{}", *timeout_s) : ""},
+                 {"check-replicas", std::to_string(check_replicas)},
+                 {"compress", compress},
+                 {"bucket-mib", fmt::format("{}", bucket_mib)}});
+  }
+  return text;
 }
 
 }  // namespace course

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
 #include <map>
+#include <optional>
 #include <string>
 
 namespace course {
@@ -13,7 +15,7 @@ struct Options {
   int64_t dim = 1024;
   int64_t hidden = 1024;
   int64_t depth = 2;
-  double lr = 0;  // where not given: 0.5 for sgd, 0.001 for adamw
+  double lr = 0;  // where not given: as the help text says
   int64_t seed = 0;
   std::string model = "mlp";
   std::string optimizer = "sgd";
@@ -26,9 +28,20 @@ struct Options {
   bool quiet = false;
   bool print_shapes = false;  // practical5_dp only
 
+  // Of programs that are started once for each rank.
+  std::string backend = "auto";
+  std::optional<double> timeout_s = {};  // of every wait for other ranks
+  int64_t check_replicas = 0;            // steps between comparisons of all weights; 0: never
+  std::string compress = "off";          // gradients on their way: off, bf16 or fp16
+  double bucket_mib = 25;
+
   std::string program;
+  bool has_ranks = false;
   /// Every flag with its value, as the record keeps them.
   std::map<std::string, std::string> as_text() const;
+
+  /// Where text for people goes: standard error where standard output carries the record.
+  std::FILE* out() const { return json == "-" ? stderr : stdout; }
 };
 
 /// What a program adds to the shared flags.
@@ -36,6 +49,7 @@ struct Program {
   const char* name;
   const char* about;
   bool has_print_shapes = false;
+  bool has_ranks = false;  ///< one process of several: flags of communication, and the transformer
 };
 
 /// Reads the command line. A bad flag, value or folder is an Error before anything is started.

@@ -5,117 +5,176 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <utility>
+
+#include "course/result_table.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/engine.hpp"
-#include "lockstep/table.hpp"
 #include "lockstep/tensor_file.hpp"
 #include "lockstep/units.hpp"
 #include "lockstep/version.hpp"
 
 namespace course {
-namespace {
-
-std::string device_label(const lockstep::DeviceRecord& device) {
-  return device.shared_by > 1
-             ? fmt::format("{} ({}, shared by {})", device.name, device.physical, device.shared_by)
-             : fmt::format("{} ({})", device.name, device.physical);
-}
-
-}  // namespace
 
 Run::Run(const Options& options, const lockstep::Devices& devices)
+    : Run(options, devices, nullptr) {}
+
+Run::Run(const Options& options, const lockstep::World& world)
+    : Run(options, world.devices(), &world) {}
+
+Run::Run(const Options& options, const lockstep::Devices& devices, const lockstep::World* world)
     : options_(options),
       devices_(devices),
-      out_(options.json == "-" ? stderr : stdout),
-      meter_(options.program, devices, options.steps) {
+      world_(world),
+      rank_(world != nullptr ? world->rank() : 0),
+      meter_(options.program, devices, options.steps,
+             world != nullptr ? world->board_page() : std::nullopt) {
   record_.program = options.program;
   record_.options = options.as_text();
   record_.host = lockstep::describe_host();
   record_.versions = lockstep::describe_versions();
   record_.effective_batch = options.batch;
   record_.split = {options.batch};
-  if (!options.trace.empty()) {
-    trace_.enable();
-    trace_.name_rank(0, options.program);
-    for (size_t i = 0; i < devices.size(); ++i) {
-      trace_.name_device(0, static_cast<int>(i), devices[i].name());
-      devices[i].record_to(&trace_, 0);
-    }
-  }
-  print_start_line();
+  if (!options.trace.empty()) start_trace();
+  if (prints()) print_start_line();
 }
 
-// The devices outlive the timeline they record to.
+// The devices and the model outlive the timeline they record to.
 Run::~Run() {
-  for (size_t i = 0; i < devices_.size(); ++i) devices_[i].record_to(nullptr, 0);
+  for (size_t i = 0; i < devices_.size(); ++i) devices_[i].record_to(nullptr, rank_);
+  if (sync_ != nullptr) sync_->record_to(nullptr, rank_, 0);
+}
+
+void Run::start_trace() {
+  trace_.enable();
+  trace_.name_rank(rank_, options_.program);
+  for (size_t i = 0; i < devices_.size(); ++i) {
+    trace_.name_device(rank_, static_cast<int>(i), devices_[i].name());
+    devices_[i].record_to(&trace_, rank_);
+  }
+  // Hosts count their time from different moments: here is one that all ranks share.
+  if (world_ != nullptr && !world_->environment().one_host()) {
+    world_->comm().barrier({.label = "clocks of the timeline"});
+    clock_ns_ = lockstep::monotonic_ns();
+  }
+}
+
+void Run::watch(lockstep::GradientSync& sync) {
+  sync_ = &sync;
+  meter_.watch(sync);
+  if (trace_.enabled()) sync.record_to(&trace_, rank_, static_cast<int>(devices_.size()));
 }
 
 void Run::print_start_line() const {
-  if (options_.quiet) return;
   std::vector<std::string> names;
   for (size_t i = 0; i < devices_.size(); ++i) {
     const auto& plan = devices_[i].plan();
     names.push_back(fmt::format("{} ({}{})", plan.name(), plan.physical(),
                                 plan.shared_by > 1 ? ", shared" : ""));
   }
-  fmt::print(out_, "lockstep {} | {} | devices: {} | threads per device: {} | libtorch {}\n",
-             lockstep::kVersion, options_.program, fmt::join(names, ", "),
-             devices_[0].plan().threads, record_.versions.at("libtorch"));
+  const std::string where =
+      world_ == nullptr
+          ? fmt::format("devices: {} | threads per device: {}", fmt::join(names, ", "),
+                        devices_[0].plan().threads)
+          : fmt::format("ranks: {} | backend: {} | threads per rank: {}", world_->size(),
+                        world_->comm().backend(), devices_[0].plan().threads);
+  fmt::print(options_.out(), "lockstep {} | {} | {} | libtorch {}\n", lockstep::kVersion,
+             options_.program, where, record_.versions.at("libtorch"));
 }
 
 void Run::end_step(const torch::Tensor& loss) {
   meter_.end_step(loss);
-  if (options_.quiet) return;
+  end_phase(meter_.last_step_ended_ns());
+  if (trace_.enabled() && sync_ != nullptr) trace_wait();
+  if (!prints()) return;
   const auto done = static_cast<int64_t>(meter_.losses().size());
   const int64_t now_ns = lockstep::monotonic_ns();
-  const int64_t pause_ns = isatty(fileno(out_)) != 0 ? 100'000'000 : 2'000'000'000;
+  const int64_t pause_ns = isatty(fileno(options_.out())) != 0 ? 100'000'000 : 2'000'000'000;
   if (done == 1 || done == options_.steps || now_ns - last_print_ns_ > pause_ns) {
     print_progress();
     last_print_ns_ = now_ns;
   }
 }
 
-void Run::print_progress() const {
-  const auto done = static_cast<int64_t>(meter_.losses().size());
-  const bool live = isatty(fileno(out_)) != 0;
-  fmt::print(out_, "{}step {}/{} | loss {:.6f} | {}{}", live ? "\r" : "", done, options_.steps,
-             meter_.losses().back(), lockstep::format_seconds(meter_.last_step_ms() * 1e-3),
-             live && done < options_.steps ? "   " : "\n");
-  std::fflush(out_);
+void Run::phase(const char* name) {
+  if (!trace_.enabled()) return;
+  const int64_t now_ns = lockstep::monotonic_ns();
+  end_phase(now_ns);
+  phase_ = name;
+  phase_began_ns_ = now_ns;
 }
 
-void Run::print_result() const {
-  lockstep::Table table("Result", {{"device"},
-                                   {"rows", lockstep::Align::kRight},
-                                   {"busy", lockstep::Align::kRight},
-                                   {"peak memory", lockstep::Align::kRight},
-                                   {"memory at rest", lockstep::Align::kRight},
-                                   {"sent a step", lockstep::Align::kRight},
-                                   {"received a step", lockstep::Align::kRight}});
-  for (size_t i = 0; i < record_.devices.size(); ++i) {
-    const auto& device = record_.devices[i];
-    table.add_row(
-        {device_label(device), std::to_string(i < record_.split.size() ? record_.split[i] : 0),
-         fmt::format("{:.0f} %", device.busy_fraction * 100),
-         lockstep::format_bytes(device.peak_bytes), lockstep::format_bytes(device.final_bytes),
-         lockstep::format_bytes(device.sent_bytes_per_step),
-         lockstep::format_bytes(device.received_bytes_per_step)});
-  }
-  const auto& step = record_.step_ms;
-  table.add_note(fmt::format(
-      "step time {:.3f} ms ± {:.3f} (median {:.3f}, {:.3f} to {:.3f}, {} steps after {} of "
-      "warm-up), {:.0f} samples/s, {} in all",
-      step.mean, step.stddev, step.median, step.min, step.max, step.n, record_.warmup_steps,
-      record_.samples_per_s, lockstep::format_seconds(record_.total_s)));
-  fmt::print(out_, "{}", table.terminal(lockstep::may_style(fileno(out_))));
+void Run::end_phase(int64_t at_ns) {
+  if (phase_ == nullptr) return;
+  trace_.add({.rank = rank_,
+              .device = 0,
+              .name = std::exchange(phase_, nullptr),
+              .begin_ns = phase_began_ns_,
+              .end_ns = at_ns});
+}
+
+// The end of a backward that had all its gradients and only waited for buckets.
+void Run::trace_wait() {
+  const lockstep::DdpStats stats = sync_->stats();
+  if (stats.backward_started_ns < meter_.last_step_started_ns()) return;  // not in this step
+  int64_t averaged_ns = 0;
+  for (const auto& bucket : stats.last_step)
+    averaged_ns = std::max(averaged_ns, bucket.finished_ns);
+  if (averaged_ns <= stats.backward_finished_ns) return;
+  trace_.add({.rank = rank_,
+              .device = 0,
+              .name = "wait for buckets",
+              .begin_ns = stats.backward_finished_ns,
+              .end_ns = averaged_ns});
+}
+
+void Run::print_progress() const {
+  const auto done = static_cast<int64_t>(meter_.losses().size());
+  const bool live = isatty(fileno(options_.out())) != 0;
+  const bool of_one = world_ == nullptr || world_->size() == 1;
+  fmt::print(options_.out(), "{}step {}/{} | loss{} {:.6f} | {}{}", live ? "\r" : "", done,
+             options_.steps, of_one ? "" : " of rank 0", meter_.losses().back(),
+             lockstep::format_seconds(meter_.last_step_ms() * 1e-3),
+             live && done < options_.steps ? "   " : "\n");
+  std::fflush(options_.out());
 }
 
 void Run::finish(const torch::nn::Module& net) {
   meter_.fill(record_);
+  if (world_ == nullptr) {
+    finish_process(net);
+  } else {
+    finish_job(net);
+  }
+}
+
+void Run::finish_process(const torch::nn::Module& net) {
   if (!options_.save.empty()) lockstep::save_weights(net, options_.save);
   if (!options_.trace.empty()) trace_.write(options_.trace);
-  if (!options_.quiet) print_result();
+  if (prints()) {
+    fmt::print(options_.out(), "{}",
+               device_table(record_).terminal(lockstep::may_style(fileno(options_.out()))));
+  }
   if (!options_.json.empty()) lockstep::write_record(record_, options_.json);
+}
+
+void Run::finish_job(const torch::nn::Module& net) {
+  const auto reports =
+      gather_reports(world_->comm(), {record_, meter_.step_ms(), trace_.spans(), clock_ns_});
+  if (rank_ != 0) return;
+  const lockstep::RunRecord job = job_record(reports);
+  if (!options_.save.empty()) lockstep::save_weights(net, options_.save);
+  if (!options_.trace.empty()) {
+    lockstep::Trace whole;
+    fill_job_trace(reports, whole);
+    whole.write(options_.trace);
+  }
+  if (prints()) {
+    fmt::print(options_.out(), "{}",
+               rank_table(job, reports).terminal(lockstep::may_style(fileno(options_.out()))));
+  }
+  if (!options_.json.empty()) lockstep::write_record(job, options_.json);
 }
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(std::vector<torch::Tensor> parameters,
@@ -130,6 +189,26 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(std::vector<torch::Tenso
 
 void load_initial_weights(torch::nn::Module& net, const Options& options) {
   if (!options.init.empty()) lockstep::load_weights(net, options.init);
+}
+
+lockstep::WorldOptions world_options(const Options& options) {
+  lockstep::WorldOptions world{.devices = options.devices, .backend = options.backend};
+  if (options.timeout_s) {
+    world.timeout = std::chrono::milliseconds(static_cast<int64_t>(*options.timeout_s * 1e3));
+  }
+  return world;
+}
+
+lockstep::DdpOptions ddp_options(const Options& options) {
+  lockstep::DdpOptions ddp;
+  ddp.bucket_cap_bytes = std::max<int64_t>(1, static_cast<int64_t>(options.bucket_mib * (1 << 20)));
+  ddp.first_bucket_bytes = std::min(ddp.first_bucket_bytes, ddp.bucket_cap_bytes);
+  ddp.check_replicas_every = options.check_replicas;
+  if (options.compress != "off") {
+    ddp.hook =
+        lockstep::compress_gradients(options.compress == "bf16" ? torch::kBFloat16 : torch::kHalf);
+  }
+  return ddp;
 }
 
 }  // namespace course

@@ -6,40 +6,69 @@
 #include <memory>
 #include <vector>
 
+#include "course/job_record.hpp"
 #include "course/options.hpp"
 #include "lockstep/device.hpp"
+#include "lockstep/distributed_data_parallel.hpp"
 #include "lockstep/record.hpp"
 #include "lockstep/run_meter.hpp"
 #include "lockstep/trace.hpp"
+#include "lockstep/world.hpp"
 
 namespace course {
 
 /// What happens around a training loop: the start line, progress, measurement, the result table,
-/// the record, the timeline and the saved weights.
+/// the record, the timeline and the saved weights. Of several ranks only rank 0 prints and writes,
+/// and what it writes is the whole job's.
 class Run {
  public:
   Run(const Options& options, const lockstep::Devices& devices);
+  Run(const Options& options, const lockstep::World& world);
   ~Run();
+  Run(const Run&) = delete;
+  Run& operator=(const Run&) = delete;
+
+  /// From now on this model's communication is measured and drawn; it must outlive the run.
+  template <class Module>
+  void watch(lockstep::DistributedDataParallel<Module>& ddp) {
+    watch(ddp.sync());
+  }
+  void watch(lockstep::GradientSync& sync);
 
   void begin_step() { meter_.begin_step(); }
   void end_step(const torch::Tensor& loss);
 
-  /// Rows each device got of a batch, for the record.
+  /// A part of the step begins, for the timeline; it ends where the next or the step does.
+  void phase(const char* name);
+
+  /// Rows each device of this process got of a batch, for the record.
   void set_split(std::vector<int64_t> rows) { record_.split = std::move(rows); }
 
-  /// Prints and writes everything; the loop is over and its tensors are gone.
+  /// Prints and writes everything; the loop is over and its tensors are gone. Collective.
   void finish(const torch::nn::Module& net);
 
  private:
+  Run(const Options& options, const lockstep::Devices& devices, const lockstep::World* world);
+
+  bool prints() const { return rank_ == 0 && !options_.quiet; }
+  void start_trace();
   void print_start_line() const;
   void print_progress() const;
-  void print_result() const;
+  void end_phase(int64_t at_ns);
+  void trace_wait();
+  void finish_process(const torch::nn::Module& net);
+  void finish_job(const torch::nn::Module& net);
 
   const Options& options_;
   const lockstep::Devices& devices_;
-  lockstep::Trace trace_;
-  lockstep::RunRecord record_;
-  std::FILE* out_;  // for people; standard error where standard output carries the record
+  const lockstep::World* world_;  // null: a program of one process
+  int rank_;
+  lockstep::GradientSync* sync_ = nullptr;  // null: nothing is watched
+  lockstep::Trace trace_;                   // of this rank
+  lockstep::RunRecord record_;              // of this rank
+  int64_t clock_ns_ = 0;                    // see RankReport
+  const char* phase_ = nullptr;             // null: none has begun
+  int64_t phase_began_ns_ = 0;
   int64_t last_print_ns_ = 0;
   lockstep::RunMeter meter_;  // last: its clock starts when all else is ready
 };
@@ -50,5 +79,11 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(std::vector<torch::Tenso
 
 /// Loads --init into the net where it was given.
 void load_initial_weights(torch::nn::Module& net, const Options& options);
+
+/// --devices, --backend and --timeout.
+lockstep::WorldOptions world_options(const Options& options);
+
+/// --bucket-mib, --check-replicas and --compress.
+lockstep::DdpOptions ddp_options(const Options& options);
 
 }  // namespace course

@@ -6,6 +6,8 @@
 #include <cstdio>
 #include <numeric>
 
+#include "failure_note.hpp"
+
 namespace lockstep {
 namespace {
 
@@ -193,10 +195,12 @@ int run_program(int (*body)(int argc, char** argv), int argc, char** argv) {
     return body(argc, argv);
   } catch (const Error& error) {
     std::fflush(stdout);
+    note_failure(error);
     fmt::print(stderr, "{}\n", error.block());
     return exit_code(error.code());
   } catch (const std::exception& error) {
     std::fflush(stdout);
+    note_failure(error);
     fmt::print(stderr, "{}\n", Error(Code::kInternal, describe(error)).block());
     return exit_code(Code::kInternal);
   }

@@ -72,6 +72,25 @@ json device_to_json(const DeviceRecord& device) {
           {"received_bytes_per_step", device.received_bytes_per_step}};
 }
 
+json bucket_to_json(const BucketRecord& bucket) {
+  return {{"index", bucket.index},
+          {"bytes", bucket.bytes},
+          {"parameters", bucket.parameters},
+          {"launched_ms", number_to_json(bucket.launched_ms)},
+          {"finished_ms", number_to_json(bucket.finished_ms)}};
+}
+
+json rank_to_json(const RankRecord& rank) {
+  return {{"host", rank.host}, {"step_ms", number_to_json(rank.step_ms)}};
+}
+
+template <class T>
+json list_to_json(const std::vector<T>& items, json (*convert)(const T&)) {
+  json list = json::array();
+  for (const auto& item : items) list.push_back(convert(item));
+  return list;
+}
+
 // Reads fields of one JSON object and names the one that is missing or of the wrong type.
 class Fields {
  public:
@@ -79,6 +98,8 @@ class Fields {
     if (!object.is_object())
       throw Error(Code::kRecord, fmt::format("{} is not a JSON object", where_), kRemedy);
   }
+
+  bool has(const char* name) const { return object_.contains(name); }
 
   const json& raw(const char* name) const {
     const auto found = object_.find(name);
@@ -168,6 +189,27 @@ DeviceRecord device_from_json(const json& value) {
           .received_bytes_per_step = fields.integer("received_bytes_per_step")};
 }
 
+BucketRecord bucket_from_json(const json& value) {
+  const Fields fields(value, "a bucket");
+  return {.index = fields.small_integer("index"),
+          .bytes = fields.integer("bytes"),
+          .parameters = fields.integer("parameters"),
+          .launched_ms = fields.number("launched_ms"),
+          .finished_ms = fields.number("finished_ms")};
+}
+
+RankRecord rank_from_json(const json& value) {
+  const Fields fields(value, "a rank");
+  return {.host = fields.get<std::string>("host"), .step_ms = fields.number("step_ms")};
+}
+
+template <class T>
+std::vector<T> list_from_json(const Fields& fields, const char* name, T (*convert)(const json&)) {
+  std::vector<T> items;
+  for (const auto& value : fields.list(name)) items.push_back(convert(value));
+  return items;
+}
+
 std::string cpu_model() {
   std::ifstream info("/proc/cpuinfo");
   for (std::string line; std::getline(info, line);) {
@@ -205,18 +247,16 @@ Stats summarize(std::span<const double> values) {
 }
 
 json to_json(const RunRecord& record) {
-  json devices = json::array();
-  for (const auto& device : record.devices) devices.push_back(device_to_json(device));
   json losses = json::array();
   for (const double loss : record.losses) losses.push_back(number_to_json(loss));
-  return {
+  json value = {
       {"schema", RunRecord::kSchema},
       {"program", record.program},
       {"options", record.options},
       {"host", record.host},
       {"versions", record.versions},
       {"world_size", record.world_size},
-      {"devices", devices},
+      {"devices", list_to_json(record.devices, device_to_json)},
       {"split", record.split},
       {"step_ms", stats_to_json(record.step_ms)},
       {"warmup_steps", record.warmup_steps},
@@ -228,6 +268,10 @@ json to_json(const RunRecord& record) {
        {{"count", number_to_json(record.all_reduces.count)}, {"bytes", record.all_reduces.bytes}}},
       {"comm_ms", number_to_json(record.comm_ms)},
       {"exposed_comm_ms", number_to_json(record.exposed_comm_ms)}};
+  if (!record.buckets.empty()) value["buckets"] = list_to_json(record.buckets, bucket_to_json);
+  if (record.backward_ms != 0) value["backward_ms"] = number_to_json(record.backward_ms);
+  if (!record.ranks.empty()) value["ranks"] = list_to_json(record.ranks, rank_to_json);
+  return value;
 }
 
 RunRecord record_from_json(const json& value) {
@@ -244,8 +288,7 @@ RunRecord record_from_json(const json& value) {
   record.host = fields.get<std::map<std::string, std::string>>("host");
   record.versions = fields.get<std::map<std::string, std::string>>("versions");
   record.world_size = fields.small_integer("world_size");
-  for (const auto& device : fields.list("devices"))
-    record.devices.push_back(device_from_json(device));
+  record.devices = list_from_json(fields, "devices", device_from_json);
   record.split = fields.integers("split");
   record.step_ms = stats_from_json(fields.raw("step_ms"));
   record.warmup_steps = fields.integer("warmup_steps");
@@ -258,6 +301,9 @@ RunRecord record_from_json(const json& value) {
                         .bytes = all_reduces.integer("bytes")};
   record.comm_ms = fields.number("comm_ms");
   record.exposed_comm_ms = fields.number("exposed_comm_ms");
+  if (fields.has("buckets")) record.buckets = list_from_json(fields, "buckets", bucket_from_json);
+  if (fields.has("backward_ms")) record.backward_ms = fields.number("backward_ms");
+  if (fields.has("ranks")) record.ranks = list_from_json(fields, "ranks", rank_from_json);
   return record;
 }
 

@@ -41,7 +41,8 @@ struct Call {
   void set_label(std::string_view text);  ///< cut to 31 bytes
 };
 
-/// Whether two ranks make the same call.
+/// Whether two ranks make the same call; a send, whether it is the one a recv waits for (their
+/// labels may differ).
 bool agree(const Call& a, const Call& b);
 
 /// "all_reduce #17 (bucket 3): 1024 x F32, sum".

@@ -25,6 +25,7 @@ struct RendezvousOptions {
   int nnodes = 1;
   int max_restarts = 0;  ///< must be the same everywhere
   int64_t deadline_ns = 0;
+  int64_t lost_after_ns = 10'000'000'000;  ///< of silence; hosts speak ten times as often
 };
 
 /// What all launchers agree on.
@@ -34,6 +35,7 @@ struct JobLayout {
   std::vector<std::string> hosts;      ///< [node]
   std::string master_addr;             ///< as this host reaches node 0
   int master_port = 0;
+  int round = 0;        ///< restarts so far
   std::string session;  ///< unique to this job and round
   std::string store;    ///< "host:port" of the store that node 0's launcher serves for the ranks
 
@@ -52,12 +54,13 @@ struct RemoteFailure {
 /// What a launcher hears from the others.
 struct NodeEvent {
   enum class Kind { kFailed, kFinished } kind = Kind::kFinished;
-  std::optional<RemoteFailure> failure;  ///< kFailed: the first one; stop your ranks
+  /// kFailed: the first one, told to all hosts, also to the one that reported it. Stop your ranks.
+  std::optional<RemoteFailure> failure;
 };
 
 /// The launchers' meeting and the line between them while the job runs. Every exchange is
 /// authenticated by HMAC; sizes and times are bounded; strangers delay nobody. A host that says
-/// nothing for ten seconds is lost.
+/// nothing for ten seconds, or hangs up before all its ranks have finished, is lost.
 class NodeLink {
  public:
   /// Waits until all nodes are here. kRendezvous names who came and who did not, or why we were
@@ -78,7 +81,8 @@ class NodeLink {
   virtual void report_finished() = 0;
 
   /// After a failure, when this host's ranks are gone: waits for the other hosts and agrees on a
-  /// new round (new session, new master port). Counts as one restart.
+  /// new round (new session, new master port, new store). Counts as one restart; more than
+  /// max_restarts are an Error. A host that was lost may be replaced by one that joins meanwhile.
   virtual void rejoin(int master_port, int64_t deadline_ns) = 0;
 };
 

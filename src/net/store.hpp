@@ -34,6 +34,9 @@ struct StoreAddress {
   std::string token;      ///< TCP only: the secret both sides prove to know
 };
 
+/// Of "node1:29500" or "[fd00::1]:29500", as in LOCKSTEP_STORE.
+StoreAddress parse_store_address(std::string_view text, std::string token);
+
 /// Serves a store from a thread of its own until destroyed. Bounded in the size of keys, values and
 /// in connections; a client that sends rubbish, or nothing, is dropped and delays nobody.
 class StoreServer {

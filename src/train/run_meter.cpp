@@ -4,28 +4,38 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <exception>
 #include <numeric>
 
 #include "lockstep/clock.hpp"
+#include "lockstep/distributed_data_parallel.hpp"
 
 namespace lockstep {
+namespace {
 
-RunMeter::RunMeter(const std::string& program, const Devices& devices, int64_t steps)
+Traffic operator-(const Traffic& a, const Traffic& b) {
+  return {a.sent_bytes - b.sent_bytes, a.received_bytes - b.received_bytes};
+}
+
+void add(Traffic& sum, const Traffic& more) {
+  sum.sent_bytes += more.sent_bytes;
+  sum.received_bytes += more.received_bytes;
+}
+
+}  // namespace
+
+RunMeter::RunMeter(const std::string& program, const Devices& devices, int64_t steps,
+                   const std::optional<BoardPage>& page)
     : devices_(devices),
       warmup_steps_(std::min<int64_t>(5, steps / 4)),
+      exceptions_at_start_(std::uncaught_exceptions()),
       started_ns_(monotonic_ns()),
       ended_ns_(started_ns_),
       at_begin_(devices.size()),
-      timed_(devices.size()) {
-  // A run must not fail because nobody can watch it: without shared memory there is no board.
-  try {
-    remove_stale_boards();
-    const std::string run = fmt::format("{}-{}", program, ::getpid());
-    board_ = Board::create(Board::default_path(run), 1, run);
-    page_ = board_->page(0);
-  } catch (const Error&) {
-    return;
-  }
+      timed_(devices.size()),
+      page_(page) {
+  if (!page_) make_board(program);
+  if (!page_) return;
   page_->start(program);
   for (size_t i = 0; i < devices.size(); ++i) {
     page_->set_device(static_cast<int>(i), {.name = devices[i].name(),
@@ -35,12 +45,37 @@ RunMeter::RunMeter(const std::string& program, const Devices& devices, int64_t s
   page_->set_phase(Phase::kTraining);
 }
 
+// A run must not fail because nobody can watch it: without shared memory there is no board.
+void RunMeter::make_board(const std::string& program) {
+  try {
+    remove_stale_boards();
+    const std::string run = fmt::format("{}-{}", program, ::getpid());
+    board_ = Board::create(Board::default_path(run), 1, run);
+    page_ = board_->page(0);
+  } catch (const Error&) {
+    page_.reset();
+  }
+}
+
+// An error that is on its way out has not finished the run; who catches it says that it failed.
 RunMeter::~RunMeter() {
-  if (page_) page_->set_phase(Phase::kFinished);
+  if (page_ && std::uncaught_exceptions() == exceptions_at_start_)
+    page_->set_phase(Phase::kFinished);
 }
 
 RunMeter::Reading RunMeter::read(const Device& device) const {
   return {device.busy_seconds(), device.traffic()};
+}
+
+RunMeter::SyncReading RunMeter::read_sync() const {
+  if (sync_ == nullptr) return {};
+  const DdpStats stats = sync_->stats();
+  const CommStats comm = sync_->comm().stats();
+  return {.all_reduces = stats.all_reduces,
+          .bytes = stats.bytes,
+          .travelling_ns = stats.travelling_ns,
+          .exposed_ns = stats.exposed_ns,
+          .traffic = {comm.sent_bytes, comm.received_bytes}};
 }
 
 void RunMeter::begin_step() {
@@ -49,29 +84,60 @@ void RunMeter::begin_step() {
     for (size_t i = 0; i < devices_.size(); ++i) devices_[i].reset_peak_memory();
   }
   for (size_t i = 0; i < devices_.size(); ++i) at_begin_[i] = read(devices_[i]);
+  sync_at_begin_ = read_sync();
   step_started_ns_ = monotonic_ns();
 }
 
 void RunMeter::end_step(const torch::Tensor& loss) {
   devices_.synchronize();
-  ended_ns_ = monotonic_ns();
+  const int64_t now_ns = monotonic_ns();
+  const int64_t since_ended_ns = now_ns - ended_ns_;
+  ended_ns_ = now_ns;
   last_step_ms_ = static_cast<double>(ended_ns_ - step_started_ns_) * 1e-6;
+  std::vector<Reading> now;
+  for (size_t i = 0; i < devices_.size(); ++i) now.push_back(read(devices_[i]));
+  const SyncReading sync_now = read_sync();
   if (!warming_up()) {
     step_ms_.push_back(last_step_ms_);
-    for (size_t i = 0; i < devices_.size(); ++i) {
-      const Reading now = read(devices_[i]);
-      timed_[i].busy_seconds += now.busy_seconds - at_begin_[i].busy_seconds;
-      timed_[i].traffic.sent_bytes += now.traffic.sent_bytes - at_begin_[i].traffic.sent_bytes;
-      timed_[i].traffic.received_bytes +=
-          now.traffic.received_bytes - at_begin_[i].traffic.received_bytes;
-    }
+    count_step(now, sync_now);
   }
   losses_.push_back(loss.item<double>());
+  if (!page_) return;
+  show_clocks(now, sync_now, since_ended_ns);
   show_on_board();
 }
 
+void RunMeter::count_step(const std::vector<Reading>& now, const SyncReading& sync_now) {
+  for (size_t i = 0; i < devices_.size(); ++i) {
+    timed_[i].busy_seconds += now[i].busy_seconds - at_begin_[i].busy_seconds;
+    add(timed_[i].traffic, now[i].traffic - at_begin_[i].traffic);
+  }
+  sync_timed_.all_reduces += sync_now.all_reduces - sync_at_begin_.all_reduces;
+  sync_timed_.bytes += sync_now.bytes - sync_at_begin_.bytes;
+  sync_timed_.travelling_ns += sync_now.travelling_ns - sync_at_begin_.travelling_ns;
+  sync_timed_.exposed_ns += sync_now.exposed_ns - sync_at_begin_.exposed_ns;
+  add(sync_timed_.traffic, sync_now.traffic - sync_at_begin_.traffic);
+}
+
+// All time since the last step ended is on one of the three clocks. A rank is as busy as its
+// busiest device.
+void RunMeter::show_clocks(const std::vector<Reading>& now, const SyncReading& sync_now,
+                           int64_t since_ended_ns) {
+  const int64_t step_ns = ended_ns_ - step_started_ns_;
+  const int64_t exposed_ns =
+      std::clamp<int64_t>(sync_now.exposed_ns - sync_at_begin_.exposed_ns, 0, step_ns);
+  double busy_seconds = 0;
+  for (size_t i = 0; i < devices_.size(); ++i) {
+    busy_seconds = std::max(busy_seconds, now[i].busy_seconds - at_begin_[i].busy_seconds);
+  }
+  const int64_t busy_ns =
+      std::clamp<int64_t>(static_cast<int64_t>(busy_seconds * 1e9), 0, step_ns - exposed_ns);
+  page_->add_clock(Activity::kBusy, busy_ns);
+  page_->add_clock(Activity::kCommunicating, exposed_ns);
+  page_->add_clock(Activity::kIdle, since_ended_ns - exposed_ns - busy_ns);
+}
+
 void RunMeter::show_on_board() {
-  if (!page_) return;
   page_->set_step(static_cast<int64_t>(losses_.size()));
   page_->set_loss(losses_.back());
   for (size_t i = 0; i < devices_.size(); ++i) {
@@ -82,8 +148,21 @@ void RunMeter::show_on_board() {
 }
 
 void RunMeter::fill(RunRecord& record) const {
-  const auto timed_steps = static_cast<int64_t>(step_ms_.size());
   const double timed_seconds = std::accumulate(step_ms_.begin(), step_ms_.end(), 0.0) * 1e-3;
+  fill_devices(record, timed_seconds);
+  if (sync_ != nullptr) fill_sync(record);
+  record.step_ms = summarize(step_ms_);
+  record.warmup_steps = warmup_steps_;
+  record.total_s = static_cast<double>(ended_ns_ - started_ns_) * 1e-9;
+  record.losses = losses_;
+  record.samples_per_s =
+      timed_seconds > 0
+          ? static_cast<double>(record.effective_batch * record.step_ms.n) / timed_seconds
+          : 0;
+}
+
+void RunMeter::fill_devices(RunRecord& record, double timed_seconds) const {
+  const auto timed_steps = static_cast<int64_t>(step_ms_.size());
   record.devices.clear();
   for (size_t i = 0; i < devices_.size(); ++i) {
     const SlotPlan& plan = devices_[i].plan();
@@ -95,20 +174,42 @@ void RunMeter::fill(RunRecord& record) const {
                         .peak_bytes = memory.peak_bytes,
                         .final_bytes = memory.live_bytes};
     if (timed_steps > 0) {
+      Traffic traffic = timed_[i].traffic;
+      if (i == 0) add(traffic, sync_timed_.traffic);
       device.busy_fraction =
           timed_seconds > 0 ? std::min(1.0, timed_[i].busy_seconds / timed_seconds) : 0;
-      device.sent_bytes_per_step = timed_[i].traffic.sent_bytes / timed_steps;
-      device.received_bytes_per_step = timed_[i].traffic.received_bytes / timed_steps;
+      device.sent_bytes_per_step = traffic.sent_bytes / timed_steps;
+      device.received_bytes_per_step = traffic.received_bytes / timed_steps;
     }
     record.devices.push_back(device);
   }
-  record.step_ms = summarize(step_ms_);
-  record.warmup_steps = warmup_steps_;
-  record.total_s = static_cast<double>(ended_ns_ - started_ns_) * 1e-9;
-  record.losses = losses_;
-  record.samples_per_s =
-      timed_seconds > 0 ? static_cast<double>(record.effective_batch * timed_steps) / timed_seconds
-                        : 0;
+}
+
+void RunMeter::fill_sync(RunRecord& record) const {
+  const auto timed_steps = static_cast<int64_t>(step_ms_.size());
+  if (timed_steps > 0) {
+    const auto ms_per_step = [&](int64_t ns) {
+      return static_cast<double>(ns) * 1e-6 / static_cast<double>(timed_steps);
+    };
+    record.all_reduces = {
+        .count = static_cast<double>(sync_timed_.all_reduces) / static_cast<double>(timed_steps),
+        .bytes = sync_timed_.bytes / timed_steps};
+    record.comm_ms = ms_per_step(sync_timed_.travelling_ns);
+    record.exposed_comm_ms = ms_per_step(sync_timed_.exposed_ns);
+  }
+  const DdpStats stats = sync_->stats();
+  const auto since_backward = [&](int64_t ns) {
+    return static_cast<double>(ns - stats.backward_started_ns) * 1e-6;
+  };
+  record.buckets.clear();
+  for (const auto& bucket : stats.last_step) {
+    record.buckets.push_back({.index = static_cast<int>(bucket.index),
+                              .bytes = bucket.bytes,
+                              .parameters = bucket.parameters,
+                              .launched_ms = since_backward(bucket.launched_ns),
+                              .finished_ms = since_backward(bucket.finished_ns)});
+  }
+  record.backward_ms = since_backward(stats.backward_finished_ns);
 }
 
 }  // namespace lockstep

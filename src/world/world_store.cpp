@@ -7,7 +7,6 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <array>
-#include <charconv>
 #include <chrono>
 
 #include "base/descriptor.hpp"
@@ -47,18 +46,6 @@ std::string address_towards(const std::string& host) {
               "check the network between the hosts");
 }
 
-StoreAddress parse_address(const std::string& text, const std::string& token) {
-  const size_t colon = text.rfind(':');
-  int port = 0;
-  const char* begin = text.data() + (colon == std::string::npos ? text.size() : colon + 1);
-  const auto parsed = std::from_chars(begin, text.data() + text.size(), port);
-  if (parsed.ec != std::errc() || parsed.ptr != text.data() + text.size()) {
-    throw Error(Code::kWorld, fmt::format("LOCKSTEP_STORE \"{}\" is not HOST:PORT", text),
-                "leave that variable to `lockstep run`");
-  }
-  return {.unix_name = {}, .host = text.substr(0, colon), .port = port, .token = token};
-}
-
 // torchrun's agent serves MASTER_PORT itself, so that rank 0 cannot. It can announce another there.
 int exchange_port_through_torchrun(const RankEnvironment& environment, int own_port,
                                    int64_t deadline_ns) {
@@ -80,15 +67,27 @@ int exchange_port_through_torchrun(const RankEnvironment& environment, int own_p
   return std::stoi(std::string(port.begin(), port.end()));
 }
 
+// mpirun does not tell its ranks where rank 0 is.
+void require_master(const RankEnvironment& environment) {
+  if (environment.one_host() || !environment.master_addr.empty()) return;
+  throw Error(Code::kWorld, "the ranks are on several hosts, and nobody said where rank 0 is",
+              "export MASTER_ADDR and MASTER_PORT to all ranks, e.g. mpirun -x MASTER_ADDR -x "
+              "MASTER_PORT, or start them with `lockstep run --nnodes`");
+}
+
+std::string own_address_of(const RankEnvironment& environment) {
+  require_master(environment);
+  return environment.one_host() ? "127.0.0.1" : address_towards(environment.master_addr);
+}
+
 }  // namespace
 
 WorldStore::WorldStore(const RankEnvironment& environment, int64_t deadline_ns)
-    : own_address_(environment.one_host() ? "127.0.0.1"
-                                          : address_towards(environment.master_addr)) {
+    : own_address_(own_address_of(environment)) {
   const bool serves = environment.rank == 0 && environment.store.empty();
   StoreAddress address;
   if (!environment.store.empty()) {
-    address = parse_address(environment.store, environment.token);
+    address = parse_store_address(environment.store, environment.token);
   } else if (environment.one_host()) {
     address.unix_name = "store-" + environment.session;
   } else {

@@ -149,6 +149,8 @@ TEST(Practical5Refuses, BadFlagsAndValues) {
   expect_refusal({"--lr", "nan"}, "LS0001", "--lr");
   expect_refusal({"--optimizer", "adam"}, "LS0001", "sgd or adamw");
   expect_refusal({"--model", "cnn"}, "LS0001", "--model mlp");
+  expect_refusal({"--model", "transformer"}, "LS0001", "trains the mlp only");
+  expect_refusal({"--backend", "shm"}, "LS0001", "--backend");
   expect_refusal({"--dim"}, "LS0001", "--dim");
 }
 

@@ -343,7 +343,7 @@ TEST(Ddp, SparseGradientsAndSecondDerivativesAreRefused) {
   const auto second = outcomes_of_ranks(2, [](const Communicator& comm) {
     Scale net;
     DistributedDataParallel ddp(net, comm);
-    ddp(value(1)).sum().backward({}, std::nullopt, /*create_graph=*/true);
+    ddp(value(1)).sum().backward({}, /*retain_graph=*/true, /*create_graph=*/true);
   });
   for (const auto& outcome : second) EXPECT_TRUE(outcome.failed());
 }

@@ -9,6 +9,8 @@
 #include "cli/lab5_plan.hpp"
 #include "cli/lab5_results.hpp"
 #include "cli/lab5_tables.hpp"
+#include "cli/lab_text.hpp"
+#include "lab_support.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/split.hpp"
 #include "lockstep/units.hpp"
@@ -16,12 +18,8 @@
 namespace lockstep::cli {
 namespace {
 
-Hardware cores(int count, int gpus = 0) {
-  Hardware hardware;
-  for (int core = 0; core < count; ++core) hardware.cores.push_back(core);
-  hardware.gpus = gpus;
-  return hardware;
-}
+using test::cores;
+using test::mentions;
 
 // A made-up run: `devices` logical devices, each step `ms` long.
 RunRecord run_of(int devices, double ms, int shared_by = 1, int64_t rows = 64) {
@@ -66,14 +64,7 @@ Lab5Results results_of(int devices, double single_ms, double parallel_ms, int sh
 }
 
 std::string answer_to(const Lab5Results& results, const std::string& question_part) {
-  for (const auto& answer : answer_lab5(results)) {
-    if (answer.question.find(question_part) != std::string::npos) return answer.text;
-  }
-  return "no such question";
-}
-
-bool mentions(const std::string& text, const std::string& part) {
-  return text.find(part) != std::string::npos;
+  return test::answer_with(answer_lab5(results), question_part);
 }
 
 bool starts(const std::string& text, const std::string& part) {
@@ -97,7 +88,7 @@ TEST(Lab5Plan, SpecOfTheFirstDevices) {
 }
 
 TEST(Lab5Plan, InterleavesRepetitionsAndGivesRecordsNamesOfTheirOwn) {
-  const Lab5Plan plan = plan_lab5({.devices = "cpu:2"}, cores(2));
+  const LabPlan plan = plan_lab5({.devices = "cpu:2"}, cores(2));
   std::vector<std::string> names;
   for (const auto& experiment : plan.experiments) names.push_back(experiment.name);
   ASSERT_GE(names.size(), 6U);
@@ -110,22 +101,22 @@ TEST(Lab5Plan, InterleavesRepetitionsAndGivesRecordsNamesOfTheirOwn) {
 }
 
 TEST(Lab5Plan, FewerDevicesGetOnlyTheirShareOfTheCores) {
-  const auto cores_of = [](const Lab5Plan& plan, const std::string& name) {
+  const auto cores_of = [](const LabPlan& plan, const std::string& name) {
     for (const auto& experiment : plan.experiments) {
       if (experiment.name == name) return experiment.cores;
     }
     return std::vector<int>{-1};
   };
-  const Lab5Plan own = plan_lab5({.devices = "cpu:2"}, cores(8));
+  const LabPlan own = plan_lab5({.devices = "cpu:2"}, cores(8));
   EXPECT_EQ(cores_of(own, "dp-cpu1-run1"), (std::vector<int>{0, 1, 2, 3}));
   EXPECT_EQ(cores_of(own, "dp-cpu2-run1"), std::vector<int>{}) << "all";
-  const Lab5Plan shared = plan_lab5({.devices = "cpu:4"}, cores(2));
+  const LabPlan shared = plan_lab5({.devices = "cpu:4"}, cores(2));
   EXPECT_EQ(cores_of(shared, "dp-cpu1-run1"), (std::vector<int>{0}));
   EXPECT_EQ(cores_of(shared, "dp-cpu3-run1"), (std::vector<int>{0, 1}));
 }
 
 TEST(Lab5Plan, SplitsAreTheCoursesAndThoseAskedFor) {
-  const auto pairs_of = [](const Lab5Options& options) {
+  const auto pairs_of = [](const LabOptions& options) {
     std::vector<std::pair<int64_t, int>> pairs;
     for (const auto& experiment : plan_lab5(options, cores(2)).experiments) {
       if (experiment.role == Role::kSplit) pairs.emplace_back(experiment.rows, experiment.devices);
@@ -142,7 +133,7 @@ TEST(Lab5Plan, SplitsAreTheCoursesAndThoseAskedFor) {
 }
 
 TEST(Lab5Plan, SizesGivenReplaceTheDefaults) {
-  const Lab5Plan plan = plan_lab5({.devices = "cpu:2", .steps = 7, .batch = 33}, cores(2));
+  const LabPlan plan = plan_lab5({.devices = "cpu:2", .steps = 7, .batch = 33}, cores(2));
   const auto& arguments = plan.experiments[0].arguments;
   const auto value_of = [&](const std::string& flag) {
     return *(std::find(arguments.begin(), arguments.end(), flag) + 1);
@@ -196,7 +187,7 @@ TEST(Lab5Results, CollectsRecordsToTheirSetUps) {
   for (const auto& experiment : plan.experiments) {
     finished.emplace_back(experiment, run_of(experiment.devices, 1));
   }
-  const Lab5Results results = collect(finished);
+  const Lab5Results results = collect_lab5(finished);
   EXPECT_EQ(results.single.runs.size(), 2U);
   ASSERT_EQ(results.data_parallel.size(), 2U);
   EXPECT_EQ(results.full().devices, 2);
@@ -405,8 +396,8 @@ TEST(Lab5Answers, CommunicationIsQuotedWhereItWasMeasured) {
 }
 
 TEST(Lab5Report, HoldsStampTablesAnswersAndRecords) {
-  const std::string report = lab5_report(results_of(2, 100, 60), "lockstep lab 5",
-                                         "2026-01-02 03:04 UTC", {"single-cpu2-run1"});
+  const std::string report = lab_markdown(lab5_report(results_of(2, 100, 60)), "lockstep lab 5",
+                                          "2026-01-02 03:04 UTC", {"single-cpu2-run1"});
   for (const char* part :
        {"- date: 2026-01-02 03:04 UTC", "- command: `lockstep lab 5`", "- host name: box",
         "- libtorch version: 2.11.0", "### Speed", "### Memory", "### How DataParallel divides",

@@ -74,6 +74,48 @@ TEST(Record, HasTheSchemaAndTheFieldsOfTheContract) {
   EXPECT_EQ(value.size(), 17U);
 }
 
+RunRecord sample_with_buckets() {
+  RunRecord record = sample();
+  record.program = "practical6_ddp";
+  record.world_size = 2;
+  record.buckets = {
+      {.index = 0, .bytes = 1 << 20, .parameters = 2, .launched_ms = 0.5, .finished_ms = 1.25},
+      {.index = 1,
+       .bytes = int64_t{1} << 33,
+       .parameters = 4,
+       .launched_ms = 1.5,
+       .finished_ms = 2.75}};
+  record.backward_ms = 2.5;
+  record.ranks = {{.host = "here", .step_ms = 1.5}, {.host = "there", .step_ms = 1.25}};
+  return record;
+}
+
+TEST(Record, KeepsTheBucketsAndRanksOfAJob) {
+  const RunRecord record = sample_with_buckets();
+  const RunRecord again = record_from_json(json::parse(to_json(record).dump()));
+  EXPECT_EQ(to_json(again), to_json(record));
+  ASSERT_EQ(again.buckets.size(), 2U);
+  EXPECT_EQ(again.buckets[1].index, 1);
+  EXPECT_EQ(again.buckets[1].bytes, int64_t{1} << 33);
+  EXPECT_EQ(again.buckets[1].parameters, 4);
+  EXPECT_EQ(again.buckets[1].launched_ms, 1.5);
+  EXPECT_EQ(again.buckets[1].finished_ms, 2.75);
+  EXPECT_EQ(again.backward_ms, 2.5);
+  ASSERT_EQ(again.ranks.size(), 2U);
+  EXPECT_EQ(again.ranks[1].host, "there");
+  EXPECT_EQ(again.ranks[1].step_ms, 1.25);
+}
+
+TEST(Record, BucketsAndRanksMayBeAbsent) {
+  const json value = to_json(sample());
+  for (const char* field : {"buckets", "backward_ms", "ranks"})
+    EXPECT_FALSE(value.contains(field)) << field;
+  const RunRecord again = record_from_json(value);
+  EXPECT_TRUE(again.buckets.empty());
+  EXPECT_EQ(again.backward_ms, 0);
+  EXPECT_TRUE(again.ranks.empty());
+}
+
 TEST(Record, KeepsNumbersThatAreNotFinite) {
   RunRecord record = sample();
   record.losses = {1.0, std::nan(""), INFINITY, -INFINITY};
@@ -90,8 +132,8 @@ TEST(Record, KeepsNumbersThatAreNotFinite) {
 }
 
 // Every field in turn is taken away, and then given a value of another type.
-void expect_each_field_named(const json::json_pointer& object) {
-  const json whole = to_json(sample());
+void expect_each_field_named(const json::json_pointer& object, const RunRecord& record) {
+  const json whole = to_json(record);
   for (const auto& [name, value] : whole.at(object).items()) {
     SCOPED_TRACE(name);
     json without = whole;
@@ -110,15 +152,15 @@ void expect_each_field_named(const json::json_pointer& object) {
 }
 
 TEST(Record, NamesWhateverIsMissingOrOfTheWrongType) {
-  expect_each_field_named(json::json_pointer(""));
-  expect_each_field_named(json::json_pointer("/step_ms"));
-  expect_each_field_named(json::json_pointer("/all_reduces"));
-  expect_each_field_named(json::json_pointer("/devices/0"));
+  expect_each_field_named(json::json_pointer(""), sample());
+  for (const char* object : {"/step_ms", "/all_reduces", "/devices/0", "/buckets/0", "/ranks/0"}) {
+    expect_each_field_named(json::json_pointer(object), sample_with_buckets());
+  }
 }
 
 TEST(Record, NamesTheFieldOfTheWrongType) {
   const auto with = [](const char* pointer, const json& value) {
-    json changed = to_json(sample());
+    json changed = to_json(sample_with_buckets());
     changed[json::json_pointer(pointer)] = value;
     return [changed] { record_from_json(changed); };
   };
@@ -135,6 +177,11 @@ TEST(Record, NamesTheFieldOfTheWrongType) {
   expect_error(Code::kRecord, {"\"peak_bytes\" of a device"}, with("/devices/1/peak_bytes", "x"));
   expect_error(Code::kRecord, {"\"p95\" of step_ms"}, with("/step_ms/p95", "x"));
   expect_error(Code::kRecord, {"\"options\""}, with("/options/steps", 20));
+  expect_error(Code::kRecord, {"\"buckets\" of the record"}, with("/buckets", nullptr));
+  expect_error(Code::kRecord, {"a bucket is not a JSON object"}, with("/buckets/0", 3));
+  expect_error(Code::kRecord, {"\"bytes\" of a bucket"}, with("/buckets/1/bytes", 1.5));
+  expect_error(Code::kRecord, {"\"backward_ms\" of the record"}, with("/backward_ms", true));
+  expect_error(Code::kRecord, {"\"step_ms\" of a rank"}, with("/ranks/0/step_ms", "x"));
   expect_error(Code::kRecord, {"is not a JSON object"}, [] { record_from_json(json::array()); });
 }
 

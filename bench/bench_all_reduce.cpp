@@ -1,0 +1,104 @@
+// How long an all_reduce takes between the ranks of `lockstep run`: shared memory without a copy,
+// the same from private memory, Gloo, and the floor that memory bandwidth sets. Interleaved, one
+// table of medians as JSON from rank 0. No libtorch.
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <vector>
+
+#include "comm/backends.hpp"
+#include "lockstep/clock.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/rank_environment.hpp"
+
+namespace lockstep {
+namespace {
+
+constexpr int64_t kPatience = 60'000'000'000;
+
+CallContext context() {
+  return {monotonic_ns() + kPatience, "bench"};
+}
+
+void all_reduce(Backend& backend, float* data, int64_t count) {
+  backend.all_reduce({data, count, Dtype::kF32}, ReduceOp::kSum, 1, context())->wait();
+}
+
+// Reads and writes as many bytes as an all_reduce of this size between two ranks, and does nothing
+// else: each rank scales a buffer of its own in place.
+void touch_like_all_reduce(float* data, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) data[i] *= 1.0000001F;
+}
+
+double median_us(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+struct Case {
+  const char* name;
+  std::function<void(int64_t count)> run;
+  std::vector<double> microseconds = {};
+};
+
+// All ranks take part in each repetition; several calls are timed together where one is short.
+void measure(Backend& backend, Case& what, int64_t count) {
+  const int64_t calls = count >= 1 << 18 ? 1 : (count >= 1 << 13 ? 16 : 64);
+  backend.barrier(context());
+  const int64_t begin_ns = monotonic_ns();
+  for (int64_t i = 0; i < calls; ++i) what.run(count);
+  what.microseconds.push_back(static_cast<double>(monotonic_ns() - begin_ns) * 1e-3 /
+                              static_cast<double>(calls));
+}
+
+int run(int argc, char** argv) {
+  const int repetitions = argc > 1 ? std::atoi(argv[1]) : 30;
+  const auto environment = RankEnvironment::from_env();
+  const int64_t deadline_ns = monotonic_ns() + kPatience;
+  const auto shm = make_shm_backend({.session = environment.session,
+                                     .rank = environment.rank,
+                                     .size = environment.world_size,
+                                     .deadline_ns = deadline_ns});
+  std::optional<StoreServer> server;
+  const StoreAddress meeting{.unix_name = "bench-" + environment.session};
+  if (environment.rank == 0) server.emplace(meeting);
+  const auto gloo = make_gloo_backend({.store = connect_store(meeting, deadline_ns),
+                                       .rank = environment.rank,
+                                       .size = environment.world_size,
+                                       .address = "127.0.0.1",
+                                       .deadline_ns = deadline_ns});
+
+  nlohmann::json table;
+  for (const int64_t bytes : {int64_t{256}, int64_t{4096}, int64_t{65536}, int64_t{1} << 20,
+                              int64_t{32} << 20, int64_t{64} << 20}) {
+    const int64_t count = bytes / 4;
+    const auto reachable = shm->allocate(bytes, context());
+    auto* shared = static_cast<float*>(reachable->data());
+    std::vector<float> own(static_cast<size_t>(count), 0.0F);
+    std::vector<Case> cases = {
+        {"shm", [&](int64_t n) { all_reduce(*shm, shared, n); }},
+        {"shm, private memory", [&](int64_t n) { all_reduce(*shm, own.data(), n); }},
+        {"gloo", [&](int64_t n) { all_reduce(*gloo, own.data(), n); }},
+        {"floor", [&](int64_t n) { touch_like_all_reduce(own.data(), n); }}};
+    for (int i = 0; i < repetitions; ++i) {
+      for (auto& what : cases) measure(*shm, what, count);
+    }
+    for (auto& what : cases) table[std::to_string(bytes)][what.name] = median_us(what.microseconds);
+  }
+  shm->barrier(context());
+  if (environment.rank == 0) fmt::print("{}\n", table.dump());
+  return 0;
+}
+
+}  // namespace
+}  // namespace lockstep
+
+int main(int argc, char** argv) {
+  return lockstep::run_program(lockstep::run, argc, argv);
+}

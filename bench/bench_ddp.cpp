@@ -1,0 +1,111 @@
+// One rank of a DDP step on an MLP, as JSON from rank 0: median step, memory, time to the first
+// all_reduce. Its twin in PyTorch is bench/peers/ddp.py; both take the same JSON of settings.
+
+#include <fmt/format.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "lockstep/clock.hpp"
+#include "lockstep/lockstep.hpp"
+#include "torch_compat.hpp"
+
+namespace {
+
+using lockstep::monotonic_ns;
+
+// Memory of this process, shared pages divided among those that map them.
+double resident_mib() {
+  std::ifstream file("/proc/self/smaps_rollup");
+  for (std::string word; file >> word;) {
+    if (word == "Pss:") {
+      double kib = 0;
+      file >> kib;
+      return kib / 1024;
+    }
+  }
+  return 0;
+}
+
+torch::nn::Sequential make_net(const nlohmann::json& settings) {
+  const auto dim = settings.at("dim").get<int64_t>();
+  const auto hidden = settings.at("hidden").get<int64_t>();
+  torch::nn::Sequential net(torch::nn::Linear(dim, hidden), torch::nn::ReLU());
+  for (int i = 0; i < settings.at("depth").get<int>(); ++i) {
+    net->push_back(torch::nn::Linear(hidden, hidden));
+    net->push_back(torch::nn::ReLU());
+  }
+  net->push_back(torch::nn::Linear(hidden, dim));
+  return net;
+}
+
+// Sequential's own forward is a template, which a wrapper cannot name.
+struct Net : torch::nn::Module {
+  explicit Net(const nlohmann::json& settings)
+      : layers(register_module("layers", make_net(settings))) {}
+  torch::Tensor forward(const torch::Tensor& x) { return layers->forward(x); }
+  torch::nn::Sequential layers;
+};
+
+int train(int, char** argv) {
+  const auto settings = nlohmann::json::parse(argv[1]);
+  const auto world = lockstep::World::from_env();
+  const lockstep::UseDevice home(world.device());
+  const torch::Tensor one = torch::ones({1});
+  world.comm().all_reduce(one);
+  if (settings.value("only_start", false)) return 0;
+
+  const double before_mib = resident_mib();
+  torch::manual_seed(0);
+  const auto net = std::make_shared<Net>(settings);
+  std::optional<lockstep::DistributedDataParallel<Net>> ddp;
+  if (!settings.value("bare", false)) ddp.emplace(net, world.comm());
+  torch::optim::SGD optimizer(net->parameters(), torch::optim::SGDOptions(1e-2));
+  const int64_t rows = settings.at("batch").get<int64_t>() / world.size();
+  const auto x = torch::randn({rows, settings.at("dim").get<int64_t>()});
+  const auto y = torch::sin(x);
+  const bool bf16 = settings.value("bf16", false);
+
+  std::vector<double> times;
+  double peak_mib = 0;
+  const bool weigh = settings.value("memory", false);
+  const auto look = [&] {
+    if (weigh) peak_mib = std::max(peak_mib, resident_mib());
+  };
+  for (int step = 0; step < settings.at("steps").get<int>(); ++step) {
+    world.comm().barrier();
+    const int64_t begin_ns = monotonic_ns();
+    net->zero_grad(/*set_to_none=*/true);
+    lockstep::compat::enable_cpu_autocast(bf16);
+    auto out = ddp ? ddp->forward(x) : net->forward(x);
+    auto loss = torch::mse_loss(out, y);
+    lockstep::compat::enable_cpu_autocast(false);
+    at::autocast::clear_cache();
+    look();
+    out.reset();
+    loss.backward();
+    look();
+    optimizer.step();
+    look();
+    times.push_back(static_cast<double>(monotonic_ns() - begin_ns) * 1e-6);
+  }
+  times.erase(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 4));
+  std::sort(times.begin(), times.end());
+  if (world.rank() == 0) {
+    fmt::print("{}\n", nlohmann::json{{"ms", times[times.size() / 2]},
+                                      {"mib", peak_mib - before_mib},
+                                      {"version", std::string("lockstep, libtorch ") +
+                                                      lockstep::describe_versions().at("libtorch")}}
+                           .dump());
+  }
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return lockstep::run_program(train, argc, argv);
+}

@@ -1,0 +1,19 @@
+#pragma once
+
+#include <string>
+
+namespace lockstep::cli {
+
+/// What `lockstep top` was asked for.
+struct TopOptions {
+  std::string run = {};  ///< a run's name or its beginning; empty: all
+  bool once = false;
+  bool json = false;
+  double interval_s = 1;
+};
+
+/// `lockstep top`: shows this user's live runs until the user quits. Needs nothing of the runs but
+/// their boards.
+int run_top(const TopOptions& options);
+
+}  // namespace lockstep::cli

@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "cli/child.hpp"
+
+namespace lockstep::cli {
+
+/// Whether standard output is a terminal on which lines can be drawn over.
+bool can_redraw_output();
+
+/// Whether the locale of the environment writes UTF-8.
+bool locale_is_utf8();
+
+/// Why a wait ended.
+enum class Wake { kTime, kRedraw, kQuit };
+
+/// The terminal while `lockstep top` draws on it: alternate screen, no cursor, keys unechoed. All
+/// of it is undone by the destructor, while the program is stopped by Ctrl-Z, and before a signal
+/// ends it. One at a time.
+class Screen {
+ public:
+  explicit Screen(const Interrupts& interrupts);
+  ~Screen();
+  Screen(const Screen&) = delete;
+  Screen& operator=(const Screen&) = delete;
+
+  struct Size {
+    size_t width;
+    size_t height;
+  };
+  Size size() const;
+
+  /// Replaces what is shown, in one write.
+  void show(const std::vector<std::string>& lines);
+
+  /// Waits for a key, a signal or the deadline (of monotonic_ns). A signal to stop throws
+  /// Interrupted, except SIGINT: that is one way to quit.
+  Wake wait_until(int64_t deadline_ns);
+
+ private:
+  void enter();
+  void suspend();
+  bool key_says_quit();
+
+  const Interrupts& interrupts_;
+  bool keys_;          // standard input is a terminal
+  int signals_ = -1;   // readable when the window changes or the job is stopped or continued
+  bool gone_ = false;  // the terminal takes no more output
+};
+
+}  // namespace lockstep::cli

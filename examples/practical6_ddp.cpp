@@ -1,0 +1,84 @@
+// Practical 6: the same training in several processes, one per device, through
+// DistributedDataParallel. Start it with `lockstep run --nproc-per-node=2 practical6_ddp`.
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cstdio>
+
+#include "course/batches.hpp"
+#include "course/model.hpp"
+#include "course/options.hpp"
+#include "course/rank_program.hpp"
+#include "course/run.hpp"
+#include "lockstep/lockstep.hpp"
+
+namespace {
+
+void print_rank(const lockstep::World& world, const course::Options& options) {
+  if (options.quiet) return;
+  const auto& device = world.device();
+  std::fprintf(options.out(), "Rank: %d | Local Rank: %d | Device: %s (%s)\n", world.rank(),
+               world.local_rank(), device.name().c_str(), device.plan().physical().c_str());
+  std::fflush(options.out());
+}
+
+int train(int argc, char** argv) {
+  const auto options = course::parse_options(
+      {.name = "practical6_ddp",
+       .about = "Trains through DistributedDataParallel, one process per device: "
+                "lockstep run -n 2 practical6_ddp",
+       .has_ranks = true},
+      argc, argv);
+
+  const auto world = lockstep::World::from_env(course::world_options(options));
+  const lockstep::UseDevice home(world.device());
+  print_rank(world, options);
+
+  torch::manual_seed(static_cast<uint64_t>(options.seed));
+  course::Model net(options);
+  net->to(world.device().torch_device());
+  course::load_initial_weights(*net, options);
+  const auto optimizer = course::make_optimizer(net->parameters(), options);
+  const course::Batches batches(options, world.device().torch_device());
+
+  lockstep::DistributedDataParallel ddp(net, world.comm(), course::ddp_options(options));
+
+  // The batch is divided by hand: rank r of R takes the r-th block of batch / R rows. Where R does
+  // not divide the batch, the first ranks take one row more.
+  const int64_t ranks = world.size();
+  const int64_t whole = options.batch / ranks;
+  const int64_t left_over = options.batch % ranks;
+  const int64_t rows = whole + (world.rank() < left_over ? 1 : 0);
+  const int64_t first = world.rank() * whole + std::min<int64_t>(world.rank(), left_over);
+  // Each loss is a mean over this rank's rows. Weighted by their number, the ranks' gradients give
+  // that of the whole batch, so that the numbers stay those of one rank for any R.
+  ddp.set_weight(static_cast<double>(rows));
+
+  course::Run run(options, world);
+  run.watch(ddp);
+  run.set_split({rows});
+  for (int64_t step = 0; step < options.steps; ++step) {
+    const auto [x, y] = batches.get_rows(step, first, rows);  // this rank's block of the batch
+    run.begin_step();
+
+    run.phase("forward");
+    net->zero_grad(/*set_to_none=*/true);
+    const auto out = ddp(x);
+    const auto loss = torch::mse_loss(out, y);  // of this rank's rows
+    run.phase("backward");
+    loss.backward();  // buckets of gradients are all-reduced while this runs
+    run.phase("optimizer");
+    optimizer->step();  // the same update on every rank
+
+    run.end_step(loss);
+  }
+  run.finish(*net);
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return lockstep::run_program(course::on_rank<train>, argc, argv);
+}

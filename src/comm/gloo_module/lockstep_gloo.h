@@ -1,0 +1,91 @@
+#ifndef LOCKSTEP_GLOO_H
+#define LOCKSTEP_GLOO_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* All that crosses between lockstep and its Gloo module: plain C, so that the module's Gloo never
+ * meets another one in the process (libtorch 2.x exports its own). No function throws, and none
+ * ends the process. Deadlines are nanoseconds of CLOCK_MONOTONIC. */
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { LOCKSTEP_GLOO_ABI = 1, LOCKSTEP_GLOO_MAX_ADDRESS = 256 };
+
+typedef enum LockstepGlooStatus {
+  LOCKSTEP_GLOO_OK = 0,
+  LOCKSTEP_GLOO_FAILED = 1, /* a connection broke, or Gloo refused */
+  LOCKSTEP_GLOO_LATE = 2,   /* the deadline passed */
+  LOCKSTEP_GLOO_ABORTED = 3 /* abort() was called */
+} LockstepGlooStatus;
+
+/* One rank's connections to all others. */
+typedef struct LockstepGlooContext LockstepGlooContext;
+
+typedef struct LockstepGlooMessage {
+  char text[512]; /* ends in '\0' */
+} LockstepGlooMessage;
+
+/* What accompanies a transfer. Transfers that overlap in time need different tags. */
+typedef struct LockstepGlooCall {
+  int64_t deadline_ns;
+  uint32_t tag;
+  LockstepGlooMessage* message; /* written unless the status is OK */
+} LockstepGlooCall;
+
+/* out[i] = a[i] with b[i]; out may be a or b. */
+typedef void (*LockstepGlooReduce)(void* user, void* out, const void* a, const void* b,
+                                   size_t count);
+
+typedef struct LockstepGlooApi {
+  uint32_t abi; /* LOCKSTEP_GLOO_ABI of the module */
+
+  /* Listens at `address`, given in digits, once for each peer. */
+  LockstepGlooStatus (*create)(int rank, int size, const char* address, int64_t connect_timeout_ms,
+                               LockstepGlooContext** context, LockstepGlooMessage* message);
+
+  /* Where `peer` must connect to: at most LOCKSTEP_GLOO_MAX_ADDRESS bytes. */
+  LockstepGlooStatus (*address)(LockstepGlooContext* context, int peer, void* bytes, size_t* length,
+                                LockstepGlooMessage* message);
+
+  /* Connects to what `peer` said its address for this rank is. */
+  LockstepGlooStatus (*connect)(LockstepGlooContext* context, int peer, const void* bytes,
+                                size_t length, LockstepGlooMessage* message);
+
+  /* In place. element_bytes is 1, 2, 4 or 8; count is positive. */
+  LockstepGlooStatus (*all_reduce)(LockstepGlooContext* context, void* data, size_t count,
+                                   size_t element_bytes, LockstepGlooReduce reduce, void* user,
+                                   const LockstepGlooCall* call);
+  LockstepGlooStatus (*broadcast)(LockstepGlooContext* context, void* data, size_t bytes, int root,
+                                  const LockstepGlooCall* call);
+  /* output holds a block of `bytes` for each rank. */
+  LockstepGlooStatus (*all_gather)(LockstepGlooContext* context, const void* input, size_t bytes,
+                                   void* output, const LockstepGlooCall* call);
+  /* Both hold a block of `block_bytes` for each rank: block r of the input goes to rank r. */
+  LockstepGlooStatus (*all_to_all)(LockstepGlooContext* context, const void* input,
+                                   size_t block_bytes, void* output, const LockstepGlooCall* call);
+  LockstepGlooStatus (*send)(LockstepGlooContext* context, const void* data, size_t bytes, int to,
+                             const LockstepGlooCall* call);
+  LockstepGlooStatus (*recv)(LockstepGlooContext* context, void* data, size_t bytes, int from,
+                             const LockstepGlooCall* call);
+
+  /* From any thread: every transfer of this context ends now, and so do those of its peers. */
+  void (*abort)(LockstepGlooContext* context);
+
+  /* When no transfer is under way. No thread or socket is left. */
+  void (*destroy)(LockstepGlooContext* context);
+} LockstepGlooApi;
+
+typedef const LockstepGlooApi* (*LockstepGlooEntry)(void);
+
+/* The one symbol of the module, of type LockstepGlooEntry. */
+#define LOCKSTEP_GLOO_ENTRY "lockstep_gloo_api"
+const LockstepGlooApi* lockstep_gloo_api(void);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,44 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "lockstep/dtype.hpp"
+#include "lockstep/reduce_op.hpp"
+
+namespace lockstep {
+
+/// Reduces `count` elements of all inputs, in their order, and writes the result to every output.
+///
+/// An output may be one of the inputs, but must not overlap one otherwise. `factors` has one number
+/// per input and counts for kMean only, where input r enters as value * factors[r]. F16 and BF16
+/// are reduced in F32 and rounded once. Integers wrap. BOOL: sum and max are "or", min is "and".
+/// Maximum and minimum of anything with a NaN is NaN.
+///
+/// The bits of an element depend on the inputs alone: not on its index, on count, or on alignment.
+void reduce(Dtype dtype, ReduceOp op, std::span<const void* const> inputs,
+            std::span<const double> factors, std::span<void* const> outputs, int64_t count);
+
+/// Whether op is defined for the elements: all but the mean of integers and BOOL.
+bool reduces(Dtype dtype, ReduceOp op);
+
+/// The instructions reduce() uses here: "avx512", "avx2", "plain".
+std::string_view reduce_instructions();
+
+/// One element type and operation, for one set of instructions.
+using ReduceKernel = void (*)(const void* const* inputs, const double* factors, int64_t input_count,
+                              void* const* outputs, int64_t output_count, int64_t count);
+
+/// [dtype][op]; null where reduces() is false.
+struct ReduceKernels {
+  ReduceKernel kernels[10][4];
+};
+
+const ReduceKernels& plain_reduce_kernels();
+#ifdef __x86_64__
+const ReduceKernels& avx2_reduce_kernels();
+const ReduceKernels& avx512_reduce_kernels();
+#endif
+
+}  // namespace lockstep

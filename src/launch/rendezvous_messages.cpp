@@ -1,0 +1,159 @@
+#include "launch/rendezvous_messages.hpp"
+
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+
+#include "lockstep/error.hpp"
+
+namespace lockstep {
+namespace {
+
+using nlohmann::json;
+
+constexpr size_t kMaxText = 4096;  // bytes of a name or a line
+
+std::string cut(const std::string& text) {
+  return text.substr(0, kMaxText);
+}
+
+json to_json(const JoinMessage& message) {
+  return {{"type", "join"},
+          {"version", message.version},
+          {"job_id", cut(message.job_id)},
+          {"nnodes", message.nnodes},
+          {"max_restarts", message.max_restarts},
+          {"node_rank", message.offer.node_rank},
+          {"local_world_size", message.offer.local_world_size},
+          {"host", cut(message.offer.host)},
+          {"master_port", message.offer.master_port}};
+}
+
+json to_json(const RejoinMessage& message) {
+  return {{"type", "rejoin"}, {"master_port", message.master_port}};
+}
+
+json to_json(const BeatMessage& /*message*/) {
+  return {{"type", "beat"}};
+}
+
+json to_json(const FailedMessage& message) {
+  return {{"type", "failed"},
+          {"node_rank", message.failure.node_rank},
+          {"rank", message.failure.rank},
+          {"exit_code", message.failure.exit_code},
+          {"text", cut(message.failure.text)}};
+}
+
+json to_json(const FinishedMessage& /*message*/) {
+  return {{"type", "finished"}};
+}
+
+json to_json(const RefusedMessage& message) {
+  return {{"type", "refused"}, {"why", cut(message.why)}, {"help", cut(message.help)}};
+}
+
+json to_json(const StatusMessage& message) {
+  return {{"type", "status"}, {"present", message.present}, {"turned_away", message.turned_away}};
+}
+
+json to_json(const LayoutMessage& message) {
+  const JobLayout& layout = message.layout;
+  return {{"type", "layout"},
+          {"node_rank", layout.node_rank},
+          {"local_world_sizes", layout.local_world_sizes},
+          {"hosts", layout.hosts},
+          {"master_addr", layout.master_addr},
+          {"master_port", layout.master_port},
+          {"round", layout.round},
+          {"session", layout.session},
+          {"store_port", message.store_port}};
+}
+
+int integer(const json& object, const char* name, int least, int most) {
+  const auto value = object.at(name).get<int64_t>();
+  if (value < least || value > most) throw std::out_of_range(name);
+  return static_cast<int>(value);
+}
+
+std::string text(const json& object, const char* name) {
+  std::string value = object.at(name).get<std::string>();
+  if (value.size() > kMaxText) throw std::out_of_range(name);
+  return value;
+}
+
+constexpr int kMaxPort = 65535;
+constexpr int kMaxRanks = 1 << 20;
+constexpr int kMaxInt = std::numeric_limits<int>::max();
+
+NodeMessage read_join(const json& object) {
+  return JoinMessage{
+      .version = text(object, "version"),
+      .job_id = text(object, "job_id"),
+      .nnodes = integer(object, "nnodes", 1, kMaxNodes),
+      .max_restarts = integer(object, "max_restarts", 0, kMaxInt),
+      .offer = {.node_rank = integer(object, "node_rank", -1, kMaxNodes - 1),
+                .local_world_size = integer(object, "local_world_size", 1, kMaxRanks),
+                .host = text(object, "host"),
+                .master_port = integer(object, "master_port", 0, kMaxPort)}};
+}
+
+NodeMessage read_failed(const json& object) {
+  return FailedMessage{{.node_rank = integer(object, "node_rank", 0, kMaxNodes - 1),
+                        .rank = integer(object, "rank", -1, kMaxInt),
+                        .exit_code = integer(object, "exit_code", -kMaxInt, kMaxInt),
+                        .text = text(object, "text")}};
+}
+
+NodeMessage read_layout(const json& object) {
+  LayoutMessage message;
+  JobLayout& layout = message.layout;
+  layout.node_rank = integer(object, "node_rank", 0, kMaxNodes - 1);
+  object.at("local_world_sizes").get_to(layout.local_world_sizes);
+  object.at("hosts").get_to(layout.hosts);
+  layout.master_addr = text(object, "master_addr");
+  layout.master_port = integer(object, "master_port", 0, kMaxPort);
+  layout.round = integer(object, "round", 0, kMaxInt);
+  layout.session = text(object, "session");
+  message.store_port = integer(object, "store_port", 1, kMaxPort);
+  const size_t nodes = layout.hosts.size();
+  if (layout.local_world_sizes.size() != nodes || static_cast<size_t>(layout.node_rank) >= nodes)
+    throw std::out_of_range("nodes");
+  return message;
+}
+
+NodeMessage read(const json& object) {
+  const std::string type = text(object, "type");
+  if (type == "join") return read_join(object);
+  if (type == "rejoin") return RejoinMessage{integer(object, "master_port", 0, kMaxPort)};
+  if (type == "beat") return BeatMessage{};
+  if (type == "failed") return read_failed(object);
+  if (type == "finished") return FinishedMessage{};
+  if (type == "refused") return RefusedMessage{text(object, "why"), text(object, "help")};
+  if (type == "layout") return read_layout(object);
+  if (type != "status") throw std::out_of_range(type);
+  StatusMessage status;
+  object.at("present").get_to(status.present);
+  object.at("turned_away").get_to(status.turned_away);
+  return status;
+}
+
+}  // namespace
+
+std::string encode(const NodeMessage& message) {
+  const json object =
+      std::visit([](const auto& alternative) { return to_json(alternative); }, message);
+  // A host's or a program's text may hold anything.
+  return object.dump(-1, ' ', false, json::error_handler_t::replace);
+}
+
+NodeMessage decode_node_message(std::string_view payload) {
+  try {
+    return read(json::parse(payload));
+  } catch (const std::exception&) {
+    throw Error(Code::kRendezvous, "a message that no launcher understands",
+                "install the same version of lockstep on all hosts");
+  }
+}
+
+}  // namespace lockstep

@@ -1,0 +1,282 @@
+#include "net/hub.hpp"
+
+#include <poll.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <limits>
+
+#include "lockstep/clock.hpp"
+#include "lockstep/error.hpp"
+#include "net/quiet_thread.hpp"
+
+namespace lockstep {
+namespace {
+
+constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+constexpr int64_t kAcceptPauseNs = 100'000'000;
+constexpr int64_t kLastWordsNs = 1'000'000'000;  // for a peer that is being dropped to read why
+constexpr int kReadsAtOnce = 16;                 // of one peer, before the others get their turn
+
+// Half of the descriptors this process may open; the other half is for its own work.
+size_t most_peers() {
+  rlimit limit{};
+  ::getrlimit(RLIMIT_NOFILE, &limit);
+  return std::clamp<size_t>(static_cast<size_t>(limit.rlim_cur) / 2, 32, 4096);
+}
+
+}  // namespace
+
+Hub::Hub(Socket listener, HubOptions options, HubHandler& handler, std::vector<Socket> adopted)
+    : listener_(std::move(listener)),
+      options_(std::move(options)),
+      handler_(handler),
+      port_(bound_port(listener_)),
+      max_peers_(most_peers()),
+      next_tick_ns_(options_.tick_ns > 0 ? monotonic_ns() + options_.tick_ns : kNever) {
+  for (auto& socket : adopted) {
+    peers_.emplace(++last_id_, Peer{.socket = std::move(socket),
+                                    .channel = Channel::plain(options_.max_payload),
+                                    .address = "this host",
+                                    .arrived = true});
+  }
+  thread_ = start_quiet_thread([this] { run(); });
+}
+
+Hub::~Hub() {
+  stop_ = true;
+  wake_.raise();
+  thread_.join();
+}
+
+void Hub::run() {
+  while (!stop_) one_pass(kNever, true);
+  if (options_.linger_ns > 0) linger();
+}
+
+// What peers had sent before the end still counts, and what it caused to be sent is still written.
+void Hub::linger() {
+  const int64_t until_ns = monotonic_ns() + options_.linger_ns;
+  wake_.clear();
+  one_pass(monotonic_ns(), false);
+  while (!peers_.empty() && monotonic_ns() < until_ns) {
+    for (auto& [id, peer] : peers_) {
+      if (!peer.arrived) peer.gone = true;
+      if (peer.channel.output().empty()) ::shutdown(peer.socket.get(), SHUT_WR);
+    }
+    one_pass(until_ns, false);
+  }
+}
+
+int64_t Hub::next_wake_ns(int64_t latest_ns) const {
+  int64_t next = std::min(latest_ns, next_tick_ns_);
+  if (accept_again_ns_ != 0) next = std::min(next, accept_again_ns_);
+  for (const auto& [id, peer] : peers_) {
+    if (!peer.arrived) next = std::min(next, peer.since_ns + kStrangerNs);
+    if (!peer.why_closing.empty()) next = std::min(next, peer.close_by_ns);
+  }
+  return next;
+}
+
+void Hub::one_pass(int64_t latest_ns, bool accepting) {
+  const bool listening = accepting && monotonic_ns() >= accept_again_ns_;
+  if (listening) accept_again_ns_ = 0;
+  std::vector<pollfd> items = {{wake_.descriptor(), POLLIN, 0},
+                               {listening ? listener_.get() : -1, POLLIN, 0}};
+  std::vector<PeerId> ids;
+  for (const auto& [id, peer] : peers_) {
+    const bool writing = !peer.channel.output().empty();
+    items.push_back(
+        {peer.socket.get(), static_cast<short>(writing ? POLLIN | POLLOUT : POLLIN), 0});
+    ids.push_back(id);
+  }
+  const int64_t next_ns = next_wake_ns(latest_ns);
+  const int64_t left_ms = next_ns == kNever ? -1 : (next_ns - monotonic_ns() + 999'999) / 1'000'000;
+  const int timeout_ms =
+      next_ns == kNever ? -1 : static_cast<int>(std::clamp<int64_t>(left_ms, 0, 3'600'000));
+  if (::poll(items.data(), items.size(), timeout_ms) > 0) {
+    for (size_t i = 0; i < ids.size(); ++i) {
+      const auto events = items[i + 2].revents;
+      Peer& peer = peers_.at(ids[i]);
+      if ((events & (POLLIN | POLLHUP | POLLERR)) != 0) read_from(ids[i], peer);
+      if ((events & POLLOUT) != 0) write_to(peer);
+    }
+    if (items[1].revents != 0) accept_all();
+  }
+  if (monotonic_ns() >= next_tick_ns_) {
+    next_tick_ns_ = monotonic_ns() + options_.tick_ns;
+    handler_.tick(*this);
+  }
+  drop_the_late();
+  sweep();
+}
+
+void Hub::accept_all() {
+  for (;;) {
+    Socket socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!socket) {
+      if (errno == EINTR || errno == ECONNABORTED) continue;
+      if (errno != EAGAIN) accept_again_ns_ = monotonic_ns() + kAcceptPauseNs;
+      return;
+    }
+    const bool plain = options_.token.empty();
+    if (plain && !peer_is_this_user(socket)) {
+      handler_.turned_away(*this, "this host", "another user");
+      continue;
+    }
+    if (plain && full()) continue;
+    make_room();
+    set_no_delay(socket);
+    std::string address = lockstep::peer_address(socket);
+    peers_.emplace(++last_id_,
+                   Peer{.socket = std::move(socket),
+                        .channel = plain ? Channel::plain(options_.max_payload)
+                                         : Channel::server(options_.token, options_.max_payload),
+                        .address = std::move(address),
+                        .since_ns = monotonic_ns(),
+                        .arrived = plain});
+  }
+}
+
+// Whoever holds a stranger's place the longest has had the most time to prove himself.
+void Hub::make_room() {
+  int strangers = 0;
+  Peer* oldest = nullptr;
+  for (auto& [id, peer] : peers_) {
+    if (peer.arrived || peer.gone) continue;
+    ++strangers;
+    if (oldest == nullptr) oldest = &peer;  // ids ascend with time
+  }
+  if (strangers >= kMaxStrangers && oldest != nullptr)
+    close_peer(*oldest, "too many connections without proof", true);
+}
+
+bool Hub::full() const {
+  const auto arrived = std::count_if(peers_.begin(), peers_.end(),
+                                     [](const auto& item) { return item.second.arrived; });
+  return static_cast<size_t>(arrived) >= max_peers_;
+}
+
+void Hub::read_from(PeerId id, Peer& peer) {
+  std::array<char, 1 << 16> buffer;
+  for (int i = 0; i < kReadsAtOnce && !peer.gone; ++i) {
+    const ssize_t count = ::recv(peer.socket.get(), buffer.data(), buffer.size(), 0);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0 && errno == EAGAIN) return;
+    if (count <= 0) {
+      close_peer(peer, count == 0 ? "it closed the connection" : std::strerror(errno), true);
+      return;
+    }
+    if (!peer.why_closing.empty()) continue;  // being dropped: nothing it says counts any more
+    try {
+      peer.channel.feed({buffer.data(), static_cast<size_t>(count)});
+      deliver(id, peer);
+    } catch (const Error& error) {
+      close_peer(peer, error.message(), false);
+    } catch (const std::exception& error) {  // such as no memory for one peer's message
+      close_peer(peer, error.what(), false);
+    }
+  }
+}
+
+void Hub::deliver(PeerId id, Peer& peer) {
+  if (!peer.arrived && peer.channel.ready()) {
+    if (full()) {
+      close_peer(peer, "too many connections", true);
+      return;
+    }
+    peer.arrived = true;
+  }
+  write_to(peer);
+  while (auto payload = peer.channel.take()) {
+    if (peer.gone || !peer.why_closing.empty()) return;
+    handler_.received(*this, id, *payload);
+  }
+}
+
+void Hub::write_to(Peer& peer) {
+  while (!peer.gone && !peer.channel.output().empty()) {
+    const std::string_view output = peer.channel.output();
+    const ssize_t count = ::send(peer.socket.get(), output.data(), output.size(), MSG_NOSIGNAL);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0 && errno == EAGAIN) break;
+    if (count < 0) {
+      // What it said before it closed may still be unread; read_from finds the end.
+      if (errno != EPIPE && errno != ECONNRESET) close_peer(peer, std::strerror(errno), true);
+      peer.channel.wrote(output.size());
+      return;
+    }
+    peer.channel.wrote(static_cast<size_t>(count));
+  }
+}
+
+void Hub::close_peer(Peer& peer, const std::string& why, bool at_once) {
+  if (peer.why_closing.empty()) {
+    peer.why_closing = why;
+    peer.close_by_ns = monotonic_ns() + kLastWordsNs;
+  }
+  peer.gone = peer.gone || at_once;
+}
+
+void Hub::drop_the_late() {
+  const int64_t now_ns = monotonic_ns();
+  for (auto& [id, peer] : peers_) {
+    if (!peer.arrived && now_ns >= peer.since_ns + kStrangerNs)
+      close_peer(peer, "no proof within 5 s", true);
+    if (peer.why_closing.empty()) continue;
+    write_to(peer);
+    if (peer.channel.output().empty() || now_ns >= peer.close_by_ns) peer.gone = true;
+  }
+}
+
+// The handler may send to and drop others while it hears of one that left.
+void Hub::sweep() {
+  for (bool found = true; found;) {
+    found = false;
+    for (auto item = peers_.begin(); item != peers_.end(); ++item) {
+      if (!item->second.gone) continue;
+      auto node = peers_.extract(item);
+      const Peer& peer = node.mapped();
+      if (peer.arrived) {
+        handler_.left(*this, node.key(), peer.why_closing);
+      } else {
+        handler_.turned_away(*this, peer.address, peer.why_closing);
+      }
+      found = true;
+      break;
+    }
+  }
+}
+
+void Hub::send(PeerId id, std::string_view payload) {
+  const auto found = peers_.find(id);
+  if (found == peers_.end() || found->second.gone || !found->second.why_closing.empty()) return;
+  Peer& peer = found->second;
+  if (peer.channel.output().size() > 4 * options_.max_payload) {
+    close_peer(peer, "it does not read what it is sent", true);
+    return;
+  }
+  peer.channel.send(payload);
+  write_to(peer);
+}
+
+void Hub::drop(PeerId id, const std::string& why) {
+  const auto found = peers_.find(id);
+  if (found != peers_.end()) close_peer(found->second, why, false);
+}
+
+std::string Hub::peer_address(PeerId id) const {
+  const auto found = peers_.find(id);
+  return found == peers_.end() ? "" : found->second.address;
+}
+
+std::string Hub::own_address(PeerId id) const {
+  const auto found = peers_.find(id);
+  return found == peers_.end() ? "" : lockstep::own_address(found->second.socket);
+}
+
+}  // namespace lockstep

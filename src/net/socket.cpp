@@ -1,0 +1,237 @@
+#include "net/socket.hpp"
+
+#include <arpa/inet.h>
+#include <fmt/format.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <cerrno>
+#include <charconv>
+#include <cstddef>
+#include <cstring>
+#include <memory>
+
+#include "lockstep/error.hpp"
+
+namespace lockstep {
+namespace {
+
+constexpr int kSocketFlags = SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK;
+constexpr int kBacklog = 1024;
+
+const sockaddr* as_address(const void* bytes) {
+  return static_cast<const sockaddr*>(bytes);
+}
+
+struct UnixAddress {
+  sockaddr_un address{};
+  socklen_t length = 0;
+
+  explicit UnixAddress(const std::string& name) {
+    if (name.empty() || name.size() > sizeof(address.sun_path) - 1) {
+      throw Error(Code::kRendezvous,
+                  fmt::format("\"{}\" cannot name a Unix socket: 1 to {} bytes are allowed", name,
+                              sizeof(address.sun_path) - 1),
+                  "use a shorter name");
+    }
+    address.sun_family = AF_UNIX;
+    std::memcpy(address.sun_path + 1, name.data(), name.size());  // the zero before it: abstract
+    length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+  }
+};
+
+[[noreturn]] void fail_listen(const std::string& where, int error) {
+  throw Error(Code::kRendezvous,
+              fmt::format("cannot listen at {}: {}", where, std::strerror(error)),
+              error == EADDRINUSE      ? "another job uses it: choose another port"
+              : error == EADDRNOTAVAIL ? "it is no address of this host: node 0 must run on the "
+                                         "host that the endpoint names"
+              : error == EACCES        ? "use a port of 1024 or above"
+                                       : "choose another endpoint");
+}
+
+Socket listen_at(const sockaddr* address, socklen_t length, const std::string& where) {
+  Socket socket(::socket(address->sa_family, kSocketFlags, 0));
+  if (!socket) fail_listen(where, errno);
+  if (address->sa_family != AF_UNIX) {
+    const int on = 1;
+    ::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
+  }
+  if (address->sa_family == AF_INET6) {
+    const int only_six =
+        !IN6_IS_ADDR_UNSPECIFIED(&reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr);
+    ::setsockopt(socket.get(), IPPROTO_IPV6, IPV6_V6ONLY, &only_six, sizeof only_six);
+  }
+  if (::bind(socket.get(), address, length) != 0) fail_listen(where, errno);
+  if (::listen(socket.get(), kBacklog) != 0) fail_listen(where, errno);
+  return socket;
+}
+
+// A machine whose kernel has no IPv6 still has every IPv4 address.
+Socket listen_everywhere(int port, const std::string& where) {
+  const Socket probe(::socket(AF_INET6, kSocketFlags, 0));
+  if (!probe) {
+    sockaddr_in any{};
+    any.sin_family = AF_INET;
+    any.sin_port = htons(static_cast<uint16_t>(port));
+    return listen_at(as_address(&any), sizeof any, where);
+  }
+  sockaddr_in6 any{};
+  any.sin6_family = AF_INET6;
+  any.sin6_port = htons(static_cast<uint16_t>(port));
+  return listen_at(as_address(&any), sizeof any, where);
+}
+
+using AddressList = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
+
+AddressList look_up(const std::string& host, int port, int flags, int& error) {
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = flags | AI_NUMERICSERV;
+  addrinfo* list = nullptr;
+  error = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &list);
+  return {list, &::freeaddrinfo};
+}
+
+template <class Getter>
+std::string address_text(const Socket& socket, Getter getter) {
+  sockaddr_storage storage{};
+  socklen_t length = sizeof storage;
+  auto* address = reinterpret_cast<sockaddr*>(&storage);
+  if (getter(socket.get(), address, &length) != 0 || storage.ss_family == AF_UNIX) return "";
+  char text[NI_MAXHOST] = {};
+  if (::getnameinfo(address, length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) != 0) return "";
+  // A listener for both families shows IPv4 peers so.
+  static constexpr std::string_view kMapped = "::ffff:";
+  const std::string_view view = text;
+  const bool mapped = view.starts_with(kMapped) && view.find('.') != std::string_view::npos;
+  return std::string(mapped ? view.substr(kMapped.size()) : view);
+}
+
+Socket start_connect_to(const sockaddr* address, socklen_t length, int& error) {
+  Socket socket(::socket(address->sa_family, kSocketFlags, 0));
+  error = 0;
+  if (!socket || ::connect(socket.get(), address, length) != 0) error = errno;
+  return socket;
+}
+
+}  // namespace
+
+Endpoint parse_endpoint(std::string_view text) {
+  const size_t colon = text.rfind(':');
+  std::string_view host = text.substr(0, colon);
+  const bool bracketed = host.size() > 2 && host.front() == '[' && host.back() == ']';
+  if (bracketed) host = host.substr(1, host.size() - 2);
+  int port = -1;
+  if (colon != std::string_view::npos) {
+    const std::string_view digits = text.substr(colon + 1);
+    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), port);
+    if (error != std::errc() || end != digits.data() + digits.size()) port = -1;
+  }
+  const bool bare_six = !bracketed && host.find_first_of(":[]") != std::string_view::npos;
+  if (host.empty() || bare_six || port < 0 || port > 65535) {
+    throw Error(Code::kUsage, fmt::format("\"{}\" is no endpoint", text),
+                "write host:port, such as node1:29500 or [fd00::1]:29500");
+  }
+  return {std::string(host), port};
+}
+
+std::string endpoint_text(std::string_view host, int port) {
+  const bool six = host.find(':') != std::string_view::npos;
+  return six ? fmt::format("[{}]:{}", host, port) : fmt::format("{}:{}", host, port);
+}
+
+std::vector<ResolvedAddress> resolve(const Endpoint& endpoint) {
+  int error = 0;
+  const AddressList list = look_up(endpoint.host, endpoint.port, 0, error);
+  if (error != 0) {
+    throw Error(Code::kRendezvous,
+                fmt::format("the host \"{}\" cannot be found: {}", endpoint.host,
+                            error == EAI_SYSTEM ? std::strerror(errno) : ::gai_strerror(error)),
+                "check its spelling, or give its address in digits");
+  }
+  std::vector<ResolvedAddress> addresses;
+  for (const addrinfo* one = list.get(); one != nullptr; one = one->ai_next) {
+    addresses.push_back({one->ai_family, std::string(reinterpret_cast<const char*>(one->ai_addr),
+                                                     one->ai_addrlen)});
+  }
+  return addresses;
+}
+
+Socket listen_unix(const std::string& name) {
+  const UnixAddress address(name);
+  return listen_at(as_address(&address.address), address.length,
+                   fmt::format("the Unix socket \"{}\"", name));
+}
+
+Socket listen_tcp(const Endpoint& endpoint) {
+  const std::string where = endpoint_text(endpoint.host, endpoint.port);
+  const std::string host = endpoint.host == "localhost" ? "127.0.0.1" : endpoint.host;
+  int error = 0;
+  const AddressList digits = look_up(host, endpoint.port, AI_NUMERICHOST | AI_PASSIVE, error);
+  if (error == 0) return listen_at(digits->ai_addr, digits->ai_addrlen, where);
+  resolve(endpoint);  // a name nobody can find is an Error here, not a long wait on other hosts
+  return listen_everywhere(endpoint.port, where);
+}
+
+Socket start_connect_unix(const std::string& name, int& error) {
+  const UnixAddress address(name);
+  return start_connect_to(as_address(&address.address), address.length, error);
+}
+
+Socket start_connect(const ResolvedAddress& address, int& error) {
+  return start_connect_to(as_address(address.bytes.data()),
+                          static_cast<socklen_t>(address.bytes.size()), error);
+}
+
+int bound_port(const Socket& socket) {
+  sockaddr_storage storage{};
+  socklen_t length = sizeof storage;
+  ::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&storage), &length);
+  if (storage.ss_family == AF_INET)
+    return ntohs(reinterpret_cast<const sockaddr_in*>(&storage)->sin_port);
+  if (storage.ss_family == AF_INET6)
+    return ntohs(reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_port);
+  return 0;
+}
+
+std::string peer_address(const Socket& socket) {
+  return address_text(socket, ::getpeername);
+}
+
+std::string own_address(const Socket& socket) {
+  return address_text(socket, ::getsockname);
+}
+
+bool is_loopback(std::string_view address) {
+  return address == "::1" || address == "localhost" || address.starts_with("127.");
+}
+
+bool peer_is_this_user(const Socket& socket) {
+  ucred peer{};
+  socklen_t length = sizeof peer;
+  return ::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 &&
+         peer.uid == ::geteuid();
+}
+
+bool connected_to_itself(const Socket& socket) {
+  sockaddr_storage here{};
+  sockaddr_storage there{};
+  socklen_t here_length = sizeof here;
+  socklen_t there_length = sizeof there;
+  return ::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&here), &here_length) == 0 &&
+         ::getpeername(socket.get(), reinterpret_cast<sockaddr*>(&there), &there_length) == 0 &&
+         here.ss_family != AF_UNIX && here_length == there_length &&
+         std::memcmp(&here, &there, here_length) == 0;
+}
+
+void set_no_delay(const Socket& socket) {
+  const int on = 1;
+  ::setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
+}  // namespace lockstep

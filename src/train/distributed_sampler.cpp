@@ -1,0 +1,41 @@
+#include "lockstep/distributed_sampler.hpp"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <fmt/format.h>
+#include <torch/types.h>
+
+#include "lockstep/error.hpp"
+
+namespace lockstep {
+
+DistributedSampler::DistributedSampler(int64_t rows, int rank, int ranks,
+                                       const SamplerOptions& options)
+    : rows_(rows), rank_(rank), ranks_(ranks), options_(options) {
+  if (rows < 0) {
+    throw Error(Code::kSplit, fmt::format("a data set cannot have {} rows", rows),
+                "give the number of its rows");
+  }
+  if (ranks < 1 || rank < 0 || rank >= ranks) {
+    throw Error(Code::kSplit, fmt::format("there is no rank {} of {}", rank, ranks),
+                "give world.rank() and world.size()");
+  }
+  size_ = options.drop_last ? rows / ranks : (rows + ranks - 1) / ranks;
+}
+
+std::vector<int64_t> DistributedSampler::indices() const {
+  torch::Tensor order;  // int64, all rows
+  if (options_.shuffle) {
+    const auto seed = static_cast<uint64_t>(options_.seed) + static_cast<uint64_t>(epoch_);
+    order = torch::randperm(rows_, at::detail::createCPUGenerator(seed), torch::kInt64);
+  } else {
+    order = torch::arange(rows_, torch::kInt64);
+  }
+  const auto* rows = order.data_ptr<int64_t>();
+  std::vector<int64_t> mine;
+  mine.reserve(static_cast<size_t>(size_));
+  // Past the last row the order starts again from its front: that is the padding.
+  for (int64_t i = 0; i < size_; ++i) mine.push_back(rows[(i * ranks_ + rank_) % rows_]);
+  return mine;
+}
+
+}  // namespace lockstep

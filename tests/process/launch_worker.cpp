@@ -1,0 +1,190 @@
+// A program for the tests of `lockstep run`: does what its arguments say, in order. "ACTION:VALUE"
+// is for every rank, "2:ACTION:VALUE" for rank 2 alone.
+
+#include <fmt/format.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "comm/backends.hpp"
+#include "lockstep/board.hpp"
+#include "lockstep/clock.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/rank_environment.hpp"
+
+namespace lockstep {
+namespace {
+
+using Action = void (*)(const std::string& value);
+
+const RankEnvironment& place() {
+  static const RankEnvironment environment = RankEnvironment::from_env();
+  return environment;
+}
+
+BoardPage page() {
+  return BoardPage::attach(place().board, place().local_rank);
+}
+
+// A process that nobody here waits for: in a session of its own, deaf to polite signals.
+void start_daemon(const std::string& list) {
+  if (::fork() != 0) return;
+  ::setsid();
+  if (::fork() != 0) ::_exit(0);
+  for (const int signal : {SIGTERM, SIGINT, SIGHUP}) ::signal(signal, SIG_IGN);
+  std::ofstream(list, std::ios::app) << ::getpid() << std::endl;
+  ::sleep(600);
+  ::_exit(0);
+}
+
+// One child in this process's group, and one that has left it.
+void start_descendants(const std::string& list) {
+  start_daemon(list);
+  if (::fork() == 0) {
+    ::signal(SIGTERM, SIG_IGN);
+    std::ofstream(list, std::ios::app) << ::getpid() << std::endl;
+    ::sleep(600);
+    ::_exit(0);
+  }
+  // Both have written their number before this rank goes on.
+  for (int lines = 0; lines < 2;) {
+    std::ifstream file(list);
+    std::string line;
+    for (lines = 0; std::getline(file, line);) ++lines;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+}
+
+void print_environment(const std::string& name) {
+  const char* value = std::getenv(name.c_str());
+  fmt::print("{}={}\n", name, value == nullptr ? "(unset)" : value);
+}
+
+void print_cores(const std::string&) {
+  cpu_set_t allowed;
+  ::sched_getaffinity(0, sizeof(allowed), &allowed);
+  std::string list;
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (CPU_ISSET(static_cast<size_t>(core), &allowed)) list += fmt::format(" {}", core);
+  }
+  fmt::print("cores{}\n", list);
+}
+
+// All-reduces without end, as training does.
+void reduce_forever(const std::string& list) {
+  const auto deadline = [] {
+    return monotonic_ns() + static_cast<int64_t>(place().timeout_s.value_or(20) * 1e9);
+  };
+  const auto backend = make_shm_backend({.session = place().session,
+                                         .rank = place().rank,
+                                         .size = place().world_size,
+                                         .deadline_ns = deadline()});
+  BoardPage board = page();
+  board.start("launch_worker");
+  std::vector<float> values(1 << 16, 1.0F);
+  std::ofstream(list, std::ios::app) << ::getpid() << std::endl;
+  for (int64_t step = 1;; ++step) {
+    board.set_step(step);
+    board.begin_collective(step, "all_reduce", static_cast<int64_t>(values.size()) * 4);
+    const Buffer buffer{values.data(), static_cast<int64_t>(values.size()), Dtype::kF32};
+    backend->all_reduce(buffer, ReduceOp::kMax, 1, {deadline(), "test"})->wait();
+    board.finish_collective(step);
+  }
+}
+
+const std::map<std::string, Action>& actions() {
+  static const std::map<std::string, Action> table = {
+      {"print", [](const std::string& text) { fmt::print("{}\n", text); }},
+      {"partial", [](const std::string& text) { fmt::print("{}", text); }},
+      {"warn", [](const std::string& text) { fmt::print(stderr, "{}\n", text); }},
+      {"long", [](const std::string& n) { fmt::print("{}\n", std::string(std::stoul(n), 'x')); }},
+      {"lines",
+       [](const std::string& n) {
+         for (int i = 0; i < std::stoi(n); ++i) fmt::print("line {} of rank {}\n", i, place().rank);
+       }},
+      {"env", print_environment},
+      {"cores", print_cores},
+      {"pid", [](const std::string& f) { std::ofstream(f, std::ios::app) << ::getpid() << '\n'; }},
+      {"echo",
+       [](const std::string&) {
+         for (int c = std::getchar(); c != EOF; c = std::getchar()) std::putchar(c);
+       }},
+      {"exit",
+       [](const std::string& code) {
+         std::fflush(nullptr);
+         ::_exit(std::stoi(code));
+       }},
+      {"exit-first-round",
+       [](const std::string& code) {
+         if (place().restart_count == 0) std::exit(std::stoi(code));
+       }},
+      {"throw", [](const std::string& text) { throw std::runtime_error(text); }},
+      {"fail", [](const std::string& text) { throw Error(Code::kSplit, text, "do it right"); }},
+      {"blame",
+       [](const std::string& rank) {
+         throw RankError(Code::kRankAbsent, std::stoi(rank),
+                         fmt::format("all_reduce #17: rank {} absent after 1.00 s", rank));
+       }},
+      {"abort", [](const std::string&) { std::abort(); }},
+      {"segfault", [](const std::string&) { ::raise(SIGSEGV); }},
+      {"kill", [](const std::string& number) { ::kill(::getpid(), std::stoi(number)); }},
+      {"sleep",
+       [](const std::string& seconds) {
+         std::fflush(nullptr);
+         std::this_thread::sleep_for(std::chrono::duration<double>(std::stod(seconds)));
+       }},
+      {"loop",
+       [](const std::string&) {
+         while (monotonic_ns() != 0) {
+         }
+       }},
+      {"ignore-term", [](const std::string&) { ::signal(SIGTERM, SIG_IGN); }},
+      {"graceful",
+       [](const std::string& code) {
+         static int exit_code = std::stoi(code);
+         ::signal(SIGTERM, [](int) { ::_exit(exit_code); });
+         ::signal(SIGINT, [](int) { ::_exit(exit_code); });
+       }},
+      {"descendants", start_descendants},
+      {"step", [](const std::string& number) { page().set_step(std::stoll(number)); }},
+      {"collective",
+       [](const std::string& number) {
+         page().begin_collective(std::stoll(number), "all_reduce", 24 << 20, 3);
+       }},
+      {"all-reduce", reduce_forever},
+  };
+  return table;
+}
+
+void perform(std::string word) {
+  const size_t digits = word.find_first_not_of("0123456789");
+  if (digits > 0 && digits != std::string::npos && word[digits] == ':') {
+    if (std::stoi(word.substr(0, digits)) != place().rank) return;
+    word = word.substr(digits + 1);
+  }
+  const size_t colon = word.find(':');
+  const std::string value = colon == std::string::npos ? "" : word.substr(colon + 1);
+  actions().at(word.substr(0, colon))(value);
+}
+
+int body(int argc, char** argv) {
+  for (int i = 1; i < argc; ++i) perform(argv[i]);
+  return 0;
+}
+
+}  // namespace
+}  // namespace lockstep
+
+int main(int argc, char** argv) {
+  return lockstep::run_program(lockstep::body, argc, argv);
+}

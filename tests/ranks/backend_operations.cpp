@@ -1,0 +1,289 @@
+#include <cstdint>
+#include <tuple>
+
+#include "backend_elements.hpp"
+#include "backend_world.hpp"
+
+// Every operation of every backend, with values whose results are known in closed form.
+
+namespace lockstep::test {
+namespace {
+
+constexpr Dtype kDtypes[] = {Dtype::kF32, Dtype::kF64, Dtype::kBF16, Dtype::kF16, Dtype::kI64};
+constexpr int64_t kSizes[] = {0, 1, 1027};
+constexpr int64_t kLarge = 1'310'723;  // 5 MiB of F32, and no multiple of anything
+
+// Rank r's element i: coloured by the rank, and so small that sums are exact in every type.
+double coloured(int rank, int64_t i) {
+  return static_cast<double>(i % 5 + rank);
+}
+
+double sum_of_colours(int size, int64_t i) {
+  return static_cast<double>(size * (i % 5)) + size * (size - 1) / 2.0;
+}
+
+// Rank r weighs r + 1.
+double weighted_mean(int size, int64_t i) {
+  double sum = 0;
+  double weights = 0;
+  for (int rank = 0; rank < size; ++rank) {
+    sum += (rank + 1) * coloured(rank, i);
+    weights += rank + 1;
+  }
+  return sum / weights;
+}
+
+double reduced(ReduceOp op, int size, int64_t i) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return sum_of_colours(size, i);
+    case ReduceOp::kMax:
+      return coloured(size - 1, i);
+    case ReduceOp::kMin:
+      return coloured(0, i);
+    case ReduceOp::kMean:
+      return weighted_mean(size, i);
+  }
+  return 0;
+}
+
+// Sums, maxima and minima of these values are exact; each rank's share of a mean is rounded.
+double allowed_ulps(ReduceOp op, int size) {
+  return op == ReduceOp::kMean && size > 1 ? 2.0 * size : 0;
+}
+
+std::vector<ReduceOp> ops_of(Dtype dtype) {
+  if (dtype == Dtype::kI64) return {ReduceOp::kSum, ReduceOp::kMax, ReduceOp::kMin};
+  return {ReduceOp::kSum, ReduceOp::kMax, ReduceOp::kMin, ReduceOp::kMean};
+}
+
+void all_reduce(Rank& rank, const Elements& elements, ReduceOp op) {
+  rank.comm->all_reduce(elements.buffer(), op, rank.rank + 1, rank.in_time())->wait();
+}
+
+void expect_all_reduces(Rank& rank, const Elements& elements, ReduceOp op) {
+  elements.fill([&](int64_t i) { return coloured(rank.rank, i); });
+  all_reduce(rank, elements, op);
+  const auto expected = [&](int64_t i) { return reduced(op, rank.size, i); };
+  const int64_t wrong = elements.first_wrong(expected, allowed_ulps(op, rank.size));
+  EXPECT_EQ(wrong, -1) << "rank " << rank.rank << ", " << elements.count() << " x "
+                       << dtype_name(elements.buffer().dtype) << ", op " << static_cast<int>(op)
+                       << ": " << elements.get(wrong) << " for " << expected(wrong);
+}
+
+using BackendOperations = BackendTest;
+
+TEST_P(BackendOperations, AllReduceReducesEveryDtypeSizeAndOp) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    for (const Dtype dtype : kDtypes) {
+      for (const int64_t count : kSizes) {
+        for (const ReduceOp op : ops_of(dtype)) {
+          rank.note("all_reduce " + std::to_string(count) + std::string(dtype_name(dtype)));
+          const OwnElements elements(count, dtype);
+          expect_all_reduces(rank, *elements, op);
+        }
+      }
+    }
+    const OwnElements large(kLarge, Dtype::kF32);
+    expect_all_reduces(rank, *large, ReduceOp::kSum);
+    expect_all_reduces(rank, *large, ReduceOp::kMean);
+    const OwnElements large_half(kLarge, Dtype::kBF16);
+    expect_all_reduces(rank, *large_half, ReduceOp::kSum);
+  });
+}
+
+// Memory that peers reach on all ranks, on every second one, and at odd places inside.
+TEST_P(BackendOperations, AllReduceTakesReachableAndPrivateMemoryMixed) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    for (const int64_t count : {int64_t{1027}, kLarge}) {
+      const auto memory = rank.comm->allocate((count + 3) * 4, rank.in_time());
+      const Elements reachable(memory->data(), count, Dtype::kF32);
+      const OwnElements own(count, Dtype::kF32);
+      expect_all_reduces(rank, reachable, ReduceOp::kSum);
+      expect_all_reduces(rank, rank.rank % 2 == 0 ? reachable : *own, ReduceOp::kSum);
+      expect_all_reduces(rank, rank.rank % 2 == 0 ? *own : reachable, ReduceOp::kMean);
+      const Elements inside(static_cast<std::byte*>(memory->data()) + 4 * (rank.rank % 3), count,
+                            Dtype::kF32);
+      expect_all_reduces(rank, inside, ReduceOp::kMax);
+    }
+  });
+}
+
+TEST_P(BackendOperations, ManyAllReducesAreInFlightWhileOtherCallsAreMade) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    const std::vector<int64_t> counts = {1, 70'001, 0, 1027, 300'007, 3};
+    const auto memory = rank.comm->allocate(400'000 * 4, rank.in_time());
+    std::vector<OwnElements> own;
+    std::vector<Elements> flying;
+    for (const int64_t count : counts) own.emplace_back(count, Dtype::kF32);
+    for (size_t i = 0; i < counts.size(); ++i) {
+      flying.push_back(i == 4 ? Elements(memory->data(), counts[i], Dtype::kF32) : *own[i]);
+    }
+    std::vector<std::unique_ptr<Pending>> pending;
+    for (const Elements& elements : flying) {
+      elements.fill([&](int64_t i) { return coloured(rank.rank, i); });
+      pending.push_back(
+          rank.comm->all_reduce(elements.buffer(), ReduceOp::kSum, 1, rank.in_time("flying")));
+      if (pending.size() == 2) pending.front()->advance();
+    }
+    rank.note("broadcasts while six all_reduces fly");
+    const OwnElements told(11, Dtype::kI64);
+    told->fill([&](int64_t i) { return coloured(rank.rank, i); });
+    rank.comm->broadcast(told->buffer(), rank.size - 1, rank.in_time());
+    EXPECT_EQ(told->first_wrong([&](int64_t i) { return coloured(rank.size - 1, i); }), -1);
+    rank.comm->barrier(rank.in_time());
+    rank.note("advances");
+    while (!pending[3]->advance()) {
+    }
+    for (size_t i = pending.size(); i > 0; --i) pending[i - 1]->wait();
+    for (const auto& one : pending) EXPECT_TRUE(one->advance());
+    for (const Elements& elements : flying) {
+      EXPECT_EQ(elements.first_wrong([&](int64_t i) { return sum_of_colours(rank.size, i); }), -1);
+    }
+  });
+}
+
+TEST_P(BackendOperations, BroadcastGivesTheRootsElementsToAll) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    const auto expect_broadcast = [&](int64_t count, Dtype dtype, int root) {
+      const OwnElements elements(count, dtype);
+      elements->fill([&](int64_t i) { return coloured(rank.rank, i); });
+      rank.comm->broadcast(elements->buffer(), root, rank.in_time());
+      EXPECT_EQ(elements->first_wrong([&](int64_t i) { return coloured(root, i); }), -1)
+          << "rank " << rank.rank << ", root " << root << ", count " << count;
+    };
+    for (int root = 0; root < rank.size; ++root) {
+      for (const Dtype dtype : kDtypes) {
+        for (const int64_t count : kSizes) expect_broadcast(count, dtype, root);
+      }
+    }
+    expect_broadcast(kLarge, Dtype::kF32, rank.size - 1);
+    const auto memory = rank.comm->allocate(kLarge * 4, rank.in_time());
+    const Elements reachable(memory->data(), kLarge, Dtype::kF32);
+    reachable.fill([&](int64_t i) { return coloured(rank.rank, i); });
+    rank.comm->broadcast(reachable.buffer(), 0, rank.in_time());
+    EXPECT_EQ(reachable.first_wrong([&](int64_t i) { return coloured(0, i); }), -1);
+  });
+}
+
+// Block b of rank r holds coloured(r, i) + b, so that a block in the wrong place shows.
+TEST_P(BackendOperations, ReduceScatterGivesEachRankItsBlock) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    const auto expect_reduce_scatter = [&](int64_t count, Dtype dtype, ReduceOp op) {
+      const OwnElements input(count * rank.size, dtype);
+      const OwnElements output(count, dtype);
+      input->fill([&](int64_t i) {
+        return coloured(rank.rank, i % std::max<int64_t>(count, 1)) +
+               static_cast<double>(i / std::max<int64_t>(count, 1));
+      });
+      const auto before = input.bytes();
+      rank.comm->reduce_scatter(input->const_buffer(), output->buffer(), op, rank.rank + 1,
+                                rank.in_time());
+      const double shift = op == ReduceOp::kSum ? rank.rank * rank.size : rank.rank;
+      const auto expected = [&](int64_t i) { return reduced(op, rank.size, i) + shift; };
+      EXPECT_EQ(output->first_wrong(expected, allowed_ulps(op, rank.size)), -1)
+          << "rank " << rank.rank << ", count " << count << " " << dtype_name(dtype);
+      EXPECT_EQ(input.bytes(), before) << "the input was written";
+    };
+    for (const Dtype dtype : kDtypes) {
+      for (const int64_t count : kSizes) {
+        for (const ReduceOp op : ops_of(dtype)) expect_reduce_scatter(count, dtype, op);
+      }
+    }
+    expect_reduce_scatter(kLarge / rank.size, Dtype::kF32, ReduceOp::kSum);
+  });
+}
+
+TEST_P(BackendOperations, AllGatherGivesEveryRanksBlockToAll) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    const auto expect_all_gather = [&](int64_t count, Dtype dtype) {
+      const OwnElements input(count, dtype);
+      const OwnElements output(count * rank.size, dtype);
+      input->fill([&](int64_t i) { return coloured(rank.rank, i); });
+      rank.comm->all_gather(input->const_buffer(), output->buffer(), rank.in_time());
+      const auto expected = [&](int64_t i) {
+        return coloured(static_cast<int>(i / count), i % count);
+      };
+      EXPECT_EQ(output->first_wrong(expected), -1) << "rank " << rank.rank << ", count " << count;
+    };
+    for (const Dtype dtype : kDtypes) {
+      for (const int64_t count : kSizes) expect_all_gather(count, dtype);
+    }
+    expect_all_gather(kLarge / rank.size, Dtype::kF32);
+  });
+}
+
+// Nobody leaves before all have come: the number counts those who came.
+TEST_P(BackendOperations, BarrierLetsNobodyThroughBeforeAllAreThere) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    for (int round = 1; round <= 20; ++round) {
+      rank.shared->numbers[0].fetch_add(1);
+      rank.comm->barrier(rank.in_time());
+      EXPECT_GE(rank.shared->numbers[0].load(), round * rank.size);
+      rank.comm->barrier(rank.in_time());
+    }
+  });
+}
+
+TEST_P(BackendOperations, AllocateGivesZeroedPages) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    for (const int64_t bytes : {int64_t{0}, int64_t{1}, int64_t{4096}, int64_t{3'000'001}}) {
+      const auto memory = rank.comm->allocate(bytes, rank.in_time());
+      EXPECT_EQ(memory->bytes(), bytes);
+      EXPECT_EQ(reinterpret_cast<uintptr_t>(memory->data()) % 4096, 0u);
+      const Elements elements(memory->data(), bytes, Dtype::kU8);
+      EXPECT_EQ(elements.first_wrong([](int64_t) { return 0; }), -1);
+      elements.fill([](int64_t) { return 7; });
+    }
+    // What was freed and is given again is zeroed again.
+    for (int round = 0; round < 3; ++round) {
+      const auto memory = rank.comm->allocate(100'000, rank.in_time());
+      const Elements elements(memory->data(), 100'000, Dtype::kU8);
+      EXPECT_EQ(elements.first_wrong([](int64_t) { return 0; }), -1);
+      elements.fill([](int64_t) { return 9; });
+    }
+  });
+}
+
+uint64_t hash_of(const std::vector<std::byte>& bytes) {
+  uint64_t hash = 1469598103934665603u;
+  for (const std::byte byte : bytes) hash = (hash ^ static_cast<uint64_t>(byte)) * 1099511628211u;
+  return hash;
+}
+
+// Values whose sum depends on the order of summation in every bit.
+TEST_P(BackendOperations, ResultsAreTheSameBitsOnAllRanksAndInEveryRun) {
+  const auto hash_once = [](Rank& rank, Dtype dtype, ReduceOp op) {
+    const OwnElements elements(100'003, dtype);
+    elements->fill([&](int64_t i) {
+      return std::sin(static_cast<double>(i * 7 + rank.rank * 1009 + 1)) * std::exp2(i % 9 - 4);
+    });
+    all_reduce(rank, *elements, op);
+    return static_cast<int64_t>(hash_of(elements.bytes()));
+  };
+  const auto hash_of_run = [&] {
+    return run_ranks(GetParam(), [&](Rank& rank) {
+      size_t slot = 0;
+      for (const auto& [dtype, op] :
+           {std::pair{Dtype::kF32, ReduceOp::kSum}, std::pair{Dtype::kF64, ReduceOp::kMean},
+            std::pair{Dtype::kBF16, ReduceOp::kMean}}) {
+        const int64_t own = hash_once(rank, dtype, op);
+        std::vector<int64_t> all(static_cast<size_t>(rank.size));
+        rank.comm->all_gather({&own, 1, Dtype::kI64}, {all.data(), rank.size, Dtype::kI64},
+                              rank.in_time());
+        EXPECT_EQ(all, std::vector<int64_t>(all.size(), own)) << "ranks differ";
+        rank.shared->numbers[slot++] = own;
+      }
+    });
+  };
+  const auto first = hash_of_run();
+  EXPECT_NE(first[0], 0);
+  EXPECT_EQ(hash_of_run(), first) << "the same all_reduces gave other bits";
+}
+
+INSTANTIATE_TEST_SUITE_P(All, BackendOperations,
+                         testing::ValuesIn(world_cases({"self", "shm", "gloo"}, {1, 2, 3, 5})),
+                         case_name);
+
+}  // namespace
+}  // namespace lockstep::test

@@ -1,0 +1,172 @@
+#include <signal.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <thread>
+
+#include "backend_elements.hpp"
+#include "backend_world.hpp"
+#include "net/store.hpp"
+
+// Ranks that are processes, and what can happen to a process.
+
+namespace lockstep::test {
+namespace {
+
+constexpr int64_t kShortMs = 1000;
+
+using BackendProcesses = BackendTest;
+
+// All_reduces without end, of a size per round, until one throws.
+Caught storm(Rank& rank, const std::vector<int64_t>& counts, int64_t deadline_ms) {
+  OwnElements elements(*std::max_element(counts.begin(), counts.end()), Dtype::kF32);
+  return catch_error([&] {
+    for (size_t round = 0;; ++round) {
+      Buffer buffer = elements->buffer();
+      buffer.count = counts[round % counts.size()];
+      rank.comm->all_reduce(buffer, ReduceOp::kSum, 1, rank.within_ms(deadline_ms, "storm"))
+          ->wait();
+      rank.shared->numbers[static_cast<size_t>(rank.rank)].fetch_add(1);
+    }
+  });
+}
+
+// The parent strikes once all ranks are in the middle of it.
+RunOptions strike(int victim, int signal, bool killed) {
+  RunOptions options;
+  if (killed) options.killed = {victim};
+  options.meanwhile = [=](const std::vector<pid_t>& pids, SharedFacts& shared) {
+    EXPECT_TRUE(wait_until_at_least(shared.numbers[static_cast<size_t>(victim)], 20));
+    ::kill(pids[static_cast<size_t>(victim)], signal);
+    shared.numbers[15] = monotonic_ns();
+    if (signal == SIGKILL) return;
+    // A stopped rank lives until the others have given up.
+    EXPECT_TRUE(wait_until_at_least(shared.numbers[14], static_cast<int64_t>(pids.size()) - 1));
+    ::kill(pids[static_cast<size_t>(victim)], SIGKILL);
+  };
+  return options;
+}
+
+TEST_P(BackendProcesses, AKilledRankIsNamedByAllOthersAtOnce) {
+  const int victim = GetParam().size / 2;
+  for (const std::vector<int64_t>& counts :
+       {std::vector<int64_t>{1024}, std::vector<int64_t>{1'000'003, 7}}) {
+    run_ranks(
+        GetParam(),
+        [&](Rank& rank) {
+          rank.note("storms");
+          const auto caught = storm(rank, counts, 40'000);
+          const int64_t took_ns = monotonic_ns() - rank.shared->numbers[15].load();
+          caught.expect(Code::kRankFailed,
+                        {"rank " + std::to_string(victim), "all_reduce #", "(storm)"});
+          EXPECT_EQ(caught.blamed, victim) << caught.text;
+          EXPECT_LT(took_ns, 20'000'000'000) << "long before the deadline";
+        },
+        strike(victim, SIGKILL, true));
+  }
+}
+
+TEST_P(BackendProcesses, AStoppedRankIsNamedAtTheDeadline) {
+  const int victim = GetParam().size - 1;
+  for (const std::vector<int64_t>& counts :
+       {std::vector<int64_t>{1024}, std::vector<int64_t>{1'000'003}}) {
+    run_ranks(
+        GetParam(),
+        [&](Rank& rank) {
+          rank.note("storms");
+          const auto caught = storm(rank, counts, kShortMs);
+          rank.shared->numbers[14].fetch_add(1);
+          caught.expect(Code::kRankAbsent, {"rank " + std::to_string(victim), "all_reduce #"});
+          EXPECT_EQ(caught.blamed, victim) << caught.text;
+          if (GetParam().backend == "shm") {
+            EXPECT_NE(caught.text.find("stopped"), std::string::npos) << caught.text;
+          }
+        },
+        strike(victim, SIGSTOP, true));
+  }
+}
+
+TEST_P(BackendProcesses, ARankThatExitsWithoutAWordIsNamed) {
+  run_ranks(GetParam(), [&](Rank& rank) {
+    rank.comm->barrier(rank.in_time());
+    const int gone = rank.size - 1;
+    if (rank.rank == gone) ::_exit(0);
+    const OwnElements elements(100, Dtype::kF32);
+    const auto caught = catch_error([&] {
+      rank.comm->all_reduce(elements->buffer(), ReduceOp::kSum, 1, rank.in_time())->wait();
+    });
+    caught.expect(Code::kRankFailed, {"rank " + std::to_string(gone)});
+    EXPECT_EQ(caught.blamed, gone);
+  });
+}
+
+// A rank may end as soon as its own last call is done; the others still get their result.
+TEST_P(BackendProcesses, RanksMayEndRightAfterTheirLastCall) {
+  run_ranks(GetParam(), [&](Rank& rank) {
+    const OwnElements elements(300'007, Dtype::kF32);
+    elements->fill([&](int64_t) { return rank.rank; });
+    rank.comm->all_reduce(elements->buffer(), ReduceOp::kSum, 1, rank.in_time())->wait();
+    const double sum = rank.size * (rank.size - 1) / 2.0;
+    if (rank.rank % 2 == 0) rank.comm.reset();
+    EXPECT_EQ(elements->first_wrong([&](int64_t) { return sum; }), -1);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(All, BackendProcesses,
+                         testing::ValuesIn(world_cases({"shm", "gloo"}, {2, 5},
+                                                       {Ranks::kProcesses})),
+                         case_name);
+
+using BackendMeetings = BackendTest;
+
+std::unique_ptr<Backend> meet_alone(const WorldCase& world, int64_t deadline_ns) {
+  if (world.backend == "shm") {
+    return make_shm_backend({.session = "lockstep-test-alone-" + std::to_string(::getpid()),
+                             .rank = 0,
+                             .size = world.size,
+                             .deadline_ns = deadline_ns});
+  }
+  return make_gloo_backend({.store = make_local_store(),
+                            .rank = 0,
+                            .size = world.size,
+                            .address = "127.0.0.1",
+                            .deadline_ns = deadline_ns});
+}
+
+TEST_P(BackendMeetings, RanksThatNeverStartAreNamed) {
+  const auto caught = catch_error([&] { meet_alone(GetParam(), monotonic_ns() + 300'000'000); });
+  EXPECT_TRUE(caught.thrown);
+  EXPECT_TRUE(caught.code == Code::kRendezvous || caught.code == Code::kRankAbsent) << caught.text;
+  EXPECT_NE(caught.text.find("1, 2"), std::string::npos) << caught.text;
+}
+
+size_t entries_of(const char* folder) {
+  return static_cast<size_t>(std::distance(std::filesystem::directory_iterator(folder),
+                                           std::filesystem::directory_iterator()));
+}
+
+TEST_P(BackendMeetings, NothingIsLeftBehind) {
+  const auto use = [&] {
+    run_ranks(GetParam(), [](Rank& rank) {
+      const auto part = rank.comm->split(0, rank.rank, "part", rank.in_time());
+      const auto memory = part->allocate(100'000, rank.in_time());
+      const Elements elements(memory->data(), 25'000, Dtype::kF32);
+      part->all_reduce(elements.buffer(), ReduceOp::kSum, 1, rank.in_time())->wait();
+      const OwnElements own(5, Dtype::kF32);
+      rank.comm->all_reduce(own->buffer(), ReduceOp::kSum, 1, rank.in_time())->wait();
+    });
+  };
+  use();  // the module is loaded now, and the pools of the C library are filled
+  const size_t files = entries_of("/proc/self/fd");
+  const size_t threads = entries_of("/proc/self/task");
+  for (int i = 0; i < 3; ++i) use();
+  EXPECT_EQ(entries_of("/proc/self/fd"), files);
+  EXPECT_EQ(entries_of("/proc/self/task"), threads);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, BackendMeetings,
+                         testing::ValuesIn(world_cases({"shm", "gloo"}, {3}, {Ranks::kThreads})),
+                         case_name);
+
+}  // namespace
+}  // namespace lockstep::test

@@ -1,0 +1,278 @@
+#include "backend_world.hpp"
+
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "comm/gloo_loader.hpp"
+#include "net/store.hpp"
+
+namespace lockstep::test {
+namespace {
+
+constexpr int kWatchdogSeconds = 60;
+constexpr int64_t kPatienceNs = 40'000'000'000;
+
+SharedFacts* watched_facts = nullptr;
+char watched_case[128] = {};
+
+void write_text(const char* text) {
+  [[maybe_unused]] const ssize_t written = ::write(STDERR_FILENO, text, std::strlen(text));
+}
+
+// Only what a signal handler may do.
+void bark(int) {
+  write_text("\nwatchdog: a test hangs: ");
+  write_text(watched_case);
+  write_text("\n");
+  for (const auto& note : watched_facts->notes) {
+    if (note[0] == '\0') continue;
+    write_text("  ");
+    write_text(note);
+    write_text("\n");
+  }
+  ::_exit(3);
+}
+
+// Ends this process, and with it the ranks it started, when a test hangs.
+class Watchdog {
+ public:
+  Watchdog(const WorldCase& world, SharedFacts* facts) {
+    const auto* test = testing::UnitTest::GetInstance()->current_test_info();
+    const std::string name = std::string(test->name()) + ", " + world.name();
+    std::strncpy(watched_case, name.c_str(), sizeof watched_case - 1);
+    watched_facts = facts;
+    ::signal(SIGALRM, bark);
+    ::alarm(kWatchdogSeconds);
+  }
+  ~Watchdog() { ::alarm(0); }
+};
+
+class SharedPage {
+ public:
+  SharedPage() {
+    void* page = ::mmap(nullptr, sizeof(SharedFacts), PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (page == MAP_FAILED) throw std::runtime_error("no shared page");
+    facts_ = new (page) SharedFacts;
+  }
+  ~SharedPage() { ::munmap(facts_, sizeof(SharedFacts)); }
+  SharedFacts* get() const { return facts_; }
+
+ private:
+  SharedFacts* facts_;
+};
+
+std::string unique_name() {
+  static int count = 0;
+  return "lockstep-test-" + std::to_string(::getpid()) + "-" + std::to_string(++count);
+}
+
+StoreAddress store_at(const std::string& session) {
+  StoreAddress address;
+  address.unix_name = session;
+  return address;
+}
+
+int64_t meeting_deadline() {
+  return monotonic_ns() + kPatienceNs;
+}
+
+std::unique_ptr<Backend> make_gloo(std::shared_ptr<Store> store, int rank, int size) {
+  return make_gloo_backend({.store = std::move(store),
+                            .rank = rank,
+                            .size = size,
+                            .address = "127.0.0.1",
+                            .deadline_ns = meeting_deadline()});
+}
+
+void run_body(Rank& rank, const std::function<void(Rank&)>& body) {
+  try {
+    body(rank);
+    rank.note("leaves");
+    rank.comm.reset();
+    rank.note("has left");
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << "rank " << rank.rank << " threw: " << error.what();
+  }
+}
+
+void run_threads(const WorldCase& world, SharedFacts* facts,
+                 const std::function<void(Rank&)>& body) {
+  std::vector<std::unique_ptr<Backend>> made;
+  if (world.backend == "shm") made = make_shm_thread_backends(world.size);
+  if (world.backend == "self") made.push_back(make_self_backend());
+  const auto store = make_local_store();
+  std::vector<std::thread> threads;
+  for (int place = 0; place < world.size; ++place) {
+    threads.emplace_back([&, place] {
+      Rank rank{place, world.size, nullptr, facts};
+      rank.note("meets");
+      try {
+        rank.comm = world.backend == "gloo" ? make_gloo(store, place, world.size)
+                                            : std::move(made[static_cast<size_t>(place)]);
+      } catch (const std::exception& error) {
+        ADD_FAILURE() << "rank " << place << " did not start: " << error.what();
+        return;
+      }
+      run_body(rank, body);
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+// In the child: never returns to the tests.
+[[noreturn]] void run_child(const WorldCase& world, int place, const std::string& session,
+                            SharedFacts* facts, const std::function<void(Rank&)>& body) {
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  ::signal(SIGALRM, SIG_DFL);
+  Rank rank{place, world.size, nullptr, facts};
+  rank.note("meets");
+  try {
+    const int64_t deadline_ns = meeting_deadline();
+    if (world.backend == "shm") {
+      rank.comm = make_shm_backend(
+          {.session = session, .rank = place, .size = world.size, .deadline_ns = deadline_ns});
+    } else if (world.backend == "gloo") {
+      rank.comm = make_gloo(connect_store(store_at(session), deadline_ns), place, world.size);
+    } else {
+      rank.comm = make_self_backend();
+    }
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << "rank " << place << " did not start: " << error.what();
+  }
+  if (rank.comm) run_body(rank, body);
+  std::fflush(nullptr);
+  ::_exit(testing::Test::HasFailure() ? 1 : 0);
+}
+
+void expect_ended(int rank, int status, bool killed) {
+  if (killed) {
+    EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL)
+        << "rank " << rank << " was not killed: status " << status;
+    return;
+  }
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0)
+      << "rank " << rank << " failed: "
+      << (WIFSIGNALED(status) ? "signal " + std::to_string(WTERMSIG(status))
+                              : "exit code " + std::to_string(WEXITSTATUS(status)));
+}
+
+// Ranks are forked while this process has no other thread; the store is served after that.
+void run_processes(const WorldCase& world, SharedFacts* facts,
+                   const std::function<void(Rank&)>& body, const RunOptions& options) {
+  const std::string session = unique_name();
+  std::vector<pid_t> pids;
+  std::fflush(nullptr);
+  for (int place = 0; place < world.size; ++place) {
+    const pid_t pid = ::fork();
+    ASSERT_GE(pid, 0);
+    if (pid == 0) run_child(world, place, session, facts, body);
+    pids.push_back(pid);
+  }
+  const StoreServer server(store_at(session));
+  if (options.meanwhile) options.meanwhile(pids, *facts);
+  for (int place = 0; place < world.size; ++place) {
+    int status = 0;
+    while (::waitpid(pids[static_cast<size_t>(place)], &status, 0) < 0 && errno == EINTR) {
+    }
+    expect_ended(place, status, options.killed.count(place) > 0);
+  }
+}
+
+}  // namespace
+
+std::string WorldCase::name() const {
+  return backend + "_" + std::to_string(size) +
+         (ranks == Ranks::kThreads ? "_threads" : "_processes");
+}
+
+void Rank::note(const std::string& text) const {
+  const std::string line = "rank " + std::to_string(rank) + " " + text;
+  char* slot = shared->notes[rank];
+  std::strncpy(slot, line.c_str(), sizeof shared->notes[0] - 1);
+}
+
+CallContext Rank::in_time(std::string_view label) const {
+  return {monotonic_ns() + kPatienceNs, label};
+}
+
+CallContext Rank::within_ms(int64_t ms, std::string_view label) const {
+  return {monotonic_ns() + ms * 1'000'000, label};
+}
+
+std::array<int64_t, 16> run_ranks(const WorldCase& world, const std::function<void(Rank&)>& body,
+                                  const RunOptions& options) {
+  const SharedPage page;
+  const Watchdog watchdog(world, page.get());
+  if (world.ranks == Ranks::kThreads) {
+    run_threads(world, page.get(), body);
+  } else {
+    run_processes(world, page.get(), body, options);
+  }
+  std::array<int64_t, 16> numbers{};
+  std::copy(page.get()->numbers.begin(), page.get()->numbers.end(), numbers.begin());
+  return numbers;
+}
+
+void Caught::expect(Code expected, const std::vector<std::string>& fragments) const {
+  if (!thrown) {
+    ADD_FAILURE() << "no error; expected " << code_name(expected);
+    return;
+  }
+  EXPECT_EQ(code_name(code), code_name(expected)) << text;
+  EXPECT_NE(text.find("help: "), std::string::npos) << "no remedy in: " << text;
+  for (const auto& fragment : fragments) {
+    EXPECT_NE(text.find(fragment), std::string::npos) << "no \"" << fragment << "\" in: " << text;
+  }
+}
+
+Caught catch_error(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const RankError& error) {
+    return {true, error.code(), error.blamed_rank(), error.block()};
+  } catch (const Error& error) {
+    return {true, error.code(), -1, error.block()};
+  }
+  return {};
+}
+
+bool wait_until_at_least(const std::atomic<int64_t>& number, int64_t value) {
+  const int64_t end_ns = monotonic_ns() + 10'000'000'000;
+  while (number.load() < value) {
+    if (monotonic_ns() > end_ns) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  return true;
+}
+
+std::vector<WorldCase> world_cases(const std::vector<std::string>& backends,
+                                   const std::vector<int>& sizes, const std::vector<Ranks>& ranks) {
+  std::vector<WorldCase> cases;
+  for (const auto& backend : backends) {
+    for (const int size : sizes) {
+      if (backend == "self" && size != 1) continue;
+      for (const Ranks kind : ranks) cases.push_back({backend, size, kind});
+    }
+  }
+  return cases;
+}
+
+std::string case_name(const testing::TestParamInfo<WorldCase>& info) {
+  return info.param.name();
+}
+
+void BackendTest::SetUp() {
+  if (GetParam().backend == "gloo" && find_module("lockstep-gloo.so").empty()) {
+    GTEST_SKIP() << "lockstep-gloo.so is missing: libgloo-dev was not there to build it";
+  }
+}
+
+}  // namespace lockstep::test

@@ -1,0 +1,92 @@
+#pragma once
+
+#include <gtest/gtest.h>
+#include <sys/types.h>
+
+#include <array>
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "comm/backends.hpp"
+#include "lockstep/clock.hpp"
+#include "lockstep/error.hpp"
+
+namespace lockstep::test {
+
+enum class Ranks { kThreads, kProcesses };
+
+/// Which backend, how many ranks, and what a rank is.
+struct WorldCase {
+  std::string backend;
+  int size = 1;
+  Ranks ranks = Ranks::kThreads;
+
+  std::string name() const;  ///< "gloo_3_processes"
+};
+
+/// Memory that all ranks of a test see, also across processes.
+struct SharedFacts {
+  std::array<std::atomic<int64_t>, 16> numbers{};  ///< for the test's own use
+  char notes[8][96] = {};                          ///< [rank]: what it does now, for the watchdog
+};
+
+/// One rank of a test.
+struct Rank {
+  int rank = 0;
+  int size = 1;
+  std::unique_ptr<Backend> comm;
+  SharedFacts* shared = nullptr;
+
+  /// What comes next, should this be the last thing heard from the rank.
+  void note(const std::string& text) const;
+
+  /// Enough for any call in which nothing is wrong.
+  CallContext in_time(std::string_view label = "") const;
+  CallContext within_ms(int64_t ms, std::string_view label = "") const;
+};
+
+struct RunOptions {
+  std::set<int> killed;  ///< ranks that must end by SIGKILL; all others must end well
+  std::function<void(const std::vector<pid_t>& pids, SharedFacts& shared)> meanwhile;  ///< parent
+};
+
+/// Runs body on every rank and waits for all. An exception that leaves a body fails the test. A
+/// test that takes longer than a minute is ended with what its ranks did last. Gives the shared
+/// numbers as they were at the end.
+std::array<int64_t, 16> run_ranks(const WorldCase& world, const std::function<void(Rank&)>& body,
+                                  const RunOptions& options = {});
+
+/// What a call threw.
+struct Caught {
+  bool thrown = false;
+  Code code = Code::kInternal;
+  int blamed = -1;
+  std::string text;
+
+  /// Expects this code and all fragments.
+  void expect(Code expected, const std::vector<std::string>& fragments) const;
+};
+Caught catch_error(const std::function<void()>& action);
+
+/// Waits for a number of the shared facts to reach a value; false after ten seconds.
+bool wait_until_at_least(const std::atomic<int64_t>& number, int64_t value);
+
+/// The cases of backends that this build has, for these world sizes; `self` has size 1 only.
+std::vector<WorldCase> world_cases(const std::vector<std::string>& backends,
+                                   const std::vector<int>& sizes,
+                                   const std::vector<Ranks>& ranks = {Ranks::kThreads,
+                                                                      Ranks::kProcesses});
+
+std::string case_name(const testing::TestParamInfo<WorldCase>& info);
+
+/// Tests of backends: skips, by name, where the backend's module is missing.
+class BackendTest : public testing::TestWithParam<WorldCase> {
+ protected:
+  void SetUp() override;
+};
+
+}  // namespace lockstep::test

@@ -1,0 +1,192 @@
+// Whom to blame, and what the failure block says: from views, without processes.
+
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include <algorithm>
+
+#include "launch/failure_text.hpp"
+#include "launch/oom_watch.hpp"
+#include "launch/verdict.hpp"
+
+namespace lockstep {
+namespace {
+
+RankView alive(int rank, char state = 'S') {
+  RankView view;
+  view.rank = rank;
+  view.pid = 1000 + rank;
+  view.state = state;
+  return view;
+}
+
+RankView ended(int rank, int order, int status) {
+  RankView view = alive(rank);
+  view.end = WorkerEnd{rank, status, order};
+  view.order = order;
+  return view;
+}
+
+RankView with_error(RankView view, Code code, int blamed, const std::string& message = "oops") {
+  view.board.error = FirstError{code, 1, blamed, message};
+  return view;
+}
+
+constexpr int exited(int code) {
+  return code << 8;
+}
+
+TEST(Verdict, TheFirstBadEndIsTheCulprit) {
+  const Verdict verdict = judge(
+      {ended(0, 1, exited(1)), ended(1, 0, exited(3)), alive(2), ended(3, 2, exited(0))}, false);
+  EXPECT_EQ(verdict.root, 1);
+  EXPECT_EQ(verdict.witness, 1);
+  EXPECT_EQ(verdict.cause, Cause::kExit);
+  EXPECT_EQ(verdict.exit_code, 3);
+  EXPECT_EQ(verdict.gave_up, (std::vector<int>{0}));
+  EXPECT_EQ(verdict.running, (std::vector<int>{2}));
+}
+
+TEST(Verdict, SignalsKeepTheirCode) {
+  const Verdict killed = judge({ended(0, 0, SIGKILL), alive(1)}, false);
+  EXPECT_EQ(killed.cause, Cause::kSignal);
+  EXPECT_EQ(killed.exit_code, 137);
+  EXPECT_EQ(judge({ended(0, 0, SIGKILL)}, true).cause, Cause::kOutOfMemory);
+  EXPECT_EQ(judge({ended(0, 0, SIGSEGV)}, true).cause, Cause::kSignal)
+      << "only SIGKILL is the system's way";
+}
+
+TEST(Verdict, AVictimsErrorLeadsToTheCulprit) {
+  // Rank 0 ended first, but says that rank 2 failed; rank 2 did, with its own code.
+  const Verdict verdict = judge({with_error(ended(0, 0, exited(1)), Code::kRankFailed, 2), alive(1),
+                                 with_error(ended(2, 1, exited(7)), Code::kSplit, -1)},
+                                false);
+  EXPECT_EQ(verdict.root, 2);
+  EXPECT_EQ(verdict.witness, 0);
+  EXPECT_EQ(verdict.exit_code, 7);
+  EXPECT_EQ(verdict.gave_up, (std::vector<int>{0}));
+}
+
+TEST(Verdict, BlameIsFollowedFromVictimToVictim) {
+  const Verdict verdict =
+      judge({with_error(ended(0, 0, exited(1)), Code::kRankFailed, 1),
+             with_error(ended(1, 1, exited(1)), Code::kRankFailed, 2), ended(2, 2, SIGABRT)},
+            false);
+  EXPECT_EQ(verdict.root, 2);
+  EXPECT_EQ(verdict.exit_code, 134);
+}
+
+TEST(Verdict, ALivingCulpritHasTheVictimsCode) {
+  const auto views = [](char state) {
+    return std::vector<RankView>{with_error(ended(0, 0, exited(1)), Code::kRankAbsent, 1),
+                                 alive(1, state)};
+  };
+  EXPECT_EQ(judge(views('T'), false).cause, Cause::kHalted);
+  EXPECT_EQ(judge(views('R'), false).cause, Cause::kMissing);
+  EXPECT_EQ(judge(views('R'), false).root, 1);
+  EXPECT_EQ(judge(views('R'), false).exit_code, 1);
+  EXPECT_TRUE(judge(views('R'), false).running.empty()) << "the root is no victim";
+  EXPECT_TRUE(blames_a_living_rank(views('R')));
+}
+
+TEST(Verdict, ARankThatLeftWellCanBeTheCulprit) {
+  const Verdict verdict = judge(
+      {with_error(ended(0, 1, exited(1)), Code::kRankFailed, 1), ended(1, 0, exited(0))}, false);
+  EXPECT_EQ(verdict.cause, Cause::kLeft);
+  EXPECT_EQ(verdict.root, 1);
+  EXPECT_EQ(verdict.exit_code, 1);
+}
+
+TEST(Verdict, ARankOfAnotherHost) {
+  const std::vector<RankView> views = {with_error(ended(0, 0, exited(1)), Code::kRankFailed, 5),
+                                       alive(1)};
+  EXPECT_EQ(judge(views, false).cause, Cause::kRemote);
+  EXPECT_EQ(judge(views, false).root, 5);
+  EXPECT_TRUE(blames_a_living_rank(views));
+}
+
+TEST(Verdict, RanksThatBlameEachOtherOrThemselvesEndTheSearch) {
+  const Verdict both = judge({with_error(ended(0, 0, exited(1)), Code::kRankFailed, 1),
+                              with_error(ended(1, 1, exited(1)), Code::kRankFailed, 0)},
+                             false);
+  EXPECT_EQ(both.root, 0);
+  EXPECT_EQ(judge({with_error(ended(0, 0, exited(1)), Code::kRankFailed, 0)}, false).root, 0);
+}
+
+TEST(Verdict, AVictimThatKnowsNoNameIsNotBlamed) {
+  const Verdict verdict = judge(
+      {with_error(ended(0, 0, exited(1)), Code::kRankFailed, -1), ended(1, 1, SIGKILL)}, false);
+  EXPECT_EQ(verdict.root, 1);
+}
+
+TEST(Verdict, PreemptedRanksAreNoFailure) {
+  const Verdict verdict = judge({ended(0, 0, exited(75)), ended(1, 1, exited(4))}, false);
+  EXPECT_EQ(verdict.root, 1);
+  EXPECT_TRUE(verdict.gave_up.empty());
+}
+
+FailureFacts facts() {
+  return {.host = "box",
+          .program = "./train",
+          .world_size = 3,
+          .logs = "/logs/0",
+          .error_message = "",
+          .last_errors = {},
+          .remote = "",
+          .now_ns = 2'000'000'000};
+}
+
+TEST(FailureText, NamesEverythingThatIsKnown) {
+  RankView root = with_error(ended(1, 0, exited(1)), Code::kSplit, -1, "rows do not fit");
+  root.board.updated_ns = 1;
+  root.board.step = 17;
+  root.board.collective = {52, "all_reduce", 24 << 20, 3, 1'000'000'000, 0};
+  const std::vector<RankView> views = {ended(0, 1, exited(1)), root, alive(2)};
+  const Error error = failure_error(judge(views, false), views, facts());
+  EXPECT_EQ(error.block(),
+            "error[LS0008]: rank 1: rows do not fit\n"
+            "note: rank 1 of 3 on box, process 1001, ./train\n"
+            "note: it was at step 17, in all_reduce #52 of 24.0 MiB (bucket 3), 1.00 s ago\n"
+            "note: victims: rank 0 gave up, rank 2 stopped by lockstep\n"
+            "note: logs of all ranks: /logs/0\n"
+            "help: tail /logs/0/rank1.*; `lockstep explain LS0008`");
+}
+
+TEST(FailureText, IsAtMostFifteenLinesWhateverRanksSay) {
+  std::string chatter;
+  for (int i = 0; i < 100; ++i) chatter += "a line\nand one more ";
+  RankView witness = with_error(ended(0, 0, exited(1)), Code::kRankFailed, 1, chatter);
+  RankView root = ended(1, 1, exited(9));
+  root.board.updated_ns = 1;
+  const std::vector<RankView> views = {witness, root, alive(2)};
+  FailureFacts much = facts();
+  much.error_message = chatter;
+  much.last_errors = {chatter, chatter, chatter, chatter, chatter, chatter};
+  const std::string block = failure_error(judge(views, false), views, much).block();
+  EXPECT_LE(std::count(block.begin(), block.end(), '\n') + 1, 15) << block;
+  EXPECT_LT(block.size(), 4000U);
+  EXPECT_NE(block.find("rank 1 ended with exit code 9"), std::string::npos);
+  EXPECT_NE(block.find("it wrote: "), std::string::npos);
+}
+
+TEST(FailureText, QuotesTheOtherHost) {
+  const std::vector<RankView> views = {with_error(ended(0, 0, exited(1)), Code::kRankFailed, 5)};
+  FailureFacts from_afar = facts();
+  from_afar.remote = "rank 5 was killed by signal 9 (Killed)";
+  const Error error = failure_error(judge(views, false), views, from_afar);
+  EXPECT_EQ(error.message(), "rank 5 was killed by signal 9 (Killed)");
+  EXPECT_NE(error.help().find("that host"), std::string::npos);
+}
+
+TEST(OomWatch, ReadsTheKernelsCounters) {
+  EXPECT_EQ(parse_oom_kills("low 0\noom 4\noom_kill 3\noom_group_kill 0\n"), 3);
+  EXPECT_EQ(parse_oom_kills("oom_kill_disable 0\nunder_oom 0\noom_kill 12\n"), 12);
+  EXPECT_FALSE(parse_oom_kills("nr_free_pages 12\n"));
+  EXPECT_EQ(oom_counter_file("0::/user.slice/a\n", "/cg"), "/cg/user.slice/a/memory.events");
+  EXPECT_EQ(oom_counter_file("5:cpu:/\n4:memory:/job/1\n0::/\n", "/cg"),
+            "/cg/memory/job/1/memory.oom_control");
+  EXPECT_EQ(oom_counter_file("", "/cg"), "");
+}
+
+}  // namespace
+}  // namespace lockstep

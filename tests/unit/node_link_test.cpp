@@ -1,0 +1,316 @@
+#include <poll.h>
+#include <signal.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <set>
+
+#include "launch/rendezvous_messages.hpp"
+#include "net/connection.hpp"
+#include "net/store.hpp"
+#include "rendezvous_support.hpp"
+
+namespace lockstep {
+namespace {
+
+using test::expect_error;
+using test::expect_failure;
+using test::expect_finish;
+using test::free_port;
+using test::in_ms;
+using test::kToken;
+using test::Link;
+using test::next_event;
+using test::offer_of;
+using test::options_for;
+using test::pause_ms;
+using test::start_job;
+
+TEST(NodeLink, TheFirstFailureIsToldToAll) {
+  auto links = start_job(3);
+  links[1]->report_failure({.node_rank = 1, .rank = 2, .exit_code = 3, .text = "exit 3\xff"});
+  for (auto& link : links) {
+    const RemoteFailure failure = expect_failure(*link);
+    EXPECT_EQ(failure.node_rank, 1);
+    EXPECT_EQ(failure.rank, 2);
+    EXPECT_EQ(failure.exit_code, 3);
+    EXPECT_EQ(failure.text.substr(0, 6), "exit 3");
+  }
+  links[2]->report_failure({.node_rank = 2, .rank = 5, .exit_code = 137, .text = "a victim"});
+  links[0]->report_finished();
+  EXPECT_FALSE(next_event(*links[0], 300));
+  EXPECT_FALSE(next_event(*links[1], 0));
+}
+
+TEST(NodeLink, FinishedComesWhenAllHaveFinished) {
+  auto links = start_job(3);
+  links[0]->report_finished();
+  links[1]->report_finished();
+  links[1]->report_finished();  // twice counts once
+  EXPECT_FALSE(next_event(*links[0], 300));
+  links[2]->report_finished();
+  for (auto& link : links) {
+    const auto event = next_event(*link, 10'000);
+    ASSERT_TRUE(event);
+    EXPECT_EQ(event->kind, NodeEvent::Kind::kFinished);
+  }
+  links[0].reset();  // node 0 goes first
+  EXPECT_FALSE(next_event(*links[1], 200)) << "the end of the meeting is no failure now";
+}
+
+// Its last words reach the others even when a launcher ends right after them.
+TEST(NodeLink, WhatALauncherSaysBeforeItEndsIsHeard) {
+  for (int round = 0; round < 10; ++round) {
+    for (const size_t speaker : {size_t{0}, size_t{1}}) {
+      auto links = start_job(2);
+      links[speaker]->report_failure(
+          {.node_rank = static_cast<int>(speaker), .rank = 1, .exit_code = 9, .text = "boom"});
+      links[speaker].reset();
+      const RemoteFailure failure = expect_failure(*links[1 - speaker]);
+      EXPECT_EQ(failure.exit_code, 9);
+      EXPECT_EQ(failure.text, "boom");
+    }
+  }
+}
+
+TEST(NodeLink, AHostThatHangsUpIsLost) {
+  auto links = start_job(3);
+  const int64_t before = monotonic_ns();
+  links[1].reset();
+  for (const size_t other : {size_t{0}, size_t{2}}) {
+    const RemoteFailure failure = expect_failure(*links[other]);
+    EXPECT_EQ(failure.node_rank, 1);
+    EXPECT_EQ(failure.rank, -1);
+    EXPECT_NE(failure.text.find("host1 was lost"), std::string::npos) << failure.text;
+  }
+  EXPECT_LT(monotonic_ns() - before, 5'000'000'000) << "at once, not after ten seconds";
+}
+
+TEST(NodeLink, TheEndOfNodeZeroIsTheEndOfTheJob) {
+  auto links = start_job(3);
+  links[0].reset();
+  for (const size_t other : {size_t{1}, size_t{2}}) {
+    const RemoteFailure failure = expect_failure(*links[other]);
+    EXPECT_EQ(failure.node_rank, 0);
+    EXPECT_EQ(failure.rank, -1);
+  }
+  expect_error(Code::kRendezvous, {"ended"}, [&] { links[1]->rejoin(1, in_ms(5000)); });
+}
+
+TEST(NodeLink, AFinishedHostMayLeave) {
+  auto links = start_job(3);
+  links[1]->report_finished();
+  pause_ms(100);
+  links[1].reset();
+  EXPECT_FALSE(next_event(*links[0], 300));
+  links[0]->report_finished();
+  links[2]->report_finished();
+  const auto event = next_event(*links[2], 10'000);
+  ASSERT_TRUE(event);
+  EXPECT_EQ(event->kind, NodeEvent::Kind::kFinished);
+}
+
+// A launcher in another process, so that it can be stopped or killed.
+pid_t fork_host(const RendezvousOptions& options, const NodeOffer& offer) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    int result = 1;
+    try {
+      const auto link = NodeLink::join(options, offer);
+      const auto event = next_event(*link, 60'000);
+      const bool failed = event && event->kind == NodeEvent::Kind::kFailed;
+      result = failed && event->failure->rank == -1 ? 0 : 2;
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "child: %s\n", error.what());
+    }
+    ::_exit(result);
+  }
+  return child;
+}
+
+int wait_for(pid_t child) {
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return status;
+}
+
+TEST(NodeLink, ASilentHostIsLostInTimeOnBothSides) {
+  auto options = options_for(2, free_port());
+  options.lost_after_ns = 1'500'000'000;
+  const pid_t child = fork_host(options, offer_of("stopped", 1));
+  options.serve = true;
+  const auto link = NodeLink::join(options, offer_of("zero"));
+  EXPECT_FALSE(next_event(*link, 3000)) << "a healthy host gives signs of life";
+  ::kill(child, SIGSTOP);
+  const int64_t before = monotonic_ns();
+  const RemoteFailure failure = expect_failure(*link);
+  const int64_t took_ns = monotonic_ns() - before;
+  EXPECT_EQ(failure.node_rank, 1);
+  EXPECT_EQ(failure.rank, -1);
+  EXPECT_NE(failure.text.find("nothing was heard from it for 1.50 s"), std::string::npos)
+      << failure.text;
+  EXPECT_GT(took_ns, 1'000'000'000);
+  EXPECT_LT(took_ns, 5'000'000'000);
+  ::kill(child, SIGCONT);
+  EXPECT_EQ(wait_for(child), 0) << "told when it woke up";
+}
+
+TEST(NodeLink, ASilentNodeZeroIsLostInTime) {
+  auto options = options_for(2, free_port());
+  options.lost_after_ns = 1'500'000'000;
+  options.serve = true;
+  const pid_t child = fork_host(options, offer_of("zero"));
+  options.serve = false;
+  const auto link = NodeLink::join(options, offer_of("one"));
+  ::kill(child, SIGSTOP);
+  const RemoteFailure failure = expect_failure(*link);
+  EXPECT_EQ(failure.node_rank, 0);
+  EXPECT_EQ(failure.rank, -1);
+  EXPECT_NE(failure.text.find("nothing was heard"), std::string::npos) << failure.text;
+  ::kill(child, SIGKILL);
+  ::kill(child, SIGCONT);
+  wait_for(child);
+}
+
+TEST(NodeLink, AKilledHostIsLostAtOnce) {
+  auto options = options_for(2, free_port());
+  const pid_t child = fork_host(options, offer_of("killed", 1));
+  options.serve = true;
+  const auto link = NodeLink::join(options, offer_of("zero"));
+  ::kill(child, SIGKILL);
+  const int64_t before = monotonic_ns();
+  EXPECT_EQ(expect_failure(*link).rank, -1);
+  EXPECT_LT(monotonic_ns() - before, 3'000'000'000);
+  wait_for(child);
+}
+
+void rejoin_all(std::vector<Link>& links, int master_port) {
+  std::vector<std::future<void>> waiting;
+  for (auto& link : links) {
+    waiting.push_back(std::async(
+        std::launch::async, [&link, master_port] { link->rejoin(master_port, in_ms(20'000)); }));
+  }
+  for (auto& one : waiting) one.get();
+}
+
+TEST(NodeLink, RestartsInNewRounds) {
+  auto links = start_job(3);
+  std::set<std::string> sessions = {links[0]->layout().session};
+  const std::string first_store = links[0]->layout().store;
+  connect_store(parse_store_address(first_store, kToken), in_ms(5000))->set("key", "old");
+  for (int round = 1; round <= 2; ++round) {
+    links[2]->report_failure({.node_rank = 2, .rank = 3, .exit_code = 1, .text = "failed"});
+    expect_failure(*links[0]);  // the others find theirs untaken, and rejoin all the same
+    rejoin_all(links, 2000 + round);
+    for (size_t node = 0; node < 3; ++node) {
+      const JobLayout& layout = links[node]->layout();
+      EXPECT_EQ(layout.round, round);
+      EXPECT_EQ(layout.node_rank, static_cast<int>(node));
+      EXPECT_EQ(layout.master_port, 2000 + round);
+      EXPECT_EQ(layout.session, links[0]->layout().session);
+      EXPECT_FALSE(links[node]->take()) << "no event of the old round";
+    }
+    sessions.insert(links[0]->layout().session);
+    // A store of this round's own.
+    connect_store(parse_store_address(links[1]->layout().store, kToken), in_ms(5000))
+        ->set("key", "new");
+  }
+  EXPECT_EQ(sessions.size(), 3U);
+  links[0]->report_failure({.node_rank = 0, .rank = 0, .exit_code = 1, .text = "again"});
+  expect_failure(*links[1]);
+  expect_error(Code::kRendezvous, {"restarted 2 times", "--max-restarts"},
+               [&] { links[1]->rejoin(1, in_ms(1000)); });
+}
+
+TEST(NodeLink, AFinishedJobAfterARestart) {
+  auto links = start_job(2);
+  links[0]->report_finished();
+  links[1]->report_failure({.node_rank = 1, .rank = 1, .exit_code = 1, .text = "failed"});
+  expect_failure(*links[0]);
+  rejoin_all(links, 2000);
+  links[1]->report_finished();
+  EXPECT_FALSE(next_event(*links[1], 300)) << "node 0 finished the round before, not this one";
+  links[0]->report_finished();
+  EXPECT_EQ(next_event(*links[1], 10'000).value().kind, NodeEvent::Kind::kFinished);
+}
+
+TEST(NodeLink, ARestartNamesTheHostThatDoesNotComeBack) {
+  auto links = start_job(3);
+  links[1].reset();
+  expect_failure(*links[0]);
+  expect_failure(*links[2]);
+  auto other = std::async(std::launch::async,
+                          [&] { EXPECT_THROW(links[2]->rejoin(1, in_ms(1000)), Error); });
+  expect_error(Code::kRendezvous, {"2 of 3 hosts", "missing: node 1", "host0 (node 0)"},
+               [&] { links[0]->rejoin(1, in_ms(900)); });
+  other.get();
+}
+
+TEST(NodeLink, ALostHostMayBeReplaced) {
+  const auto options = options_for(3, free_port());
+  auto links = start_job(3, options);
+  links[1].reset();
+  expect_failure(*links[0]);
+  expect_failure(*links[2]);
+  auto zero = std::async(std::launch::async, [&] { links[0]->rejoin(2000, in_ms(20'000)); });
+  auto two = std::async(std::launch::async, [&] { links[2]->rejoin(1, in_ms(20'000)); });
+  links[1] = NodeLink::join(options, offer_of("spare"));
+  zero.get();
+  two.get();
+  EXPECT_EQ(links[1]->layout().node_rank, 1);
+  EXPECT_EQ(links[1]->layout().round, 1);
+  EXPECT_EQ(links[0]->layout().hosts.at(1), "spare");
+  expect_finish(links);
+}
+
+TEST(NodeLink, StrangersDoNotDisturbARunningJob) {
+  const auto options = options_for(2, free_port());
+  auto links = start_job(2, options);
+  std::vector<Socket> strangers;
+  for (const std::string bytes :
+       {"GET / HTTP/1.1\r\n\r\n", "l", "", "lockstep", "\xff\xff\xff\xff\xff\xff\xff\xff"}) {
+    int error = 0;
+    strangers.push_back(start_connect(resolve({"127.0.0.1", options.port}).at(0), error));
+    pollfd item{strangers.back().get(), POLLOUT, 0};
+    ::poll(&item, 1, 2000);
+    EXPECT_EQ(::send(strangers.back().get(), bytes.data(), bytes.size(), MSG_NOSIGNAL),
+              static_cast<ssize_t>(bytes.size()));
+  }
+  // One who knows the token and talks nonsense.
+  for (const std::string payload : {"", "{", "[]", "{\"type\":\"layout\"}", "{\"type\":1}",
+                                    "{\"type\":\"finished\"}", "{\"type\":\"rejoin\"}"}) {
+    Connection insider =
+        Connection::open_tcp({"127.0.0.1", options.port}, kToken, kMaxNodeMessage, in_ms(5000));
+    insider.post(payload);
+    EXPECT_THROW(
+        {
+          while (insider.receive(in_ms(5000))) {
+          }
+        },
+        ConnectionLost)
+        << payload;
+  }
+  EXPECT_FALSE(next_event(*links[0], 300));
+  EXPECT_FALSE(next_event(*links[1], 0));
+  expect_finish(links);
+}
+
+size_t entries(const char* folder) {
+  return static_cast<size_t>(std::distance(std::filesystem::directory_iterator(folder),
+                                           std::filesystem::directory_iterator()));
+}
+
+TEST(NodeLink, LeavesNoThreadAndNoDescriptor) {
+  start_job(2);  // what is made once is made now
+  const size_t descriptors = entries("/proc/self/fd");
+  const size_t threads = entries("/proc/self/task");
+  for (int i = 0; i < 10; ++i) start_job(3);
+  EXPECT_EQ(entries("/proc/self/fd"), descriptors);
+  for (int i = 0; i < 100 && entries("/proc/self/task") != threads; ++i) pause_ms(10);
+  EXPECT_EQ(entries("/proc/self/task"), threads);
+}
+
+}  // namespace
+}  // namespace lockstep
