@@ -1,5 +1,9 @@
 #include "comm/reduce_kernels.hpp"
 
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
+
 namespace lockstep {
 namespace {
 
@@ -8,14 +12,24 @@ struct Choice {
   std::string_view name;
 };
 
+#ifdef __x86_64__
+bool has_f16c() {  // clang 14's __builtin_cpu_supports does not know it
+  unsigned int a = 0;
+  unsigned int b = 0;
+  unsigned int c = 0;
+  unsigned int d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
+
 Choice choose() {
 #ifdef __x86_64__
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && has_f16c()) {
     return {&avx512_reduce_kernels(), "avx512"};
   }
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+  if (__builtin_cpu_supports("avx2") && has_f16c()) {
     return {&avx2_reduce_kernels(), "avx2"};
   }
 #endif

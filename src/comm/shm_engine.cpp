@@ -110,20 +110,27 @@ void ShmEngine::wait_for_entry(const ShmTask& task, int64_t sequence) {
 
 bool ShmEngine::advance(const ShmCollective& task) {
   if (task.done()) return true;
-  guarded([this] { progress(); });
+  guarded([&] { work_on(task, Patience::kLookOnce); });
   return task.done();
 }
 
 void ShmEngine::wait(const ShmCollective& task) {
   if (task.done()) return;
-  guarded([&] {
-    const auto ready = [&] {
-      progress();
-      return task.done();
-    };
-    wait_until(
-        ready, [this]() -> const ShmTask& { return *in_flight_.front(); }, task.deadline_ns);
-  });
+  guarded([&] { work_on(task, Patience::kUntilDone); });
+}
+
+// Those who only look learn of a deadline or a failure, too.
+void ShmEngine::work_on(const ShmCollective& task, Patience patience) {
+  const auto ready = [&] {
+    progress();
+    return task.done();
+  };
+  const auto blocker = [this]() -> const ShmTask& { return *in_flight_.front(); };
+  if (patience == Patience::kUntilDone) {
+    wait_until(ready, blocker, task.deadline_ns);
+  } else if (!ready()) {
+    look_around(ready, blocker, task.deadline_ns);
+  }
 }
 
 void ShmEngine::run(std::shared_ptr<ShmCollective> task) {

@@ -128,6 +128,8 @@ class ShmEngine {
   void check_abort(const ShmTask& task) const;
   void compare(const Call& own) const;
   void progress();
+  enum class Patience { kLookOnce, kUntilDone };
+  void work_on(const ShmCollective& task, Patience patience);
   void wait_for_entry(const ShmTask& task, int64_t sequence);
   void wait_until(const std::function<bool()>& ready,
                   const std::function<const ShmTask&()>& blocker, int64_t deadline_ns);

@@ -22,6 +22,7 @@ namespace {
 
 constexpr int64_t kSweepNs = 10'000'000'000;
 constexpr int kReapOrphansMs = 2000;
+constexpr int kAskMs = 5;
 constexpr int32_t kLink = -1;  // the link's number among the workers' in epoll
 
 // The C view of a WorkerStart.
@@ -73,7 +74,7 @@ class Keeper {
   }
 
  private:
-  void send(KeeperMessage::Kind kind, int32_t worker, int32_t value) const {
+  void send(KeeperMessage::Kind kind, int32_t worker, int64_t value) const {
     const KeeperMessage message{kind, worker, value, monotonic_ns()};
     ::send(link_, &message, sizeof(message), MSG_NOSIGNAL);
   }
@@ -113,55 +114,66 @@ class Keeper {
 
   // The pipes' ends are the ranks' and the launcher's: held here, no pipe would ever end.
   void close_inherited() const {
-    const auto link = static_cast<unsigned>(link_);
-    if (link > 3) ::syscall(SYS_close_range, 3U, link - 1, 0U);
-    ::syscall(SYS_close_range, link + 1, ~0U, 0U);
-    const int nothing = ::open("/dev/null", O_RDWR);
+    std::vector<int> inherited;
+    std::error_code ignored;
+    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", ignored)) {
+      inherited.push_back(std::stoi(entry.path().filename().string()));
+    }
+    for (const int fd : inherited) {
+      if (fd > STDERR_FILENO && fd != link_) ::close(fd);
+    }
+    const int nothing = ::open("/dev/null", O_RDWR | O_CLOEXEC);
     for (const int standard : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
       ::dup2(nothing, standard);
     }
-    if (nothing > STDERR_FILENO) ::close(nothing);
+    ::close(nothing);
   }
 
-  // epoll hands out events in the order in which they happened, which poll does not.
+  // epoll hands out events in the order in which they happened, which poll does not. Before Linux
+  // 5.3 there are no descriptors of processes, and ranks are asked one by one, often.
   [[noreturn]] void watch() {
     const int events = ::epoll_create1(EPOLL_CLOEXEC);
     const auto add = [events](int fd, int32_t number) {
       epoll_event event{};
       event.events = EPOLLIN;
       event.data.fd = number;
-      return ::epoll_ctl(events, EPOLL_CTL_ADD, fd, &event) == 0;
+      return fd >= 0 && ::epoll_ctl(events, EPOLL_CTL_ADD, fd, &event) == 0;
     };
     add(link_, kLink);
+    bool all_watched = true;
     for (size_t number = 0; number < pids_.size(); ++number) {
       endings_.push_back(static_cast<int>(::syscall(SYS_pidfd_open, pids_[number], 0)));
-      add(endings_.back(), static_cast<int32_t>(number));
+      all_watched = add(endings_.back(), static_cast<int32_t>(number)) && all_watched;
     }
+    ended_.resize(pids_.size(), false);
     for (;;) {
       std::array<epoll_event, 16> ready{};
-      const int count =
-          ::epoll_wait(events, ready.data(), static_cast<int>(ready.size()), kReapOrphansMs);
+      const int count = ::epoll_wait(events, ready.data(), static_cast<int>(ready.size()),
+                                     all_watched ? kReapOrphansMs : kAskMs);
       for (int i = 0; i < count; ++i) {
         const int32_t number = ready[static_cast<size_t>(i)].data.fd;
         if (number == kLink) finish();
-        tell_end(number);
+        tell_end(static_cast<size_t>(number));
       }
+      for (size_t number = 0; !all_watched && number < pids_.size(); ++number) tell_end(number);
       reap_orphans();
     }
   }
 
   // The zombie stays until the sweep: so long its number, which is its group's, is nobody else's.
-  void tell_end(int32_t number) {
-    const auto place = static_cast<size_t>(number);
+  void tell_end(size_t number) {
     siginfo_t info{};
-    if (::waitid(P_PID, static_cast<id_t>(pids_[place]), &info, WEXITED | WNOHANG | WNOWAIT) != 0 ||
+    if (ended_[number] ||
+        ::waitid(P_PID, static_cast<id_t>(pids_[number]), &info, WEXITED | WNOHANG | WNOWAIT) !=
+            0 ||
         info.si_pid == 0) {
       return;
     }
     const bool by_signal = info.si_code != CLD_EXITED;
     const int status = by_signal ? info.si_status : info.si_status << 8;  // as wait() codes it
-    send(KeeperMessage::Kind::kEnded, number, status);
-    ::close(endings_[place]);
+    send(KeeperMessage::Kind::kEnded, static_cast<int32_t>(number), status);
+    ended_[number] = true;
+    if (endings_[number] >= 0) ::close(endings_[number]);
   }
 
   // Descendants that a rank abandoned become our zombies when they end.
@@ -193,6 +205,7 @@ class Keeper {
   const int link_;
   std::vector<pid_t> pids_;   // [worker]
   std::vector<int> endings_;  // [worker] pidfd
+  std::vector<bool> ended_;   // [worker]
 };
 
 }  // namespace

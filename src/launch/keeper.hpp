@@ -37,7 +37,7 @@ struct KeeperMessage {
   };
   Kind kind = Kind::kSwept;
   int32_t worker = -1;
-  int32_t value = 0;
+  int64_t value = 0;
   int64_t at_ns = 0;
 };
 

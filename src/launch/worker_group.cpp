@@ -79,9 +79,9 @@ void WorkerGroup::wait_until_started(const std::vector<WorkerStart>& workers) {
                   "start the job again; nothing is left of it");
     }
     if (message->kind == KeeperMessage::Kind::kNotStarted) {
-      fail_start(workers[static_cast<size_t>(message->worker)], message->value);
+      fail_start(workers[static_cast<size_t>(message->worker)], static_cast<int>(message->value));
     }
-    pids_.push_back(message->value);
+    pids_.push_back(static_cast<pid_t>(message->value));
   }
 }
 
@@ -105,7 +105,7 @@ std::optional<WorkerEnd> WorkerGroup::take_end() {
   if (lost_) return std::nullopt;
   const auto message = receive(false);
   if (!message || message->kind != KeeperMessage::Kind::kEnded) return std::nullopt;
-  return WorkerEnd{message->worker, message->value, message->at_ns};
+  return WorkerEnd{message->worker, static_cast<int>(message->value), message->at_ns};
 }
 
 pid_t WorkerGroup::pid(int worker) const {

@@ -1,7 +1,7 @@
 #include "lockstep/world.hpp"
 
+#include <errno.h>
 #include <fmt/format.h>
-#include <sched.h>
 #include <unistd.h>
 
 #include "comm/backends.hpp"
@@ -127,7 +127,7 @@ World World::from_env(const WorldOptions& options) {
       State{environment, Devices(std::vector<SlotPlan>{slot}), {}, nullptr, {}});
   if (!environment.board.empty()) {
     state->page = BoardPage::attach(environment.board, environment.local_rank);
-    state->page->set_phase(Phase::kStarting);
+    state->page->start(program_invocation_short_name);
   }
   state->comm.emplace(make_backend(backend, environment, timeout, state->store), timeout);
   if (state->page) state->comm->show_on(*state->page);

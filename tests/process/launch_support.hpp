@@ -55,12 +55,17 @@ struct JobResult {
   double seconds = 0;
 };
 
+/// A program of the tests, which stands in the folder of this one.
+inline std::string beside_this_test(const std::string& program) {
+  return (std::filesystem::read_symlink("/proc/self/exe").parent_path() / program).string();
+}
+
 /// A place where jobs of `lockstep run` are started, with a worker program and a TMPDIR of its own,
 /// so that whatever a job leaves behind is found, also when tests run side by side.
 class LaunchTest : public ::testing::Test {
  protected:
   LaunchTest() : worker_(folder_.file("w" + std::to_string(::getpid()))) {
-    std::filesystem::create_symlink(std::string(LOCKSTEP_BIN) + "/launch_worker", worker_);
+    std::filesystem::create_symlink(beside_this_test("launch_worker"), worker_);
     std::filesystem::create_directory(folder_.file("tmp"));
   }
 

@@ -267,7 +267,8 @@ TEST(Practical6, CanBeWatchedWhileItRuns) {
 // Exit 2 and the message with a remedy, from rank 0 alone although every rank finds the mistake.
 void expect_refusal(int ranks, const Arguments& arguments, const std::string& code,
                     const std::string& part) {
-  const ChildResult result = run_ranks(ranks, arguments);
+  const ScratchFolder logs;  // kept after failures: not in the user's folder
+  const ChildResult result = run_ranks(ranks, arguments, {"--log-dir", logs.file("logs")});
   EXPECT_EQ(result.exit_code, 2) << result.errors;
   EXPECT_EQ(result.output, "");
   EXPECT_EQ(count(result.errors, "[rank 0] error[" + code + "]"), 1U) << result.errors;

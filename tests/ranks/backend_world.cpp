@@ -8,6 +8,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <ostream>
 #include <thread>
 
 #include "comm/gloo_loader.hpp"
@@ -191,6 +192,10 @@ void run_processes(const WorldCase& world, SharedFacts* facts,
 std::string WorldCase::name() const {
   return backend + "_" + std::to_string(size) +
          (ranks == Ranks::kThreads ? "_threads" : "_processes");
+}
+
+void PrintTo(const WorldCase& world, std::ostream* out) {
+  *out << world.name();
 }
 
 void Rank::note(const std::string& text) const {

@@ -6,6 +6,7 @@
 #include <array>
 #include <atomic>
 #include <functional>
+#include <iosfwd>
 #include <memory>
 #include <set>
 #include <string>
@@ -27,6 +28,8 @@ struct WorldCase {
 
   std::string name() const;  ///< "gloo_3_processes"
 };
+
+void PrintTo(const WorldCase& world, std::ostream* out);  ///< for GoogleTest
 
 /// Memory that all ranks of a test see, also across processes.
 struct SharedFacts {

@@ -47,7 +47,9 @@ TEST(CommandLine, EveryMistakeNamesTheWordAndTheRemedy) {
   const std::string see_lab = "`lockstep lab --help` lists what it takes";
   const std::vector<BadLine> lines = {
       {{"docter"}, "lockstep has no command \"docter\"", "did you mean `lockstep doctor`?"},
-      {{"zzz"}, "lockstep has no command \"zzz\"", "commands are: doctor, explain, lab"},
+      {{"zzz"},
+       "lockstep has no command \"zzz\"",
+       "commands are: doctor, explain, lab, top, run, slurm-script"},
       {{"--versoin"}, "lockstep has no flag --versoin", "did you mean --version?"},
       {{"doctor", "--jsn"}, "lockstep doctor has no flag --jsn", "did you mean --json?"},
       {{"doctor", "now"},
@@ -67,7 +69,9 @@ TEST(CommandLine, EveryMistakeNamesTheWordAndTheRemedy) {
       {{"lab", "5", "--split-devices", "2,999"},
        "--split-devices \"999\" is not a number from 1 to 256",
        see_lab},
-      {{"lab", "6"}, "there is no lab \"6\": this version has lab 5 only", "run `lockstep lab 5`"},
+      {{"lab", "7"},
+       "there is no lab \"7\": this version has labs 5 and 6",
+       "run `lockstep lab 5` or `lockstep lab 6`"},
       {{"explain", "LS0099"},
        "there is no error code \"LS0099\"",
        "did you mean LS0009? `lockstep explain` lists them all"},
