@@ -104,6 +104,7 @@ void throw_mismatch(const Group& group, std::span<const Call> calls) {
   const bool clear = camps.size() == 1 || 2 * majority.world_ranks.size() > calls.size();
   const int blamed = clear ? camps.front().world_ranks.front() : -1;
   std::vector<std::string> said;
+  said.reserve(camps.size());
   for (const Camp& camp : camps) {
     said.push_back(fmt::format("{} called {}", rank_list(camp.world_ranks), describe(*camp.call)));
   }

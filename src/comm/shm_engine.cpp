@@ -133,10 +133,9 @@ void ShmEngine::work_on(const ShmCollective& task, Patience patience) {
   }
 }
 
-void ShmEngine::run(std::shared_ptr<ShmCollective> task) {
-  const ShmCollective& running = *task;
+void ShmEngine::run(const std::shared_ptr<ShmCollective>& task) {
   begin(task);
-  wait(running);
+  wait(*task);
 }
 
 void ShmEngine::run_message(ShmTask& task) {
@@ -234,6 +233,7 @@ void ShmEngine::compare(const Call& own) const {
   }
   if (same) return;
   std::vector<Call> calls;
+  calls.reserve(static_cast<size_t>(size()));
   for (int place = 0; place < size(); ++place) {
     calls.push_back(ring_call(place, own.sequence).call);
   }

@@ -81,7 +81,7 @@ class ShmEngine {
   void begin(std::shared_ptr<ShmCollective> task);
   bool advance(const ShmCollective& task);
   void wait(const ShmCollective& task);
-  void run(std::shared_ptr<ShmCollective> task);
+  void run(const std::shared_ptr<ShmCollective>& task);
 
   /// Runs a call between two ranks, which has no place in the order of collectives.
   void run_message(ShmTask& task);

@@ -198,7 +198,8 @@ OwnedDescriptor connect_to(const std::string& name) {
 
 OwnedDescriptor accept_from(int listener) {
   const int fd = ::accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
-  return fd < 0 ? nullptr : own(fd);
+  if (fd < 0) return nullptr;
+  return own(fd);
 }
 
 std::optional<pid_t> peer_process(int socket) {
@@ -211,6 +212,7 @@ std::optional<pid_t> peer_process(int socket) {
 
 void wait_readable(const std::vector<int>& sockets, int64_t deadline_ns) {
   std::vector<pollfd> watched;
+  watched.reserve(sockets.size());
   for (const int socket : sockets)
     watched.push_back({.fd = socket, .events = POLLIN, .revents = 0});
   const int64_t left_ms = (deadline_ns - monotonic_ns()) / 1'000'000 + 1;

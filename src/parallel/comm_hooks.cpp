@@ -2,8 +2,9 @@
 
 #include <fmt/format.h>
 
-#include <map>
+#include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
@@ -57,22 +58,39 @@ class CompressedWork : public BucketWork {
   bool widened_ = false;
 };
 
-// Memory for the compressed buckets, made when a bucket first travels and kept.
+// Memory for the compressed buckets, made when a bucket first travels and kept as long as that
+// bucket's. One hook may serve several models, whose buckets travel at the same time.
 class CompressionMemory {
  public:
   explicit CompressionMemory(torch::ScalarType dtype) : dtype_(dtype) {}
 
-  const torch::Tensor& for_bucket(const Communicator& comm, const GradientBucket& bucket) {
-    torch::Tensor& memory = memory_[bucket.index];
-    if (!memory.defined() || memory.numel() != bucket.gradients.numel()) {
-      memory = comm.allocate(bucket.gradients.numel(), bucket.gradients.options().dtype(dtype_));
+  // Whether memory must be made, which is collective, depends on what all ranks do alike. So a
+  // model is told by its gradients' storage, which as long as it is remembered here is no other's.
+  torch::Tensor for_bucket(const Communicator& comm, const GradientBucket& bucket) {
+    const auto gradients = bucket.gradients.storage().getWeakStorageImpl();
+    std::erase_if(entries_, [](const Entry& entry) { return entry.gradients.expired(); });
+    auto entry = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& candidate) {
+      return candidate.gradients == gradients && candidate.bucket == bucket.index;
+    });
+    if (entry == entries_.end()) {
+      entry = entries_.insert(entry, Entry{gradients, bucket.index, {}});
     }
-    return memory;
+    if (!entry->memory.defined() || entry->memory.numel() != bucket.gradients.numel()) {
+      entry->memory =
+          comm.allocate(bucket.gradients.numel(), bucket.gradients.options().dtype(dtype_));
+    }
+    return entry->memory;
   }
 
  private:
+  struct Entry {
+    c10::weak_intrusive_ptr<c10::StorageImpl> gradients;
+    int64_t bucket;
+    torch::Tensor memory;
+  };
+
   torch::ScalarType dtype_;
-  std::map<int64_t, torch::Tensor> memory_;  // [bucket]
+  std::vector<Entry> entries_;
 };
 
 }  // namespace
@@ -90,7 +108,7 @@ CommHook compress_gradients(torch::ScalarType dtype) {
   }
   auto memory = std::make_shared<CompressionMemory>(dtype);
   return [memory](const Communicator& comm, const GradientBucket& bucket, double weight) {
-    const torch::Tensor& small = memory->for_bucket(comm, bucket);
+    const torch::Tensor small = memory->for_bucket(comm, bucket);
     small.copy_(bucket.gradients);
     return std::make_unique<CompressedWork>(begin_bucket(comm, small, bucket.index, weight), small,
                                             bucket.gradients);

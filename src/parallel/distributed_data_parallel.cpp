@@ -6,13 +6,18 @@
 namespace lockstep {
 namespace {
 
-std::vector<TrainedParameter> trained_parameters(const torch::nn::Module& module) {
+std::vector<TrainedParameter> trained_now(const torch::nn::Module& module) {
   std::vector<TrainedParameter> parameters;
   for (const auto& item : module.named_parameters()) {  // a shared one appears once
     if (item.value().defined() && item.value().requires_grad()) {
       parameters.push_back({item.key(), item.value()});
     }
   }
+  return parameters;
+}
+
+std::vector<TrainedParameter> trained_parameters(const torch::nn::Module& module) {
+  auto parameters = trained_now(module);
   if (!parameters.empty()) return parameters;
   throw Error(Code::kUsage, "the module has no parameter that is trained",
               "DistributedDataParallel is for training: a module without gradients needs none");
@@ -84,10 +89,12 @@ GradientSync::~GradientSync() = default;
 void GradientSync::before_forward() {
   State& state = *state_;
   if (!torch::GradMode::is_enabled()) return;
+  state.reducer->require_unchanged(trained_now(*state.module));
   const bool synchronise = state.no_sync_depth == 0;
   const int root = state.joining ? state.joining->begin_step(state, synchronise) : 0;
   state.reducer->before_forward(synchronise);
   if (!state.trains()) return;
+  state.reducer->rebuild_if_due();
   if (!state.joining) state.check_if_due();
   state.share_buffers(root);
   state.last_forward_synchronised = synchronise;

@@ -54,7 +54,8 @@ GradientBuckets::GradientBuckets(const Communicator& comm,
 
 void GradientBuckets::arrange(std::span<const size_t> order) {
   std::map<size_t, torch::Tensor> kept;
-  for (size_t i = 0; i < parameters_.size() && !place_.empty(); ++i) {
+  const bool again = !place_.empty();
+  for (size_t i = 0; again && i < parameters_.size(); ++i) {
     if (holds_grad(i)) kept[i] = parameters_[i].tensor.grad().clone();
   }
   plan_ = plan_buckets(sizes_, order, limits_);
@@ -72,8 +73,8 @@ void GradientBuckets::arrange(std::span<const size_t> order) {
       place_[gradient.parameter] = {bucket, gradient.offset};
     }
   }
-  if (!kept.empty()) {
-    for (const auto& [device, bytes] : memory_) bytes.zero_();  // gaps stay zero
+  for (const auto& [device, bytes] : memory_) {
+    if (again) bytes.zero_();  // so that gaps stay zero
   }
   for (const auto& [parameter, value] : kept) {
     torch::Tensor place = view(parameter);

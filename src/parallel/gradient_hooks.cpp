@@ -65,6 +65,19 @@ GradientHooks::~GradientHooks() {
   target_->listener = nullptr;
 }
 
+bool GradientHooks::listens_to(size_t parameter, const torch::Tensor& tensor) const {
+  return torch::autograd::impl::try_get_grad_accumulator(tensor) == accumulators_[parameter];
+}
+
+void GradientHooks::watch(const std::vector<torch::Tensor>& outputs) const {
+  for (const auto& output : outputs) {
+    if (!output.defined() || !output.requires_grad()) continue;
+    output.register_hook([target = target_](const torch::Tensor&) {
+      if (target->listener != nullptr) target->listener->output_reached();
+    });
+  }
+}
+
 std::vector<bool> GradientHooks::reachable_from(const std::vector<torch::Tensor>& outputs) const {
   std::unordered_set<torch::autograd::Node*> seen;
   std::vector<torch::autograd::Node*> waiting;

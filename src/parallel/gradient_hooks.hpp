@@ -23,6 +23,9 @@ class GradientListener {
   /// Backward has computed a gradient; what is returned is accumulated in its stead.
   virtual torch::Tensor gradient_computed(size_t parameter, const torch::Tensor& gradient) = 0;
 
+  /// A backward pass goes through an output that is watched; it may not reach any parameter.
+  virtual void output_reached() = 0;
+
   /// The parameter's grad is complete for this backward.
   virtual void gradient_accumulated(size_t parameter) = 0;
 };
@@ -34,6 +37,13 @@ class GradientHooks {
   ~GradientHooks();
   GradientHooks(const GradientHooks&) = delete;
   GradientHooks& operator=(const GradientHooks&) = delete;
+
+  /// Whether the parameter still has the accumulator that is listened to: libtorch makes it another
+  /// one when its dtype or device changes.
+  bool listens_to(size_t parameter, const torch::Tensor& tensor) const;
+
+  /// From now on a backward pass through these is told of.
+  void watch(const std::vector<torch::Tensor>& outputs) const;
 
   /// For each parameter, whether these outputs depend on it.
   std::vector<bool> reachable_from(const std::vector<torch::Tensor>& outputs) const;

@@ -30,8 +30,8 @@ class JoinProtocol {
     bool anybody = false;      // still has data
     bool everybody = true;     // still has data
     bool synchronise = false;  // the round's backward
-    bool share_buffers = false;
-    int last_active = 0;  // the highest rank that still has data
+    bool trains = false;       // its forward, so that buffers travel
+    int last_active = 0;       // the highest rank that still has data
   };
 
   Round exchange(GradientSync::State& state, bool active, bool synchronise);

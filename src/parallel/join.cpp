@@ -4,7 +4,7 @@
 namespace lockstep {
 
 // What every rank tells every other before a step, in this order.
-enum Notice : int64_t { kActive, kSynchronise, kShareBuffers, kNotices };
+enum Notice : int64_t { kActive, kSynchronise, kTrains, kNotices };
 
 JoinProtocol::Round JoinProtocol::exchange(GradientSync::State& state, bool active,
                                            bool synchronise) {
@@ -12,7 +12,7 @@ JoinProtocol::Round JoinProtocol::exchange(GradientSync::State& state, bool acti
   auto* notice = mine.data_ptr<int64_t>();
   notice[kActive] = active ? 1 : 0;
   notice[kSynchronise] = active && synchronise ? 1 : 0;
-  notice[kShareBuffers] = active && state.trains() ? 1 : 0;
+  notice[kTrains] = active && state.trains() ? 1 : 0;
   const torch::Tensor all = torch::empty({state.comm.size(), kNotices}, torch::kInt64);
   state.comm.all_gather(mine, all, {.label = "join"});
   Round round;
@@ -25,7 +25,7 @@ JoinProtocol::Round JoinProtocol::exchange(GradientSync::State& state, bool acti
     round.anybody = true;
     round.last_active = rank;
     round.synchronise = said[kSynchronise] != 0;
-    round.share_buffers = said[kShareBuffers] != 0;
+    round.trains = said[kTrains] != 0;
   }
   if (round.anybody) last_active_ = round.last_active;
   if (options_.throw_on_early_termination && round.anybody && !round.everybody) {
@@ -44,9 +44,11 @@ int JoinProtocol::begin_step(GradientSync::State& state, bool synchronise) {
 void JoinProtocol::follow(GradientSync::State& state) {
   for (Round round = exchange(state, false, false); round.anybody;
        round = exchange(state, false, false)) {
-    state.reducer->rebuild_if_due();
-    if (round.share_buffers) state.share_buffers(round.last_active);
-    state.last_forward_synchronised = round.synchronise;
+    if (round.trains) {
+      state.reducer->rebuild_if_due();
+      state.share_buffers(round.last_active);
+      state.last_forward_synchronised = round.synchronise;
+    }
     if (round.synchronise) state.reducer->shadow_backward(options_.divide_by_initial_world_size);
   }
   broadcast_tensors(state.comm, model_tensors(*state.module), last_active_, "joined model");

@@ -18,9 +18,14 @@ namespace {
 constexpr int64_t kTogetherBytes = int64_t{4} << 20;  // of small tensors in one message
 constexpr int64_t kDifferenceBytes = 512;             // of the text that tells a difference
 
+// The layout too: gradients are averaged in the order in which they lie in memory.
 std::string describe(const NamedTensor& tensor) {
-  return fmt::format("{} {} {}{}", tensor.name, dtype_text(tensor.tensor.scalar_type()),
-                     shape_text(tensor.tensor.sizes()), tensor.trained ? ", trained" : "");
+  const std::string layout =
+      tensor.tensor.is_contiguous()
+          ? ""
+          : fmt::format(" with strides {}", shape_text(tensor.tensor.strides()));
+  return fmt::format("{} {} {}{}{}", tensor.name, dtype_text(tensor.tensor.scalar_type()),
+                     shape_text(tensor.tensor.sizes()), layout, tensor.trained ? ", trained" : "");
 }
 
 torch::Tensor bytes_of(const std::string& text, int64_t length) {
@@ -54,14 +59,15 @@ std::vector<std::string> lines_of(const std::string& text) {
   return lines;
 }
 
-// How this rank's model differs from rank 0's; "" where it does not.
+// How this rank's model differs from that of the group's first; "" where it does not.
 std::string first_difference(const std::vector<std::string>& first,
-                             const std::vector<std::string>& mine, int rank) {
+                             const std::vector<std::string>& mine, int first_rank, int rank) {
   for (size_t i = 0; i < std::max(first.size(), mine.size()); ++i) {
     const std::string theirs = i < first.size() ? first[i] : "nothing";
     const std::string own = i < mine.size() ? mine[i] : "nothing";
     if (theirs == own) continue;
-    return fmt::format("tensor {}: rank 0 has {}, rank {} has {}", i, theirs, rank, own);
+    return fmt::format("tensor {}: rank {} has {}, rank {} has {}", i, first_rank, theirs, rank,
+                       own);
   }
   return "";
 }
@@ -103,9 +109,10 @@ void require_same_model(const Communicator& comm, const std::vector<NamedTensor>
   if (comm.size() == 1) return;
   std::string text;
   for (const auto& tensor : tensors) text += describe(tensor) + "\n";
-  const int rank = comm.world_ranks()[static_cast<size_t>(comm.rank())];
+  const std::vector<int> ranks = comm.world_ranks();
   const std::string difference =
-      first_difference(lines_of(broadcast_text(comm, text)), lines_of(text), rank);
+      first_difference(lines_of(broadcast_text(comm, text)), lines_of(text), ranks[0],
+                       ranks[static_cast<size_t>(comm.rank())]);
   const torch::Tensor all = torch::zeros({comm.size(), kDifferenceBytes}, torch::kUInt8);
   comm.all_gather(bytes_of(difference, kDifferenceBytes), all, {.label = "model"});
   for (int64_t i = 0; i < comm.size(); ++i) {

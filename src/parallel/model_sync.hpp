@@ -14,8 +14,8 @@ struct NamedTensor {
   bool trained = false;
 };
 
-/// Refuses models that are not the same on all ranks: names, order, shapes, dtypes and what is
-/// trained. kReplicasDiffer on every rank, naming the first difference. Collective.
+/// Refuses models that are not the same on all ranks: names, order, shapes, layouts, dtypes and
+/// what is trained. kReplicasDiffer on every rank, naming the first difference. Collective.
 void require_same_model(const Communicator& comm, const std::vector<NamedTensor>& tensors);
 
 /// The root's values to all ranks. Small tensors travel together. Collective.

@@ -10,6 +10,7 @@
 
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/tensor_text.hpp"
 #include "lockstep/trace.hpp"
 #include "lockstep/units.hpp"
 #include "parallel/comm_hooks.hpp"
@@ -58,6 +59,7 @@ Reducer::Reducer(std::vector<TrainedParameter> parameters, const Communicator& c
       used_(parameters_.size(), false),
       zero_filled_(parameters_.size(), false),
       order_(reversed_order(parameters_.size())) {
+  for (const auto& parameter : parameters_) shapes_.push_back(parameter.tensor.sizes().vec());
   if (comm_.size() > 1 || options_.hook) {
     buckets_.emplace(comm_, parameters_, order_,
                      BucketLimits{options_.first_bucket_bytes, options_.bucket_cap_bytes});
@@ -82,24 +84,46 @@ void Reducer::set_weight(double weight) {
   weight_ = weight;
 }
 
+void Reducer::require_unchanged(const std::vector<TrainedParameter>& trained) {
+  const auto refuse = [&](const std::string& name, const std::string& what) {
+    fail(Code::kSyncMisuse,
+         fmt::format("parameter {} {} after it was wrapped: its gradients would not be averaged",
+                     name, what),
+         "change the module first, and then make DistributedDataParallel, anew where it was made "
+         "already");
+  };
+  size_t known = 0;
+  for (const auto& [name, tensor] : trained) {
+    while (known < parameters_.size() && !parameters_[known].tensor.is_same(tensor)) ++known;
+    if (known == parameters_.size()) refuse(name, "was added or made trainable");
+    if (!hooks_->listens_to(known, tensor)) refuse(name, "was moved or converted");
+    if (tensor.sizes() != torch::IntArrayRef(shapes_[known])) {
+      refuse(name, fmt::format("was resized from {} to {}", shape_text(shapes_[known]),
+                               shape_text(tensor.sizes())));
+    }
+    ++known;
+  }
+}
+
 void Reducer::before_forward(bool synchronise) {
-  if (phase_ == Phase::kBackward) {
+  if (phase_ == Phase::kBackward && backward_decision_) {
     fail(Code::kSyncMisuse, "forward was called although the last backward did not end",
          "an exception has left it half done; end the program, or make DDP and its communicator "
          "anew");
   }
-  rebuild_if_due();
   forward_decision_ = synchronise;
   phase_ = Phase::kForwarded;
+  end_is_queued_ = false;
 }
 
 void Reducer::after_forward(const std::vector<torch::Tensor>& outputs) {
-  reachable_.clear();
+  hooks_->watch(outputs);
   if (!options_.find_unused_parameters || options_.static_graph) return;
-  reachable_ = hooks_->reachable_from(outputs);
-  if (std::find(reachable_.begin(), reachable_.end(), true) != reachable_.end()) return;
-  fail(Code::kUnusedParameter, "the output of forward depends on no parameter of the module",
-       "return a tensor that parameters took part in, or call the module itself under NoGradGuard");
+  const auto reached = hooks_->reachable_from(outputs);
+  // Outputs that depend on nothing, or that are hidden in a type of the user's, tell nothing.
+  if (std::find(reached.begin(), reached.end(), true) == reached.end()) return;
+  if (reachable_.empty()) reachable_.assign(reached.size(), false);
+  for (size_t i = 0; i < reached.size(); ++i) reachable_[i] = reachable_[i] || reached[i];
 }
 
 void Reducer::rebuild_if_due() {
@@ -128,7 +152,8 @@ torch::Tensor Reducer::gradient_computed(size_t parameter, const torch::Tensor& 
     fail(Code::kSyncMisuse,
          fmt::format("backward with create_graph reached {}: averaged gradients have no derivative",
                      target.name),
-         "compute second derivatives on the module itself, inside NoSync");
+         "take first derivatives that need a graph with torch::autograd::grad, and call backward "
+         "without create_graph");
   }
   // A first gradient goes straight to its place, and autograd adopts the view; a further one is
   // added to what is there.
@@ -136,6 +161,15 @@ torch::Tensor Reducer::gradient_computed(size_t parameter, const torch::Tensor& 
   torch::Tensor place = buckets_->view(parameter);
   place.copy_(gradient);
   return place;
+}
+
+// Note [Nested backward]: layers that are computed again in backward (activation checkpointing) run
+// a backward of their own inside it. The first gradient may come from there, but only the end of
+// the outer one is the end. It goes through the outputs, and before that.
+void Reducer::output_reached() {
+  const std::lock_guard lock(mutex_);
+  end_is_queued_ = true;
+  at_end_of_backward([this] { end_backward(); });
 }
 
 void Reducer::gradient_accumulated(size_t parameter) {
@@ -146,14 +180,20 @@ void Reducer::gradient_accumulated(size_t parameter) {
   firings_[parameter] += 1;
   if (!backward_decision_) return;
   if (firings_left_[parameter] == 0) {
-    fail(Code::kSyncMisuse,
-         fmt::format("parameter {} got a second gradient after its bucket was launched",
-                     parameters_[parameter].name),
-         "use it in one forward per backward, or set static_graph where every step does the same");
+    fail(
+        Code::kSyncMisuse,
+        fmt::format("parameter {} got a gradient after it was ready for its bucket",
+                    parameters_[parameter].name),
+        "use it in one forward per backward, return all tensors from forward that the loss is made "
+        "of, or set static_graph where every step does the same");
   }
   stats_.backward_finished_ns = monotonic_ns();
   const bool watching_graph = options_.static_graph && static_firings_.empty();
-  if (watching_graph) return;
+  if (watching_graph) {
+    std::erase(ready_order_, parameter);
+    ready_order_.push_back(parameter);
+    return;
+  }
   if (--firings_left_[parameter] > 0) return;
   mark_ready(parameter);
   if (passive()) return;
@@ -181,7 +221,8 @@ void Reducer::begin_backward() {
   check_decision();
   backward_decision_ = synchronise_;
   phase_ = Phase::kBackward;
-  at_end_of_backward([this] { end_backward(); });
+  // See Note [Nested backward]. Outputs of a type of the user's cannot be watched.
+  if (!end_is_queued_) at_end_of_backward([this] { end_backward(); });
   std::fill(firings_.begin(), firings_.end(), 0);
   if (!backward_decision_) return;
 
@@ -198,25 +239,22 @@ void Reducer::begin_backward() {
   for (size_t i = 0; !passive() && i < buckets_->size(); ++i) {
     missing_in_bucket_.push_back(buckets_->plan(i).gradients.size());
   }
-  mark_unreached();
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (reachable_.empty() ? firings_left_[i] == 0 : !reachable_[i]) mark_unused(i);
+  }
 }
 
-// Parameters of which it is known that this backward gives them nothing: their places hold zeros,
-// or what they have accumulated.
-void Reducer::mark_unreached() {
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const bool unreached = reachable_.empty() ? firings_left_[i] == 0 : !reachable_[i];
-    if (!unreached) continue;
-    firings_left_[i] = 0;
-    if (passive()) continue;
-    if (!parameters_[i].tensor.grad().defined()) {
-      buckets_->view(i).zero_();
-      zero_filled_[i] = true;
-    } else if (!buckets_->holds_grad(i)) {
-      buckets_->adopt_grad(i);
-    }
-    mark_ready(i);
+// This backward gives the parameter nothing: its place holds zeros, or what it has accumulated.
+void Reducer::mark_unused(size_t parameter) {
+  firings_left_[parameter] = 0;
+  if (passive()) return;
+  if (!parameters_[parameter].tensor.grad().defined()) {
+    buckets_->view(parameter).zero_();
+    zero_filled_[parameter] = true;
+  } else if (!buckets_->holds_grad(parameter)) {
+    buckets_->adopt_grad(parameter);
   }
+  mark_ready(parameter);
 }
 
 void Reducer::mark_ready(size_t parameter) {
@@ -238,6 +276,10 @@ void Reducer::launch(size_t bucket, double weight) {
   const GradientBucket travelling = buckets_->bucket(bucket);
   auto work = options_.hook ? options_.hook(comm_, travelling, weight)
                             : begin_mean(comm_, travelling, weight);
+  if (!work) {
+    fail(Code::kSyncMisuse, fmt::format("the hook gave no BucketWork for bucket {}", bucket),
+         "return one whose advance() is true where the hook has done all work itself");
+  }
   in_flight_.push_back({bucket, std::move(work), now_ns});
   stats_.all_reduces += 1;
   stats_.bytes += buckets_->plan(bucket).bytes();
@@ -271,21 +313,16 @@ void Reducer::finish_front() {
 
 void Reducer::end_backward() {
   const std::lock_guard lock(mutex_);
+  end_is_queued_ = false;
+  if (phase_ != Phase::kBackward) return;  // it reached no parameter, or ended already
   if (backward_decision_) finish_backward();
   reachable_.clear();
   phase_ = Phase::kIdle;
 }
 
 void Reducer::finish_backward() {
-  if (options_.static_graph && static_firings_.empty()) {
-    static_firings_ = firings_;
-    firings_left_ = firings_;
-    mark_unreached();
-    for (size_t i = 0; i < parameters_.size(); ++i) {
-      if (std::exchange(firings_left_[i], 0) > 0) mark_ready(i);
-    }
-  }
-  refuse_missing();
+  if (options_.static_graph && static_firings_.empty()) learn_static_graph();
+  settle_missing();
   if (!passive()) {
     launch_ready_buckets();
     const Stopwatch exposed(stats_.exposed_ns);
@@ -300,17 +337,35 @@ void Reducer::finish_backward() {
   if (rebuild_ == Rebuild::kWatching) rebuild_ = Rebuild::kDue;
 }
 
-void Reducer::refuse_missing() {
+void Reducer::learn_static_graph() {
+  static_firings_ = firings_;
+  for (const size_t parameter : std::exchange(ready_order_, {})) {
+    firings_left_[parameter] = 0;
+    mark_ready(parameter);
+  }
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (firings_[i] == 0) mark_unused(i);
+  }
+}
+
+// Parameters from which a gradient was expected: the outputs depend on them, but the loss does not.
+void Reducer::settle_missing() {
   std::vector<std::string> names;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (firings_left_[i] > 0) names.push_back(parameters_[i].name);
+    if (firings_left_[i] == 0) continue;
+    if (options_.find_unused_parameters) {
+      mark_unused(i);
+    } else {
+      names.push_back(parameters_[i].name);
+    }
   }
   if (names.empty()) return;
-  fail(Code::kUnusedParameter,
-       fmt::format("backward gave no gradient to {} of {} parameters: {}", names.size(),
-                   parameters_.size(), list_names(names)),
-       "use them in forward, freeze them with requires_grad_(false), or set "
-       "find_unused_parameters");
+  fail(
+      Code::kUnusedParameter,
+      fmt::format("backward gave no gradient to {} of {} parameters: {}", names.size(),
+                  parameters_.size(), list_names(names)),
+      "use them in forward, freeze them with requires_grad_(false) before they are wrapped, or set "
+      "find_unused_parameters");
 }
 
 // A parameter that no rank used keeps the grad it had; one that another rank used gets the mean.
@@ -326,6 +381,8 @@ void Reducer::settle_unused() {
 }
 
 void Reducer::shadow_backward(bool counts_in_mean) {
+  stats_.last_step.clear();
+  std::fill(zero_filled_.begin(), zero_filled_.end(), false);
   for (size_t bucket = 0; bucket < buckets_->size(); ++bucket) {
     buckets_->bucket(bucket).gradients.zero_();
     launch(bucket, counts_in_mean ? weight_ : 0);
@@ -337,6 +394,7 @@ void Reducer::shadow_backward(bool counts_in_mean) {
   }
   std::fill(used_.begin(), used_.end(), false);
   settle_unused();
+  stats_.synchronised_backwards += 1;
   if (rebuild_ == Rebuild::kWatching) rebuild_ = Rebuild::kDue;
 }
 

@@ -23,8 +23,7 @@ class Reducer final : public GradientListener {
   Reducer(std::vector<TrainedParameter> parameters, const Communicator& comm,
           const DdpOptions& options);
 
-  /// A forward begins; its backward will be synchronised or not. Collective after the first
-  /// synchronised backward: the buckets are then put in the order in which rank 0's became ready.
+  /// A forward begins; its backward will be synchronised or not.
   void before_forward(bool synchronise);
   void after_forward(const std::vector<torch::Tensor>& outputs);
 
@@ -33,10 +32,15 @@ class Reducer final : public GradientListener {
 
   void set_weight(double weight);
 
+  /// Refuses a parameter whose gradients would come by unseen: one that was resized, moved or
+  /// converted. `trained` are those of the module now.
+  void require_unchanged(const std::vector<TrainedParameter>& trained);
+
   /// Takes part in the others' next backward without gradients of its own.
   void shadow_backward(bool counts_in_mean);
 
-  /// Puts the buckets in rank 0's order of readiness, once, where that is due. Collective.
+  /// Puts the buckets in the order in which rank 0's became ready, once, after the first
+  /// synchronised backward. Collective.
   void rebuild_if_due();
 
   DdpStats stats() const { return stats_; }
@@ -44,6 +48,7 @@ class Reducer final : public GradientListener {
   void record_to(Trace* trace, int rank, int row);
 
   torch::Tensor gradient_computed(size_t parameter, const torch::Tensor& gradient) override;
+  void output_reached() override;
   void gradient_accumulated(size_t parameter) override;
 
  private:
@@ -59,6 +64,7 @@ class Reducer final : public GradientListener {
   void begin_backward();
   void check_decision();
   void mark_ready(size_t parameter);
+  void mark_unused(size_t parameter);
   void launch_ready_buckets();
   void launch(size_t bucket, double weight);
   void advance();
@@ -66,11 +72,12 @@ class Reducer final : public GradientListener {
   void end_backward();
   void finish_backward();
   void settle_unused();
-  void mark_unreached();
-  void refuse_missing();
+  void learn_static_graph();
+  void settle_missing();
   [[noreturn]] void fail(Code code, const std::string& message, const std::string& help);
 
   std::vector<TrainedParameter> parameters_;
+  std::vector<std::vector<int64_t>> shapes_;  // [parameter]
   const Communicator comm_;
   const DdpOptions options_;
   std::optional<GradientBuckets> buckets_;  // none where one rank is alone and nothing must move
@@ -79,6 +86,7 @@ class Reducer final : public GradientListener {
   bool synchronise_ = true;        // outside any NoSync
   bool forward_decision_ = true;   // what the last forward announced
   bool backward_decision_ = true;  // of the backward that runs
+  bool end_is_queued_ = false;     // of a backward that went through an output
   double weight_ = 1;
 
   std::mutex mutex_;                       // hooks of several GPUs come from several threads
@@ -86,7 +94,7 @@ class Reducer final : public GradientListener {
   std::vector<int> firings_;               // [parameter] in this backward
   std::vector<bool> used_;                 // [parameter] since the last synchronised backward
   std::vector<bool> zero_filled_;          // [parameter] whose place stands in for no gradient
-  std::vector<bool> reachable_;            // [parameter] of the last forward; empty: all
+  std::vector<bool> reachable_;            // [parameter] of forwards since backward; empty: all
   std::vector<int> static_firings_;        // [parameter] of the first step of a static graph
   std::vector<size_t> missing_in_bucket_;  // [bucket] gradients until it is ready
   size_t next_bucket_ = 0;                 // to launch

@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+"""Two network namespaces as two hosts: one job over both, by two `lockstep run`, ranks over Gloo.
+
+usage: two_hosts_test.py BIN_FOLDER    (skips, by name, without root or network namespaces)
+"""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+BIN = pathlib.Path(sys.argv.pop(1))
+NAMES = (f"ls{os.getpid()}a", f"ls{os.getpid()}b")
+ADDRESSES = ("10.77.13.1", "10.77.13.2")
+TRAIN = ["--steps", "6", "--batch", "12", "--dim", "16", "--hidden", "32", "--seed", "3"]
+
+
+def ip(*words):
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+def make_hosts():
+    for name in NAMES:
+        ip("netns", "add", name)
+    ip("link", "add", NAMES[0], "netns", NAMES[0], "type", "veth", "peer", "name", NAMES[1], "netns", NAMES[1])
+    for name, address in zip(NAMES, ADDRESSES):
+        ip("-n", name, "addr", "add", address + "/24", "dev", name)
+        ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", name, "link", "set", name, "up")
+
+
+def remove_hosts():
+    for name in NAMES:
+        subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def on_host(host, program, token, *flags):
+    """Starts one host's half of a job of two hosts with two ranks each."""
+    command = ["ip", "netns", "exec", NAMES[host], str(BIN / "lockstep"), "run", "--nnodes", "2", "--node-rank", str(host),
+               "--rdzv-endpoint", ADDRESSES[0] + ":29477", "-n", "2", *flags, *program]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                            env=dict(os.environ, LOCKSTEP_TOKEN=token), start_new_session=True)
+
+
+class TwoHosts(unittest.TestCase):
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+        self.jobs = []
+        self.addCleanup(self.stop)
+
+    def stop(self):
+        for job in self.jobs:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+            job.communicate()
+
+    def start(self, program, *flags, tokens=("0123456789abcdef",) * 2):
+        self.jobs = [on_host(host, program, tokens[host], *flags) for host in (0, 1)]
+        return self.jobs
+
+    def wait(self, jobs):
+        results = []
+        for job in jobs:
+            out, err = job.communicate(timeout=90)
+            results.append((job.returncode, out, err))
+        return results
+
+    def path(self, name):
+        return os.path.join(self.folder.name, name)
+
+    def test_the_numbers_are_those_of_one_process(self):
+        jobs = self.start([str(BIN / "practical6_ddp"), *TRAIN, "--json", self.path("ddp.json")])
+        for code, out, err in self.wait(jobs):
+            self.assertEqual(code, 0, out + err)
+        single = subprocess.run([str(BIN / "practical5_single"), *TRAIN, "--devices", "cpu:1", "--quiet", "--json",
+                                 self.path("one.json")], capture_output=True, text=True)
+        self.assertEqual(single.returncode, 0, single.stderr)
+        ddp, one = (json.loads(pathlib.Path(self.path(name)).read_text()) for name in ("ddp.json", "one.json"))
+        self.assertEqual(ddp["world_size"], 4)
+        self.assertEqual(len(ddp["losses"]), 6)
+        for ours, alone in zip(ddp["losses"], one["losses"]):
+            self.assertAlmostEqual(ours, alone, delta=1e-5 * abs(alone))
+
+    def long_job(self, *flags):
+        jobs = self.start([str(BIN / "practical6_ddp"), "--steps", "100000", *TRAIN[2:], "--json", "/dev/null"],
+                          "--ranks", "all", *flags)
+        begin = time.monotonic()
+        while "Rank: 2" not in (line := jobs[1].stdout.readline()):
+            self.assertTrue(line, "host 1 ended without training")
+            self.assertLess(time.monotonic() - begin, 60)
+        time.sleep(1)  # into the loop
+        return jobs
+
+    def test_a_killed_rank_stops_both_hosts_and_is_named(self):
+        jobs = self.long_job()
+        victim = subprocess.run(["pgrep", "-f", "-P", self.keeper_of(jobs[1]), "practical6_ddp"], capture_output=True,
+                                text=True).stdout.split()
+        self.assertEqual(len(victim), 2, victim)
+        os.kill(int(victim[0]), signal.SIGKILL)
+        for code, out, err in self.wait(jobs):
+            self.assertEqual(code, 137, err)
+            self.assertRegex(err, "rank [23]")
+
+    def keeper_of(self, job):
+        """The process whose children are a launcher's ranks: the deepest with such children."""
+        waiting, found = [str(job.pid)], str(job.pid)
+        while waiting:
+            parent = waiting.pop()
+            children = subprocess.run(["pgrep", "-P", parent], capture_output=True, text=True).stdout.split()
+            if len(children) >= 2:
+                found = parent
+            waiting += children
+        return found
+
+    def test_a_cut_network_stops_both_sides(self):
+        jobs = self.long_job("--timeout", "5")
+        ip("-n", NAMES[1], "link", "set", NAMES[1], "down")
+        try:
+            for code, out, err in self.wait(jobs):
+                self.assertNotEqual(code, 0)
+                self.assertIn("error[", err)
+        finally:
+            ip("-n", NAMES[1], "link", "set", NAMES[1], "up")
+
+    def test_another_token_is_refused(self):
+        jobs = self.start([str(BIN / "practical6_ddp"), *TRAIN], "--rdzv-conf", "join_timeout=4",
+                          tokens=("0123456789abcdef", "fedcba9876543210"))
+        results = self.wait(jobs)
+        for code, out, err in results:
+            self.assertEqual(code, 2, out + err)
+        self.assertIn("token", results[1][2])
+
+
+if __name__ == "__main__":
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        print("skipped: two hosts need root and the command ip")
+        sys.exit(77)
+    try:
+        make_hosts()
+    except subprocess.CalledProcessError as error:
+        remove_hosts()
+        print("skipped: no network namespaces here:", error.stderr.decode().strip())
+        sys.exit(77)
+    try:
+        result = unittest.main(exit=False).result
+    finally:
+        remove_hosts()
+    sys.exit(not result.wasSuccessful())
