@@ -143,7 +143,7 @@ class Docs(unittest.TestCase):
                 path = first.removeprefix("// file: ").strip()
                 quoted.append(path)
                 self.assertEqual(rest, read(path), f"{page} quotes {path}")
-        self.assertIn("examples/tutorial_data_parallel.cpp", quoted)
+        self.assertIn("examples/tutorial_distributed.cpp", quoted)
 
     def test_commands_exist(self):
         for page, text in texts():
