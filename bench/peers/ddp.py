@@ -13,6 +13,7 @@ torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
 if settings.get("only_start"):
+    dist.destroy_process_group()
     sys.exit(0)
 
 
