@@ -60,16 +60,19 @@ void GradientBuckets::arrange(std::span<const size_t> order) {
   }
   plan_ = plan_buckets(sizes_, order, limits_);
   place_.assign(parameters_.size(), {});
-  flat_.clear();
+  buckets_.clear();
   std::map<int, int64_t> used_bytes;
   for (size_t bucket = 0; bucket < plan_.size(); ++bucket) {
     const PlannedBucket& planned = plan_[bucket];
     int64_t& begin = used_bytes[planned.device];
-    flat_.push_back(memory_.at(planned.device)
-                        .narrow(0, begin, planned.bytes())
-                        .view(scalar_type_of(planned.dtype)));
+    GradientBucket& made = buckets_.emplace_back();
+    made.index = static_cast<int64_t>(bucket);
+    made.gradients = memory_.at(planned.device)
+                         .narrow(0, begin, planned.bytes())
+                         .view(scalar_type_of(planned.dtype));
     begin += planned.bytes();
     for (const auto& gradient : planned.gradients) {
+      made.parameters.push_back(parameters_[gradient.parameter].name);
       place_[gradient.parameter] = {bucket, gradient.offset};
     }
   }
@@ -83,17 +86,9 @@ void GradientBuckets::arrange(std::span<const size_t> order) {
   }
 }
 
-GradientBucket GradientBuckets::bucket(size_t index) const {
-  GradientBucket bucket{static_cast<int64_t>(index), flat_[index], {}};
-  for (const auto& gradient : plan_[index].gradients) {
-    bucket.parameters.push_back(parameters_[gradient.parameter].name);
-  }
-  return bucket;
-}
-
 torch::Tensor GradientBuckets::view(size_t parameter) const {
   const Place& place = place_[parameter];
-  const torch::Tensor& flat = flat_[place.bucket];
+  const torch::Tensor& flat = buckets_[place.bucket].gradients;
   return flat.as_strided(parameters_[parameter].tensor.sizes(), strides_[parameter],
                          flat.storage_offset() + place.offset);
 }
@@ -102,7 +97,7 @@ bool GradientBuckets::holds_grad(size_t parameter) const {
   const torch::Tensor& grad = parameters_[parameter].tensor.grad();
   if (!grad.defined() || grad.layout() != torch::kStrided) return false;
   const Place& place = place_[parameter];
-  const torch::Tensor& flat = flat_[place.bucket];
+  const torch::Tensor& flat = buckets_[place.bucket].gradients;
   const char* expected = static_cast<const char*>(flat.data_ptr()) +
                          place.offset * static_cast<int64_t>(flat.element_size());
   return grad.data_ptr() == expected && grad.strides() == torch::IntArrayRef(strides_[parameter]);

@@ -33,7 +33,7 @@ class GradientBuckets {
   size_t size() const { return plan_.size(); }
   const PlannedBucket& plan(size_t bucket) const { return plan_[bucket]; }
   size_t bucket_of(size_t parameter) const { return place_[parameter].bucket; }
-  GradientBucket bucket(size_t index) const;
+  const GradientBucket& bucket(size_t index) const { return buckets_[index]; }
 
   /// A fresh view of a parameter's place, of its shape and strides. Nobody else holds it, so that
   /// autograd may adopt it as the parameter's grad.
@@ -56,7 +56,7 @@ class GradientBuckets {
   std::vector<ParameterSize> sizes_;           // [parameter]
   std::map<int, torch::Tensor> memory_;        // [device] -> bytes
   std::vector<PlannedBucket> plan_;            // [bucket]
-  std::vector<torch::Tensor> flat_;            // [bucket]
+  std::vector<GradientBucket> buckets_;        // [bucket]
   std::vector<Place> place_;                   // [parameter]
   std::vector<std::vector<int64_t>> strides_;  // [parameter]
 };

@@ -273,7 +273,7 @@ void Reducer::launch(size_t bucket, double weight) {
   const Stopwatch exposed(stats_.exposed_ns);
   const int64_t now_ns = monotonic_ns();
   if (in_flight_.empty()) travelling_since_ns_ = now_ns;
-  const GradientBucket travelling = buckets_->bucket(bucket);
+  const GradientBucket& travelling = buckets_->bucket(bucket);
   auto work = options_.hook ? options_.hook(comm_, travelling, weight)
                             : begin_mean(comm_, travelling, weight);
   if (!work) {
@@ -325,14 +325,22 @@ void Reducer::finish_backward() {
   settle_missing();
   if (!passive()) {
     launch_ready_buckets();
-    const Stopwatch exposed(stats_.exposed_ns);
-    while (!in_flight_.empty()) {
-      in_flight_.front().work->wait();
-      finish_front();
-    }
+    finish_in_flight();
     settle_unused();
   }
   std::fill(used_.begin(), used_.end(), false);
+  count_step();
+}
+
+void Reducer::finish_in_flight() {
+  const Stopwatch exposed(stats_.exposed_ns);
+  while (!in_flight_.empty()) {
+    in_flight_.front().work->wait();
+    finish_front();
+  }
+}
+
+void Reducer::count_step() {
   stats_.synchronised_backwards += 1;
   if (rebuild_ == Rebuild::kWatching) rebuild_ = Rebuild::kDue;
 }
@@ -388,14 +396,10 @@ void Reducer::shadow_backward(bool counts_in_mean) {
     launch(bucket, counts_in_mean ? weight_ : 0);
     advance();
   }
-  while (!in_flight_.empty()) {
-    in_flight_.front().work->wait();
-    finish_front();
-  }
+  finish_in_flight();
   std::fill(used_.begin(), used_.end(), false);
   settle_unused();
-  stats_.synchronised_backwards += 1;
-  if (rebuild_ == Rebuild::kWatching) rebuild_ = Rebuild::kDue;
+  count_step();
 }
 
 std::vector<GradientBucket> Reducer::buckets() const {

@@ -43,7 +43,7 @@ class Reducer final : public GradientListener {
   /// synchronised backward. Collective.
   void rebuild_if_due();
 
-  DdpStats stats() const { return stats_; }
+  const DdpStats& stats() const { return stats_; }
   std::vector<GradientBucket> buckets() const;
   void record_to(Trace* trace, int rank, int row);
 
@@ -71,6 +71,8 @@ class Reducer final : public GradientListener {
   void finish_front();
   void end_backward();
   void finish_backward();
+  void finish_in_flight();
+  void count_step();
   void settle_unused();
   void learn_static_graph();
   void settle_missing();

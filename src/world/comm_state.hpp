@@ -9,6 +9,9 @@
 
 namespace lockstep {
 
+/// Of every wait for other ranks, where nobody said otherwise.
+inline constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);
+
 /// What the copies of one Communicator share.
 struct CommState {
   CommState(std::unique_ptr<Backend> made, std::chrono::milliseconds limit)

@@ -13,8 +13,6 @@
 namespace lockstep {
 namespace {
 
-constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);
-
 Dtype require_usable(const char* operation, const torch::Tensor& tensor) {
   if (!tensor.defined()) {
     throw Error(Code::kTensorMismatch, fmt::format("{} was given an undefined tensor", operation),

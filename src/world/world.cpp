@@ -7,12 +7,11 @@
 #include "comm/backends.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
+#include "world/comm_state.hpp"
 #include "world/world_store.hpp"
 
 namespace lockstep {
 namespace {
-
-constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(5);
 
 std::chrono::milliseconds choose_timeout(const WorldOptions& options,
                                          const RankEnvironment& environment) {
