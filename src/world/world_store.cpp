@@ -1,45 +1,27 @@
 #include "world/world_store.hpp"
 
-#include <arpa/inet.h>
 #include <fmt/format.h>
-#include <netdb.h>
 #include <sys/socket.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include <array>
 #include <chrono>
 
-#include "base/descriptor.hpp"
 #include "launch/token.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
+#include "net/socket.hpp"
 
 namespace lockstep {
 namespace {
 
 // The local address of the route to a host: no packet is sent by connecting a datagram socket.
 std::string address_towards(const std::string& host) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_DGRAM;
-  addrinfo* found = nullptr;
-  if (const int error = ::getaddrinfo(host.c_str(), "9", &hints, &found); error != 0) {
-    throw Error(Code::kRendezvous,
-                fmt::format("MASTER_ADDR {} cannot be found: {}", host, ::gai_strerror(error)),
-                "set MASTER_ADDR to a name or address of rank 0's host that every host knows");
-  }
-  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> owner(found, &::freeaddrinfo);
-  for (const addrinfo* entry = found; entry != nullptr; entry = entry->ai_next) {
-    const Descriptor socket(::socket(entry->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-    if (socket.get() < 0 || ::connect(socket.get(), entry->ai_addr, entry->ai_addrlen) != 0) {
-      continue;
-    }
-    sockaddr_storage local{};
-    socklen_t bytes = sizeof(local);
-    std::array<char, NI_MAXHOST> text{};
-    if (::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&local), &bytes) == 0 &&
-        ::getnameinfo(reinterpret_cast<sockaddr*>(&local), bytes, text.data(), text.size(), nullptr,
-                      0, NI_NUMERICHOST) == 0) {
-      return text.data();
+  for (const ResolvedAddress& address : resolve({.host = host, .port = 9})) {
+    const Socket socket(::socket(address.family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    const auto* bytes = reinterpret_cast<const sockaddr*>(address.bytes.data());
+    if (socket &&
+        ::connect(socket.get(), bytes, static_cast<socklen_t>(address.bytes.size())) == 0) {
+      return own_address(socket);
     }
   }
   throw Error(Code::kRendezvous, fmt::format("there is no route to MASTER_ADDR {}", host),
