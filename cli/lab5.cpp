@@ -1,6 +1,7 @@
 #include "cli/lab5.hpp"
 
 #include "cli/lab5_answers.hpp"
+#include "cli/lab5_charts.hpp"
 #include "cli/lab5_plan.hpp"
 #include "cli/lab5_tables.hpp"
 
@@ -13,6 +14,7 @@ LabReport lab5_report(const Lab5Results& results) {
                      {"memory", memory_table(results)},
                      {"split", split_table(results)},
                      {"bottleneck", bottleneck_table(results)}},
+          .figures = lab5_figures(results),
           .answers = answer_lab5(results)};
 }
 

@@ -1,6 +1,7 @@
 #include "cli/lab6.hpp"
 
 #include "cli/lab6_answers.hpp"
+#include "cli/lab6_charts.hpp"
 #include "cli/lab6_plan.hpp"
 #include "cli/lab6_tables.hpp"
 
@@ -14,6 +15,7 @@ LabReport lab6_report(const Lab6Results& results) {
                      {"overlap", overlap_table(results)},
                      {"communication", communication_table(results)},
                      {"scaling", scaling_table(results)}},
+          .figures = lab6_figures(results),
           .answers = answer_lab6(results)};
 }
 

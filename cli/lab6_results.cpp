@@ -23,17 +23,6 @@ Lab6Results collect_lab6(const Finished& finished) {
   return results;
 }
 
-Communication communication_of(const RunSet& set_up) {
-  Communication sum;
-  for (const auto& run : set_up.runs) {
-    const auto share = static_cast<double>(set_up.runs.size());
-    sum.total_ms += run.comm_ms / share;
-    sum.exposed_ms += run.exposed_comm_ms / share;
-  }
-  sum.hidden_ms = std::max(0.0, sum.total_ms - sum.exposed_ms);
-  return sum;
-}
-
 Imbalance imbalance_of(const RunSet& set_up) {
   const auto devices = merged_devices(set_up);
   Imbalance result{.least_busy = 1};

@@ -20,17 +20,6 @@ struct Lab6Results {
 
 Lab6Results collect_lab6(const Finished& finished);
 
-/// Communication of a step, over all repetitions, in milliseconds.
-struct Communication {
-  double total_ms = 0;
-  double exposed_ms = 0;  ///< that no computation hid
-  double hidden_ms = 0;
-
-  double hidden_share() const { return total_ms > 0 ? hidden_ms / total_ms : 0; }
-};
-
-Communication communication_of(const RunSet& set_up);
-
 /// How far the busiest device is from the least busy one, and the fullest from the emptiest.
 struct Imbalance {
   double least_busy = 0;

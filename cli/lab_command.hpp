@@ -12,13 +12,13 @@ namespace lockstep::cli {
 
 /// What `lockstep lab` was asked for.
 struct LabRequest {
-  std::string number;
+  std::string number;  ///< "5", "homework2", "all"
   LabOptions options;
 };
 
 CLI::App* add_lab_command(CLI::App& app, LabRequest& request);
 
-/// Runs the lab of that number. `command` is the line the user typed.
+/// Runs the lab of that number, or all of them. `command` is the line the user typed.
 int run_lab_command(const LabRequest& request, const std::string& command);
 
 }  // namespace lockstep::cli

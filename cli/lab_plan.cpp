@@ -50,7 +50,10 @@ std::vector<int> cores_of_first(const std::vector<SlotPlan>& slots, int count,
 }  // namespace
 
 Sizes choose_sizes(const LabOptions& options, DeviceKind kind) {
-  const Sizes standard = default_sizes(kind, options.quick);
+  return choose_sizes(options, default_sizes(kind, options.quick));
+}
+
+Sizes choose_sizes(const LabOptions& options, const Sizes& standard) {
   return {options.steps.value_or(standard.steps), options.batch.value_or(standard.batch),
           options.dim.value_or(standard.dim), options.hidden.value_or(standard.hidden),
           options.depth.value_or(standard.depth)};

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/lab_variant.hpp"
 #include "lockstep/device_plan.hpp"
 
 namespace lockstep::cli {
@@ -12,7 +13,7 @@ namespace lockstep::cli {
 /// What `lockstep lab` was asked for. A size that is not given is chosen by the lab.
 struct LabOptions {
   std::string devices = {};  ///< empty: the lab's own
-  std::string out = {};      ///< empty: reports/lab5, reports/lab6
+  std::string out = {};      ///< empty: reports/lab5, reports/homework2, …
   bool quick = false;
   std::optional<int64_t> steps = {};
   std::optional<int64_t> batch = {};
@@ -25,6 +26,10 @@ struct LabOptions {
 
   std::vector<int> ranks = {};            ///< lab 6: how many ranks, one run each; empty: its own
   std::optional<double> bucket_mib = {};  ///< lab 6: largest bucket
+
+  std::vector<int> accum_steps =
+      {};                ///< lab 7, homework 2: micro-steps in a step; empty: their own
+  std::string amp = {};  ///< lab 7, homework 2: bf16 or fp16; empty: the device's
 };
 
 enum class Role { kSingle, kDataParallel, kDistributed, kSplit };
@@ -41,6 +46,7 @@ struct Experiment {
   std::vector<std::string> arguments;  ///< all but --json
   std::vector<int> cores;              ///< cores it may use; empty: all
   double weight = 1;                   ///< how long it takes, relative to the others
+  Variant variant = {};                ///< lab 7, homework 2
 };
 
 struct LabPlan {
@@ -55,6 +61,9 @@ struct Sizes {
 
 /// The sizes asked for, completed by such as make the matrix products outweigh all else.
 Sizes choose_sizes(const LabOptions& options, DeviceKind kind);
+
+/// The sizes asked for, completed by these.
+Sizes choose_sizes(const LabOptions& options, const Sizes& standard);
 
 /// The flags that the course's programs share.
 std::vector<std::string> program_arguments(const Sizes& sizes, const std::string& devices);

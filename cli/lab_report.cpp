@@ -1,6 +1,5 @@
 #include "cli/lab_report.hpp"
 
-#include <fmt/chrono.h>
 #include <fmt/format.h>
 #include <unistd.h>
 
@@ -10,8 +9,10 @@
 
 #include "cli/child.hpp"
 #include "cli/facts.hpp"
+#include "cli/lab_document.hpp"
 #include "cli/progress.hpp"
 #include "lockstep/file.hpp"
+#include "report/text.hpp"
 
 namespace lockstep::cli {
 namespace {
@@ -82,36 +83,10 @@ void print_answers(const std::vector<Answer>& answers, bool style) {
   }
 }
 
-std::string now_utc() {
-  return fmt::format("{:%Y-%m-%d %H:%M} UTC", fmt::gmtime(std::time(nullptr)));
-}
-
 }  // namespace
 
-std::string lab_markdown(const LabReport& report, const std::string& command,
-                         const std::string& date, const std::vector<std::string>& record_names) {
-  std::string text = fmt::format("# {}\n\n", report.title);
-  text += fmt::format("- date: {}\n- command: `{}`\n", date, command);
-  for (const auto& [name, value] : report.stamp.host) {
-    text += fmt::format("- host {}: {}\n", name, escape_markdown(value));
-  }
-  for (const auto& [name, value] : report.stamp.versions) {
-    text += fmt::format("- {} version: {}\n", name, escape_markdown(value));
-  }
-  text += "\n## Measurements\n\n";
-  for (const auto& [name, table] : report.tables) text += table.markdown() + "\n";
-  std::string topic;
-  for (const auto& answer : report.answers) {
-    if (answer.topic != topic) text += fmt::format("## Questions: {}\n\n", answer.topic);
-    topic = answer.topic;
-    text += fmt::format("**{}** {}\n\n", answer.question, escape_markdown(answer.text));
-  }
-  text += "## Records\n\nEverything above is made from these files, one per run.\n\n";
-  for (const auto& name : record_names) text += fmt::format("- [{0}](records/{0}.json)\n", name);
-  return text;
-}
-
 int run_lab(const Lab& lab, const LabOptions& options, const std::string& command) {
+  require_font();  // not after minutes of measuring
   const Interrupts interrupts;
   const LabPlan plan = lab.plan(options, detect_hardware(interrupts));
   const fs::path out = options.out.empty() ? lab.folder : options.out;
@@ -129,9 +104,9 @@ int run_lab(const Lab& lab, const LabOptions& options, const std::string& comman
 
   std::vector<std::string> record_names;
   for (const auto& experiment : plan.experiments) record_names.push_back(experiment.name);
-  const std::string path = (out / "report.md").string();
-  write_file_atomically(path, lab_markdown(report, command, now_utc(), record_names));
-  fmt::print("\nReport: {} (tables as CSV and the records are beside it)\n", path);
+  write_report(lab_document(report, command, std::time(nullptr), record_names), out.string());
+  fmt::print("\nReport: {}, report.pdf, report.md; tables as CSV and records beside\n",
+             (out / "report.html").string());
   return 0;
 }
 

@@ -6,6 +6,7 @@
 
 #include "cli/lab_results.hpp"
 #include "lockstep/table.hpp"
+#include "report/chart.hpp"
 
 namespace lockstep::cli {
 
@@ -26,12 +27,9 @@ struct LabReport {
   std::string title;
   RunRecord stamp;  ///< a run whose host and versions are those of all
   std::vector<NamedTable> tables;
+  std::vector<Figure> figures;
   std::vector<Answer> answers;
 };
-
-/// The whole report as Markdown: environment, tables, answers, records.
-std::string lab_markdown(const LabReport& report, const std::string& command,
-                         const std::string& date, const std::vector<std::string>& record_names);
 
 /// What makes one lab differ from another.
 struct Lab {
@@ -40,7 +38,8 @@ struct Lab {
   std::function<LabReport(const Finished&, double others_busy_cores)> report;
 };
 
-/// Plans, runs the experiments, prints tables and answers, writes the report into options.out.
+/// Plans, runs the experiments, prints tables and answers, writes the report (HTML, PDF,
+/// Markdown, CSV) into options.out.
 /// `command` is the line the user typed.
 int run_lab(const Lab& lab, const LabOptions& options, const std::string& command);
 

@@ -73,6 +73,17 @@ std::vector<DeviceRecord> merged_devices(const RunSet& set_up) {
   return merged;
 }
 
+Communication communication_of(const RunSet& set_up) {
+  Communication sum;
+  for (const auto& run : set_up.runs) {
+    const auto share = static_cast<double>(set_up.runs.size());
+    sum.total_ms += run.comm_ms / share;
+    sum.exposed_ms += run.exposed_comm_ms / share;
+  }
+  sum.hidden_ms = std::max(0.0, sum.total_ms - sum.exposed_ms);
+  return sum;
+}
+
 int sharing(const RunSet& set_up) {
   int most = 1;
   for (const auto& device : merged_devices(set_up)) most = std::max(most, device.shared_by);

@@ -31,6 +31,17 @@ double mean_total_s(const RunSet& set_up);
 /// Each device over all repetitions: mean busy fraction, largest bytes.
 std::vector<DeviceRecord> merged_devices(const RunSet& set_up);
 
+/// Communication of a step, over all repetitions, in milliseconds.
+struct Communication {
+  double total_ms = 0;
+  double exposed_ms = 0;  ///< that no computation hid
+  double hidden_ms = 0;
+
+  double hidden_share() const { return total_ms > 0 ? hidden_ms / total_ms : 0; }
+};
+
+Communication communication_of(const RunSet& set_up);
+
 /// How many logical devices use the same hardware, at most; 1: each has its own.
 int sharing(const RunSet& set_up);
 

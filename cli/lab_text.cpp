@@ -51,6 +51,28 @@ std::string format_speedup(const Comparison& comparison) {
   return fmt::format("{:.2f} ± {:.2f}", comparison.speedup.mean, comparison.speedup.stddev);
 }
 
+std::string format_against(const Comparison& comparison, const std::string& whom) {
+  const double speedup = comparison.speedup.mean;
+  if (std::abs(speedup - 1) <= comparison.margin()) {
+    return fmt::format("no faster than {} within the noise ({} times)", whom,
+                       format_speedup(comparison));
+  }
+  if (speedup > 1) return fmt::format("{:.2f} times as fast as {}", speedup, whom);
+  return fmt::format("{:.2f} times slower than {}", speedup > 0 ? 1 / speedup : 0, whom);
+}
+
+std::string format_share(double fraction) {
+  const double percent = fraction * 100;
+  if (percent == 0) return "0 %";
+  if (percent < 0.001) return "< 0.001 %";
+  return percent < 10 ? fmt::format("{:.2g} %", percent) : fmt::format("{:.0f} %", percent);
+}
+
+std::string format_change(double fraction) {
+  const double percent = std::round(fraction * 100);
+  return percent == 0 ? "±0 %" : fmt::format("{:+.0f} %", percent);
+}
+
 std::string format_rows(const std::vector<int64_t>& rows) {
   return fmt::format("{}", fmt::join(rows, " "));
 }

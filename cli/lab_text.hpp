@@ -20,6 +20,16 @@ std::string format_ms(double ms);
 /// "1.87 ± 0.02".
 std::string format_speedup(const Comparison& comparison);
 
+/// "1.62 times as fast as fp32", "1.20 times slower than fp32", "no faster than fp32 within the
+/// noise (1.01 ± 0.02 times)".
+std::string format_against(const Comparison& comparison, const std::string& whom);
+
+/// "0 %", "0.012 %", "12 %", "140 %": two digits.
+std::string format_share(double fraction);
+
+/// "-28 %", "+3 %", "±0 %".
+std::string format_change(double fraction);
+
 /// "22 22 20".
 std::string format_rows(const std::vector<int64_t>& rows);
 

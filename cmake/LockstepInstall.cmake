@@ -12,6 +12,7 @@ install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/lockstep" DESTINATION "${CMAKE_
 install(TARGETS lockstep lockstep_core lockstep_torch lockstep_flags EXPORT lockstepTargets
   ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
 install(TARGETS lockstep-cli lockstep-probe practical5_single practical5_dp practical6_ddp
+  practical7_accumulation practical7_amp homework2_combined
   RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
 if(LOCKSTEP_GLOO)
   install(TARGETS lockstep_gloo LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}/lockstep")

@@ -3,9 +3,6 @@
 
 #include <torch/torch.h>
 
-#include <algorithm>
-#include <cstdio>
-
 #include "course/batches.hpp"
 #include "course/model.hpp"
 #include "course/options.hpp"
@@ -14,14 +11,6 @@
 #include "lockstep/lockstep.hpp"
 
 namespace {
-
-void print_rank(const lockstep::World& world, const course::Options& options) {
-  if (options.quiet) return;
-  const auto& device = world.device();
-  std::fprintf(options.out(), "Rank: %d | Local Rank: %d | Device: %s (%s)\n", world.rank(),
-               world.local_rank(), device.name().c_str(), device.plan().physical().c_str());
-  std::fflush(options.out());
-}
 
 int train(int argc, char** argv) {
   const auto options = course::parse_options(
@@ -33,7 +22,7 @@ int train(int argc, char** argv) {
 
   const auto world = lockstep::World::from_env(course::world_options(options));
   const lockstep::UseDevice home(world.device());
-  print_rank(world, options);
+  course::print_rank(world, options);
 
   torch::manual_seed(static_cast<uint64_t>(options.seed));
   course::Model net(options);
@@ -44,22 +33,17 @@ int train(int argc, char** argv) {
 
   lockstep::DistributedDataParallel ddp(net, world.comm(), course::ddp_options(options));
 
-  // The batch is divided by hand: rank r of R takes the r-th block of batch / R rows. Where R does
-  // not divide the batch, the first ranks take one row more.
-  const int64_t ranks = world.size();
-  const int64_t whole = options.batch / ranks;
-  const int64_t left_over = options.batch % ranks;
-  const int64_t rows = whole + (world.rank() < left_over ? 1 : 0);
-  const int64_t first = world.rank() * whole + std::min<int64_t>(world.rank(), left_over);
+  // The batch is divided by hand: this rank takes its block of rows and no others.
+  const auto rows = course::rows_of_rank(options.batch, world.rank(), world.size());
   // Each loss is a mean over this rank's rows. Weighted by their number, the ranks' gradients give
-  // that of the whole batch, so that the numbers stay those of one rank for any R.
-  ddp.set_weight(static_cast<double>(rows));
+  // that of the whole batch, so that the numbers stay those of one rank for any number of ranks.
+  ddp.set_weight(static_cast<double>(rows.count));
 
   course::Run run(options, world);
   run.watch(ddp);
-  run.set_split({rows});
+  run.set_split({rows.count});
   for (int64_t step = 0; step < options.steps; ++step) {
-    const auto [x, y] = batches.get_rows(step, first, rows);  // this rank's block of the batch
+    const auto [x, y] = batches.get_rows(step, rows.first, rows.count);
     run.begin_step();
 
     run.phase("forward");

@@ -5,8 +5,10 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "lockstep/error.hpp"
+#include "lockstep/memory.hpp"
 #include "lockstep/tensor_file.hpp"
 #include "lockstep/tensor_text.hpp"
 
@@ -41,6 +43,30 @@ const torch::Tensor& require_rows(const lockstep::TensorMap& file, const std::st
   return tensor;
 }
 
+// A hash whose outputs look random (splitmix64).
+uint64_t mix(uint64_t x) {
+  x += 0x9e3779b97f4a7c15U;
+  x = (x ^ (x >> 30U)) * 0xbf58476d1ce4e5b9U;
+  x = (x ^ (x >> 27U)) * 0x94d049bb133111ebU;
+  return x ^ (x >> 31U);
+}
+
+// Normal numbers [rows, columns] from row number `first` on. A number depends on the seed and its
+// place only: k batches of B rows are the rows of one batch of k * B.
+torch::Tensor draw_rows(uint64_t seed, int64_t first, int64_t rows, int64_t columns) {
+  const torch::Tensor drawn = torch::empty({rows, columns});
+  float* number = drawn.data_ptr<float>();
+  const uint64_t key = mix(seed);
+  const auto uniform = [key](int64_t place) {  // in (0, 1)
+    return (static_cast<double>(mix(key ^ static_cast<uint64_t>(place)) >> 11U) + 0.5) * 0x1p-53;
+  };
+  for (int64_t place = first * columns; place < (first + rows) * columns; ++place) {
+    const double radius = std::sqrt(-2 * std::log(uniform(2 * place)));
+    *number++ = static_cast<float>(radius * std::cos(2 * M_PI * uniform(2 * place + 1)));
+  }
+  return drawn;
+}
+
 }  // namespace
 
 Batches::Batches(const Options& options, torch::Device device)
@@ -58,18 +84,16 @@ Batches::Batches(const Options& options, torch::Device device)
 }
 
 Batch Batches::get_rows(int64_t index, int64_t first, int64_t count) const {
-  Batch batch;
-  if (x_.defined()) {
-    batch = take_rows(index * batch_ + first, count);
-  } else {
-    // The whole batch is drawn, so that a row is the same whoever asks for it.
-    batch = generate(index);
-    if (count != batch_) {
-      batch.x = batch.x.narrow(0, first, count).clone();
-      batch.y = batch.y.narrow(0, first, count).clone();
-    }
-  }
+  const Batch batch = get_host_rows(index, first, count);
   return {batch.x.to(device_), batch.y.to(device_)};
+}
+
+Batch Batches::get_host_rows(int64_t index, int64_t first, int64_t count) const {
+  if (x_.defined()) return take_rows(index * batch_ + first, count);
+  // The whole batch is drawn, so that a row is the same whoever asks for it.
+  const Batch batch = generate(index);
+  if (count == batch_) return batch;
+  return {batch.x.narrow(0, first, count).clone(), batch.y.narrow(0, first, count).clone()};
 }
 
 // Made on the CPU whatever the device, so that the numbers are the same everywhere. A few hidden
@@ -80,14 +104,37 @@ Batch Batches::generate(int64_t index) const {
   auto fixed = at::detail::createCPUGenerator(first_seed);
   const torch::Tensor to_x = torch::randn({factors, dim_}, fixed);
   const torch::Tensor to_y = torch::randn({factors, dim_}, fixed);
-  auto of_batch = at::detail::createCPUGenerator(first_seed + 1 + static_cast<uint64_t>(index));
-  const torch::Tensor hidden = torch::randn({batch_, factors}, of_batch);
+  const torch::Tensor hidden = draw_rows(first_seed, index * batch_, batch_, factors);
   return {hidden.mm(to_x), torch::tanh(hidden.mm(to_y))};
 }
 
 Batch Batches::take_rows(int64_t first, int64_t count) const {
   const torch::Tensor rows = (torch::arange(count) + first).remainder(x_.size(0));
   return {x_.index_select(0, rows), y_.index_select(0, rows)};
+}
+
+RowBlock rows_of_rank(int64_t batch, int rank, int ranks) {
+  const int64_t whole = batch / ranks;
+  const int64_t left_over = batch % ranks;
+  return {.first = rank * whole + std::min<int64_t>(rank, left_over),
+          .count = whole + (rank < left_over ? 1 : 0)};
+}
+
+void MicroBatches::draw(int64_t step) {
+  const lockstep::ChargeHost host;
+  const auto accum_steps = static_cast<int64_t>(drawn_.size());
+  for (int64_t micro = 0; micro < accum_steps; ++micro) {
+    drawn_[static_cast<size_t>(micro)] =
+        batches_.get_host_rows(step * accum_steps + micro, rows_.first, rows_.count);
+  }
+}
+
+Batch MicroBatches::get(int64_t micro_step) const {
+  const Batch& drawn = drawn_.at(static_cast<size_t>(micro_step));
+  const auto to_device = [&](const torch::Tensor& tensor) {
+    return tensor.to(batches_.device_, tensor.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+  };
+  return {to_device(drawn.x), to_device(drawn.y)};
 }
 
 }  // namespace course

@@ -91,6 +91,16 @@ void check_ranks(const Options& options) {
   }
 }
 
+void check_amp(const Options& options) {
+  if (!options.amp.empty()) require_one_of("--amp", options.amp, {"off", "bf16", "fp16"});
+  if (options.overflow_at < 0 || options.overflow_at > options.steps) {
+    throw Error(
+        Code::kUsage,
+        fmt::format("--overflow-at {} is none of the {} steps", options.overflow_at, options.steps),
+        fmt::format("give a step from 1 to {}, or leave it out", options.steps));
+  }
+}
+
 void check(const Options& options) {
   require_range("--steps", options.steps, 1, 100'000'000);
   require_range("--batch", options.batch, 1, 1 << 24);
@@ -108,6 +118,8 @@ void check(const Options& options) {
                 "use sgd or adamw");
   }
   if (options.has_ranks) check_ranks(options);
+  if (options.has_accumulation) require_range("--accum-steps", options.accum_steps, 1, 1 << 20);
+  if (options.has_amp) check_amp(options);
   require_readable("--init", options.init);
   require_readable("--data", options.data);
   require_writable_folder("--json", options.json);
@@ -123,8 +135,9 @@ double default_lr(const Options& options) {
 CLI::Option* add_shared_flags(CLI::App& app, Options& options) {
   app.add_option("--steps", options.steps, "optimizer updates")->capture_default_str();
   app.add_option("--batch", options.batch,
-                 options.has_ranks ? "rows of one step over all ranks"
-                                   : "rows of one step over all devices")
+                 options.has_accumulation ? "rows of one micro-step over all ranks"
+                 : options.has_ranks      ? "rows of one step over all ranks"
+                                          : "rows of one step over all devices")
       ->capture_default_str();
   app.add_option("--dim", options.dim, "width of input and output")->capture_default_str();
   app.add_option("--hidden", options.hidden, "width of the hidden layers")->capture_default_str();
@@ -170,12 +183,33 @@ void add_rank_flags(CLI::App& app, Options& options) {
       ->capture_default_str();
 }
 
+void add_accumulation_flags(CLI::App& app, Options& options) {
+  options.accum_steps = 4;
+  app.add_option("--accum-steps", options.accum_steps, "micro-steps in one optimizer step")
+      ->capture_default_str();
+  app.add_flag("--sync-every-step", options.sync_every_step,
+               "average gradients in every micro-step: what happens without no_sync");
+  app.add_flag(
+      "--no-divide", options.no_divide,
+      "do not divide the loss by --accum-steps: gradients become that many times as large");
+}
+
+void add_amp_flags(CLI::App& app, Options& options) {
+  app.add_option("--amp", options.amp,
+                 "off, bf16 or fp16 (default: fp16 on a GPU, bf16 on the CPU)");
+  app.add_flag("--no-scaler", options.no_scaler, "train without GradScaler");
+  app.add_option("--overflow-at", options.overflow_at,
+                 "plant an infinite gradient on the last rank in this step, counted from 1");
+}
+
 }  // namespace
 
 Options parse_options(const Program& program, int argc, char** argv) {
   Options options;
   options.program = program.name;
   options.has_ranks = program.has_ranks;
+  options.has_accumulation = program.has_accumulation;
+  options.has_amp = program.has_amp;
   CLI::App app(program.about, program.name);
   // As in most commands: a wrapper's defaults can be overridden by what follows them.
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
@@ -185,6 +219,8 @@ Options parse_options(const Program& program, int argc, char** argv) {
                  "print the device and shape each replica sees");
   }
   if (program.has_ranks) add_rank_flags(app, options);
+  if (program.has_accumulation) add_accumulation_flags(app, options);
+  if (program.has_amp) add_amp_flags(app, options);
   lockstep::parse_or_throw(app, argc, argv);
   if (lr->count() == 0) options.lr = default_lr(options);
   check(options);
@@ -210,6 +246,17 @@ std::map<std::string, std::string> Options::as_text() const {
                  {"check-replicas", std::to_string(check_replicas)},
                  {"compress", compress},
                  {"bucket-mib", fmt::format("{}", bucket_mib)}});
+  }
+  const auto yes_no = [](bool flag) { return flag ? "yes" : "no"; };
+  if (has_accumulation) {
+    text.insert({{"accum-steps", std::to_string(accum_steps)},
+                 {"sync-every-step", yes_no(sync_every_step)},
+                 {"no-divide", yes_no(no_divide)}});
+  }
+  if (has_amp) {
+    text.insert({{"amp", amp},
+                 {"no-scaler", yes_no(no_scaler)},
+                 {"overflow-at", std::to_string(overflow_at)}});
   }
   return text;
 }

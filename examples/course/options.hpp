@@ -35,8 +35,20 @@ struct Options {
   std::string compress = "off";          // gradients on their way: off, bf16 or fp16
   double bucket_mib = 25;
 
+  // Of programs that accumulate gradients.
+  int64_t accum_steps = 1;  // micro-steps in one optimizer step
+  bool sync_every_step = false;
+  bool no_divide = false;
+
+  // Of programs that compute in a lower precision.
+  std::string amp;  // off, bf16 or fp16; empty: what suits the device
+  bool no_scaler = false;
+  int64_t overflow_at = 0;  // plants an infinite gradient in this step, from 1; 0: never
+
   std::string program;
   bool has_ranks = false;
+  bool has_accumulation = false;
+  bool has_amp = false;
   /// Every flag with its value, as the record keeps them.
   std::map<std::string, std::string> as_text() const;
 
@@ -50,6 +62,8 @@ struct Program {
   const char* about;
   bool has_print_shapes = false;
   bool has_ranks = false;  ///< one process of several: flags of communication, and the transformer
+  bool has_accumulation = false;  ///< several micro-steps in one optimizer step
+  bool has_amp = false;           ///< lower precision
 };
 
 /// Reads the command line. A bad flag, value or folder is an Error before anything is started.

@@ -1,6 +1,8 @@
 #pragma once
 
+#include "course/options.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/world.hpp"
 
 namespace course {
 
@@ -8,6 +10,9 @@ namespace course {
 /// so that what one rank finds wrong with them all do: rank 0 says it, and the others wait a moment
 /// to be stopped by the launcher before they would say it once more.
 void let_rank_0_speak(const lockstep::Error& error);
+
+/// "Rank: 0 | Local Rank: 0 | Device: …", unless --quiet.
+void print_rank(const lockstep::World& world, const Options& options);
 
 /// The body of a program that is started once for each rank, for lockstep::run_program.
 template <int (*Body)(int argc, char** argv)>

@@ -63,6 +63,28 @@ std::string overlap_note(const RunRecord& job) {
       job.exposed_comm_ms);
 }
 
+std::string accumulation_note(const RunRecord& job) {
+  return fmt::format("{} micro-steps in each step: effective batch {}, {:.3f} ms a micro-step",
+                     job.accum_steps, job.effective_batch,
+                     job.step_ms.mean / static_cast<double>(job.accum_steps));
+}
+
+std::string precision_note(const RunRecord& job) {
+  if (!job.scale) return fmt::format("matrix products in {}, without a scaler", job.amp);
+  return fmt::format("matrix products in {}; scale {:g} at the end, {} step{} skipped", job.amp,
+                     *job.scale, job.skipped_steps.size(),
+                     job.skipped_steps.size() == 1 ? "" : "s");
+}
+
+std::string memory_note(const lockstep::MemorySplit& memory) {
+  return fmt::format(
+      "peak memory of rank 0: weights {}, gradients {}, optimizer {}, low-precision copies {}, "
+      "activations and the rest {}",
+      lockstep::format_bytes(memory.weights), lockstep::format_bytes(memory.gradients),
+      lockstep::format_bytes(memory.optimizer_state), lockstep::format_bytes(memory.low_precision),
+      lockstep::format_bytes(memory.activations));
+}
+
 }  // namespace
 
 Table device_table(const RunRecord& record) {
@@ -109,6 +131,9 @@ Table rank_table(const RunRecord& job, const std::vector<RankReport>& reports) {
     }
   }
   table.add_note(step_note(job));
+  if (job.accum_steps > 1) table.add_note(accumulation_note(job));
+  if (job.amp != "off") table.add_note(precision_note(job));
+  if (job.memory) table.add_note(memory_note(*job.memory));
   if (job.comm_ms > 0) table.add_note(overlap_note(job));
   if (reports.size() > 1) table.add_note(slowest_note(reports));
   return table;

@@ -6,11 +6,15 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "course/result_table.hpp"
+#include "course/step_facts.hpp"
+#include "lockstep/adamw.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/engine.hpp"
+#include "lockstep/sgd.hpp"
 #include "lockstep/tensor_file.hpp"
 #include "lockstep/units.hpp"
 #include "lockstep/version.hpp"
@@ -34,7 +38,9 @@ Run::Run(const Options& options, const lockstep::Devices& devices, const lockste
   record_.options = options.as_text();
   record_.host = lockstep::describe_host();
   record_.versions = lockstep::describe_versions();
-  record_.effective_batch = options.batch;
+  record_.accum_steps = options.accum_steps;
+  if (options.has_amp) record_.amp = options.amp;
+  record_.effective_batch = options.batch * options.accum_steps;
   record_.split = {options.batch};
   if (!options.trace.empty()) start_trace();
   if (prints()) print_start_line();
@@ -88,6 +94,7 @@ void Run::end_step(const torch::Tensor& loss) {
   end_phase(meter_.last_step_ended_ns());
   if (trace_.enabled() && sync_ != nullptr) trace_wait();
   if (!prints()) return;
+  if (scaler_ != nullptr) print_skipped_steps();
   const auto done = static_cast<int64_t>(meter_.losses().size());
   const int64_t now_ns = lockstep::monotonic_ns();
   const int64_t pause_ns = isatty(fileno(options_.out())) != 0 ? 100'000'000 : 2'000'000'000;
@@ -140,8 +147,41 @@ void Run::print_progress() const {
   std::fflush(options_.out());
 }
 
-void Run::finish(const torch::nn::Module& net) {
+void Run::print_skipped_steps() {
+  const auto skipped = scaler_->skipped_steps();
+  for (; skipped_printed_ < skipped.size(); ++skipped_printed_) {
+    const auto& each = skipped[skipped_printed_];
+    fmt::print(options_.out(),
+               "step {} skipped: the gradient of {} is not finite; scale {:g} -> {:g}\n", each.step,
+               each.parameter, each.scale_before, each.scale_after);
+  }
+}
+
+void Run::note_forward(const torch::Tensor& loss) {
+  if (!low_precision_bytes_) low_precision_bytes_ = low_precision_bytes(loss);
+}
+
+void Run::note_gradients(const torch::nn::Module& net) {
+  if (record_.gradient_check) return;
+  record_.gradient_check = check_gradients(net, scaler_ != nullptr ? scaler_->get_scale() : 1);
+}
+
+void Run::note_precision() {
+  if (scaler_ == nullptr || !scaler_->is_enabled()) return;
+  record_.scale = scaler_->get_scale();
+  for (const auto& each : scaler_->skipped_steps()) {
+    record_.skipped_steps.push_back(
+        {each.step, each.parameter, each.scale_before, each.scale_after});
+  }
+}
+
+void Run::finish(const torch::nn::Module& net, const torch::optim::Optimizer* optimizer) {
   meter_.fill(record_);
+  note_precision();
+  if (optimizer != nullptr) {
+    record_.memory = split_memory(net, *optimizer, low_precision_bytes_.value_or(0),
+                                  record_.devices.front().peak_bytes);
+  }
   if (world_ == nullptr) {
     finish_process(net);
   } else {
@@ -163,7 +203,9 @@ void Run::finish_job(const torch::nn::Module& net) {
   const auto reports =
       gather_reports(world_->comm(), {record_, meter_.step_ms(), trace_.spans(), clock_ns_});
   if (rank_ != 0) return;
-  const lockstep::RunRecord job = job_record(reports);
+  lockstep::RunRecord job = job_record(reports);
+  job.nonfinite = std::count_if(job.losses.begin(), job.losses.end(),
+                                [](double loss) { return !std::isfinite(loss); });
   if (!options_.save.empty()) lockstep::save_weights(net, options_.save);
   if (!options_.trace.empty()) {
     lockstep::Trace whole;
@@ -180,11 +222,11 @@ void Run::finish_job(const torch::nn::Module& net) {
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(std::vector<torch::Tensor> parameters,
                                                         const Options& options) {
   if (options.optimizer == "adamw") {
-    return std::make_unique<torch::optim::AdamW>(std::move(parameters),
-                                                 torch::optim::AdamWOptions(options.lr));
+    return std::make_unique<lockstep::AdamW>(std::move(parameters),
+                                             lockstep::AdamWOptions{.lr = options.lr});
   }
-  return std::make_unique<torch::optim::SGD>(std::move(parameters),
-                                             torch::optim::SGDOptions(options.lr));
+  return std::make_unique<lockstep::Sgd>(std::move(parameters),
+                                         lockstep::SgdOptions{.lr = options.lr});
 }
 
 void load_initial_weights(torch::nn::Module& net, const Options& options) {

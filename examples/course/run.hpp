@@ -4,12 +4,14 @@
 #include <torch/optim/optimizer.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "course/job_record.hpp"
 #include "course/options.hpp"
 #include "lockstep/device.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
+#include "lockstep/grad_scaler.hpp"
 #include "lockstep/record.hpp"
 #include "lockstep/run_meter.hpp"
 #include "lockstep/trace.hpp"
@@ -35,17 +37,27 @@ class Run {
   }
   void watch(lockstep::GradientSync& sync);
 
+  /// Its skipped steps are printed and recorded; it must outlive the run.
+  void watch(lockstep::GradScaler& scaler) { scaler_ = &scaler; }
+
   void begin_step() { meter_.begin_step(); }
   void end_step(const torch::Tensor& loss);
 
   /// A part of the step begins, for the timeline; it ends where the next or the step does.
   void phase(const char* name);
 
+  /// Before backward: measures autocast's copies of the weights, in the first step only.
+  void note_forward(const torch::Tensor& loss);
+
+  /// Before the update: looks at the gradients, in the first step only.
+  void note_gradients(const torch::nn::Module& net);
+
   /// Rows each device of this process got of a batch, for the record.
   void set_split(std::vector<int64_t> rows) { record_.split = std::move(rows); }
 
-  /// Prints and writes everything; the loop is over and its tensors are gone. Collective.
-  void finish(const torch::nn::Module& net);
+  /// Prints and writes everything; the loop is over and its tensors are gone. Collective. With an
+  /// optimizer the record says what the peak memory is made of.
+  void finish(const torch::nn::Module& net, const torch::optim::Optimizer* optimizer = nullptr);
 
  private:
   Run(const Options& options, const lockstep::Devices& devices, const lockstep::World* world);
@@ -56,6 +68,8 @@ class Run {
   void print_progress() const;
   void end_phase(int64_t at_ns);
   void trace_wait();
+  void print_skipped_steps();
+  void note_precision();
   void finish_process(const torch::nn::Module& net);
   void finish_job(const torch::nn::Module& net);
 
@@ -64,16 +78,19 @@ class Run {
   const lockstep::World* world_;  // null: a program of one process
   int rank_;
   lockstep::GradientSync* sync_ = nullptr;  // null: nothing is watched
-  lockstep::Trace trace_;                   // of this rank
-  lockstep::RunRecord record_;              // of this rank
-  int64_t clock_ns_ = 0;                    // see RankReport
-  const char* phase_ = nullptr;             // null: none has begun
+  lockstep::GradScaler* scaler_ = nullptr;  // null: none
+  size_t skipped_printed_ = 0;
+  std::optional<int64_t> low_precision_bytes_;  // autocast's copies of weights
+  lockstep::Trace trace_;                       // of this rank
+  lockstep::RunRecord record_;                  // of this rank
+  int64_t clock_ns_ = 0;                        // see RankReport
+  const char* phase_ = nullptr;                 // null: none has begun
   int64_t phase_began_ns_ = 0;
   int64_t last_print_ns_ = 0;
   lockstep::RunMeter meter_;  // last: its clock starts when all else is ready
 };
 
-/// --optimizer, from torch::optim.
+/// --optimizer.
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(std::vector<torch::Tensor> parameters,
                                                         const Options& options);
 

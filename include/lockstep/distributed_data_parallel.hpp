@@ -21,6 +21,7 @@ struct GradientBucket {
   int64_t index = 0;                    ///< in the order of launch
   torch::Tensor gradients;              ///< one flat tensor; the parameters' grads are views of it
   std::vector<std::string> parameters;  ///< their names, in the order they lie in it
+  int64_t micro_steps = 1;  ///< backward passes since the last average, this one included
 };
 
 /// A bucket on its way through the ranks.
@@ -170,7 +171,8 @@ DistributedDataParallel(const torch::nn::ModuleHolder<Module>&, const Communicat
                         const DdpOptions&) -> DistributedDataParallel<Module>;
 
 /// Guard: gradients only accumulate on this rank, nothing is sent. The next step outside adds its
-/// own and averages the sum. Nests; a forward and its backward must both be inside.
+/// own and averages the sum. Nests; a forward and its backward must both be inside. All ranks
+/// accumulate over the same number of micro-steps, and weights are updated after an average only.
 class NoSync {
  public:
   explicit NoSync(GradientSync& sync);

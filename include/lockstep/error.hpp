@@ -36,6 +36,7 @@ enum class Code : int {
   kSyncMisuse = 24,       ///< forward, backward and no_sync in an order that loses gradients
   kReplicasDiffer = 25,   ///< models that are not the same on all ranks
   kLaunch = 26,           ///< a program that cannot be started
+  kScalerMisuse = 27,     ///< calls of a GradScaler in an order that would lose or spoil a step
 };
 
 /// What one code means, for `lockstep explain`.

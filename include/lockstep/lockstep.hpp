@@ -2,6 +2,8 @@
 
 // Everything lockstep offers to a program that trains.
 
+#include "lockstep/adamw.hpp"
+#include "lockstep/autocast.hpp"
 #include "lockstep/communicator.hpp"
 #include "lockstep/data_parallel.hpp"
 #include "lockstep/device.hpp"
@@ -9,10 +11,13 @@
 #include "lockstep/distributed_sampler.hpp"
 #include "lockstep/engine.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/fused_step.hpp"
+#include "lockstep/grad_scaler.hpp"
 #include "lockstep/memory.hpp"
 #include "lockstep/mesh.hpp"
 #include "lockstep/record.hpp"
 #include "lockstep/run_meter.hpp"
+#include "lockstep/sgd.hpp"
 #include "lockstep/split.hpp"
 #include "lockstep/tensor_file.hpp"
 #include "lockstep/tensor_text.hpp"

@@ -7,6 +7,8 @@
 
 namespace lockstep {
 
+class CpuPool;
+
 /// Bytes as asked for, without the allocator's rounding or the blocks it keeps for reuse.
 struct MemoryUsage {
   int64_t live_bytes = 0;
@@ -49,6 +51,19 @@ MemoryAccount& make_memory_account();
 /// The account that this thread's CPU allocations are charged to: its logical device's, or the
 /// host's. For memory that comes from elsewhere and must be charged by hand.
 MemoryAccount& current_memory_account();
+
+/// Guard: what this thread allocates on the CPU is charged to the host instead of its logical
+/// device, as for batches that a data loader holds ready.
+class ChargeHost {
+ public:
+  ChargeHost();
+  ~ChargeHost();
+  ChargeHost(const ChargeHost&) = delete;
+  ChargeHost& operator=(const ChargeHost&) = delete;
+
+ private:
+  CpuPool* pool_before_;
+};
 
 /// The account a CPU tensor's memory is charged to; null where lockstep did not allocate it.
 const MemoryAccount* account_of(const torch::Tensor& tensor);

@@ -57,6 +57,33 @@ struct RankRecord {
   double step_ms = 0;  ///< its own mean
 };
 
+/// An update that was not made because a gradient was not finite.
+struct SkippedStepRecord {
+  int64_t step = 0;  ///< of the optimizer, from 1
+  std::string parameter;
+  double scale_before = 0;
+  double scale_after = 0;
+};
+
+/// What the peak memory of rank 0's device is made of, in bytes.
+struct MemorySplit {
+  int64_t weights = 0;  ///< with buffers
+  int64_t gradients = 0;
+  int64_t optimizer_state = 0;
+  int64_t low_precision = 0;  ///< autocast's copies of weights
+  int64_t activations = 0;    ///< the rest of the peak: activations, inputs, temporaries
+};
+
+/// What the gradients of the first optimizer step look like.
+struct GradientCheck {
+  double norm = 0;
+  int64_t count = 0;                ///< elements
+  double zero_share = 0;            ///< elements that are exactly 0, of all
+  double fp16_lost = 0;             ///< elements that are not 0 but would be in fp16, of all
+  double fp16_lost_scaled = 0;      ///< the same after a multiplication by 65536
+  double fp16_overflow_scaled = 0;  ///< elements too large for fp16 after that, of all
+};
+
 /// The result of one run: what `--json` writes and all that tables and reports are made from.
 struct RunRecord {
   static constexpr int kSchema = 1;
@@ -82,6 +109,15 @@ struct RunRecord {
   std::vector<BucketRecord> buckets;  ///< of the last step, in launch order
   double backward_ms = 0;             ///< when the last step's backward ended, from its begin
   std::vector<RankRecord> ranks;      ///< [rank]
+
+  // Only of programs that accumulate gradients or compute in a lower precision.
+  int64_t accum_steps = 1;  ///< micro-steps in an optimizer step
+  std::string amp = "off";  ///< off, bf16 or fp16
+  std::vector<SkippedStepRecord> skipped_steps;
+  std::optional<double> scale;  ///< of the scaler at the end; none without one
+  int64_t nonfinite = 0;        ///< losses that were not finite
+  std::optional<MemorySplit> memory;
+  std::optional<GradientCheck> gradient_check;
 };
 
 nlohmann::json to_json(const RunRecord& record);

@@ -9,6 +9,8 @@ build_packages=(
   libcli11-dev        # flags of the programs
   libfmt-dev          # text formatting, inside .cpp files only
   nlohmann-json3-dev  # records
+  libcairo2-dev       # charts and PDF of the labs' reports
+  fonts-dejavu-core   # their letters
   libssl-dev          # HMAC of the rendezvous between hosts
   libgloo-dev         # ranks on several hosts
   libxxhash-dev       # random streams per device, checksums

@@ -150,6 +150,10 @@ const std::vector<CodeInfo>& all_codes() {
        "`lockstep run` starts the program that follows its flags. It was not found, is not "
        "executable, or the "
        "system refused to start a process. Nothing is left running."},
+      {Code::kScalerMisuse, "a GradScaler was called out of order",
+       "Between two update() calls each optimizer is ready, then unscaled (by unscale_, or by step "
+       "itself), then stepped. A second unscale_ would divide gradients twice, a second step would "
+       "apply them twice, and an update() without a step has nothing to judge the scale by."},
   };
   return codes;
 }
@@ -170,6 +174,7 @@ int exit_code(Code code) {
     case Code::kUnusedParameter:
     case Code::kSyncMisuse:
     case Code::kReplicasDiffer:
+    case Code::kScalerMisuse:
       return 1;
     default:
       return 2;

@@ -173,6 +173,12 @@ CpuPool* exchange_current_pool(CpuPool* pool) noexcept {
   return std::exchange(current_pool, pool);
 }
 
+ChargeHost::ChargeHost() : pool_before_(exchange_current_pool(nullptr)) {}
+
+ChargeHost::~ChargeHost() {
+  exchange_current_pool(pool_before_);
+}
+
 MemoryAccount& current_memory_account() {
   return (current_pool != nullptr ? *current_pool : host_pool()).account();
 }

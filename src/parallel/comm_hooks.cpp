@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -12,11 +13,19 @@
 namespace lockstep {
 namespace {
 
-Work begin_bucket(const Communicator& comm, const torch::Tensor& tensor, int64_t bucket,
-                  double weight) {
+// Ranks compare labels: those that disagree about when to synchronise stop here, instead of adding
+// gradients of different micro-steps.
+std::string label_of(const GradientBucket& bucket) {
+  if (bucket.micro_steps == 1) return fmt::format("bucket {}", bucket.index);
+  return fmt::format("bucket {} of {} micro-steps", bucket.index, bucket.micro_steps);
+}
+
+// `values` are those of the bucket, or stand in for them.
+Work begin_bucket(const Communicator& comm, const torch::Tensor& values,
+                  const GradientBucket& bucket, double weight) {
   return comm.begin_all_reduce(
-      tensor, ReduceOp::kMean,
-      {.label = fmt::format("bucket {}", bucket), .bucket = bucket, .weight = weight});
+      values, ReduceOp::kMean,
+      {.label = label_of(bucket), .bucket = bucket.index, .weight = weight});
 }
 
 class MeanWork : public BucketWork {
@@ -97,7 +106,7 @@ class CompressionMemory {
 
 std::unique_ptr<BucketWork> begin_mean(const Communicator& comm, const GradientBucket& bucket,
                                        double weight) {
-  return std::make_unique<MeanWork>(begin_bucket(comm, bucket.gradients, bucket.index, weight));
+  return std::make_unique<MeanWork>(begin_bucket(comm, bucket.gradients, bucket, weight));
 }
 
 CommHook compress_gradients(torch::ScalarType dtype) {
@@ -110,7 +119,7 @@ CommHook compress_gradients(torch::ScalarType dtype) {
   return [memory](const Communicator& comm, const GradientBucket& bucket, double weight) {
     const torch::Tensor small = memory->for_bucket(comm, bucket);
     small.copy_(bucket.gradients);
-    return std::make_unique<CompressedWork>(begin_bucket(comm, small, bucket.index, weight), small,
+    return std::make_unique<CompressedWork>(begin_bucket(comm, small, bucket, weight), small,
                                             bucket.gradients);
   };
 }

@@ -1,5 +1,9 @@
 #include "lockstep/distributed_data_parallel.hpp"
 
+#include <fmt/format.h>
+
+#include <exception>
+
 #include "lockstep/error.hpp"
 #include "parallel/gradient_sync_state.hpp"
 
@@ -84,7 +88,15 @@ void GradientSync::State::check_if_due() {
 GradientSync::GradientSync(std::shared_ptr<torch::nn::Module> module, const Communicator& comm,
                            const DdpOptions& options)
     : state_(std::make_unique<State>(std::move(module), comm, options)) {}
-GradientSync::~GradientSync() = default;
+
+// Nobody forwards again who could be told: the last window was applied on each rank alone.
+GradientSync::~GradientSync() {
+  if (std::uncaught_exceptions() > 0 || state_->reducer->spoiled_micro_steps() == 0) return;
+  fmt::print(stderr,
+             "warning[{}]: the last update used {} micro-steps inside NoSync whose gradients were "
+             "not averaged: the ranks' weights differ\n",
+             code_name(Code::kSyncMisuse), state_->reducer->spoiled_micro_steps());
+}
 
 void GradientSync::before_forward() {
   State& state = *state_;

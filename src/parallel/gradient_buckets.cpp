@@ -86,6 +86,10 @@ void GradientBuckets::arrange(std::span<const size_t> order) {
   }
 }
 
+void GradientBuckets::set_micro_steps(int64_t count) {
+  for (auto& bucket : buckets_) bucket.micro_steps = count;
+}
+
 torch::Tensor GradientBuckets::view(size_t parameter) const {
   const Place& place = place_[parameter];
   const torch::Tensor& flat = buckets_[place.bucket].gradients;

@@ -35,6 +35,9 @@ class GradientBuckets {
   size_t bucket_of(size_t parameter) const { return place_[parameter].bucket; }
   const GradientBucket& bucket(size_t index) const { return buckets_[index]; }
 
+  /// Of every bucket, for the backward that begins.
+  void set_micro_steps(int64_t count);
+
   /// A fresh view of a parameter's place, of its shape and strides. Nobody else holds it, so that
   /// autograd may adopt it as the parameter's grad.
   torch::Tensor view(size_t parameter) const;

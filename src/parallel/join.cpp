@@ -1,3 +1,5 @@
+#include <fmt/format.h>
+
 #include "lockstep/error.hpp"
 #include "parallel/gradient_sync_state.hpp"
 
@@ -21,6 +23,12 @@ JoinProtocol::Round JoinProtocol::exchange(GradientSync::State& state, bool acti
     if (said[kActive] == 0) {
       round.everybody = false;
       continue;
+    }
+    if (round.anybody && round.synchronise != (said[kSynchronise] != 0)) {
+      throw Error(Code::kSyncMisuse,
+                  fmt::format("rank {} is inside NoSync where rank {} is not, or the reverse", rank,
+                              round.last_active),
+                  "accumulate over the same micro-steps on every rank");
     }
     round.anybody = true;
     round.last_active = rank;
@@ -49,9 +57,14 @@ void JoinProtocol::follow(GradientSync::State& state) {
       state.share_buffers(round.last_active);
       state.last_forward_synchronised = round.synchronise;
     }
-    if (round.synchronise) state.reducer->shadow_backward(options_.divide_by_initial_world_size);
+    if (round.synchronise) {
+      state.reducer->shadow_backward(options_.divide_by_initial_world_size);
+    } else {
+      state.reducer->shadow_micro_step();
+    }
   }
   broadcast_tensors(state.comm, model_tensors(*state.module), last_active_, "joined model");
+  state.reducer->drop_window();
 }
 
 void GradientSync::run_joined(const std::function<void()>& loop, const JoinOptions& options) {

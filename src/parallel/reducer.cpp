@@ -11,25 +11,9 @@
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
-#include "lockstep/trace.hpp"
-#include "lockstep/units.hpp"
-#include "parallel/comm_hooks.hpp"
 
 namespace lockstep {
 namespace {
-
-// Adds the time of its life to a counter.
-class Stopwatch {
- public:
-  explicit Stopwatch(int64_t& total_ns) : total_ns_(total_ns), begun_ns_(monotonic_ns()) {}
-  ~Stopwatch() { total_ns_ += monotonic_ns() - begun_ns_; }
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
-
- private:
-  int64_t& total_ns_;
-  int64_t begun_ns_;
-};
 
 // Backward reaches the parameters of the last layer first.
 std::vector<size_t> reversed_order(size_t count) {
@@ -54,11 +38,13 @@ Reducer::Reducer(std::vector<TrainedParameter> parameters, const Communicator& c
     : parameters_(std::move(parameters)),
       comm_(comm),
       options_(options),
+      window_(parameters_),
       firings_left_(parameters_.size(), 1),
       firings_(parameters_.size(), 0),
       used_(parameters_.size(), false),
       zero_filled_(parameters_.size(), false),
-      order_(reversed_order(parameters_.size())) {
+      order_(reversed_order(parameters_.size())),
+      flight_(comm_, options_.hook, stats_) {
   for (const auto& parameter : parameters_) shapes_.push_back(parameter.tensor.sizes().vec());
   if (comm_.size() > 1 || options_.hook) {
     buckets_.emplace(comm_, parameters_, order_,
@@ -111,9 +97,23 @@ void Reducer::before_forward(bool synchronise) {
          "an exception has left it half done; end the program, or make DDP and its communicator "
          "anew");
   }
+  check_window();
   forward_decision_ = synchronise;
   phase_ = Phase::kForwarded;
   end_is_queued_ = false;
+}
+
+// A window that ends inside NoSync, such as a last partial one, was never averaged.
+void Reducer::check_window() {
+  if (spoiled_micro_steps() > 0) {
+    fail(Code::kSyncMisuse,
+         fmt::format("the weights changed after {} micro-steps whose gradients were not averaged: "
+                     "from here on ranks would differ",
+                     spoiled_micro_steps()),
+         "let the last micro-step before each update run outside NoSync, also that of a last, "
+         "shorter window, and divide its loss by the micro-steps it has");
+  }
+  if (window_.micro_steps() > 0 && window_.gradients_dropped()) window_.close();
 }
 
 void Reducer::after_forward(const std::vector<torch::Tensor>& outputs) {
@@ -198,7 +198,7 @@ void Reducer::gradient_accumulated(size_t parameter) {
   mark_ready(parameter);
   if (passive()) return;
   launch_ready_buckets();
-  advance();
+  flight_.advance();
 }
 
 void Reducer::check_decision() {
@@ -234,6 +234,7 @@ void Reducer::begin_backward() {
   std::fill(zero_filled_.begin(), zero_filled_.end(), false);
   stats_.backward_started_ns = monotonic_ns();
   stats_.last_step.clear();
+  if (!passive()) buckets_->set_micro_steps(window_.micro_steps() + 1);
   next_bucket_ = 0;
   missing_in_bucket_.clear();
   for (size_t i = 0; !passive() && i < buckets_->size(); ++i) {
@@ -270,52 +271,20 @@ void Reducer::launch_ready_buckets() {
 }
 
 void Reducer::launch(size_t bucket, double weight) {
-  const Stopwatch exposed(stats_.exposed_ns);
-  const int64_t now_ns = monotonic_ns();
-  if (in_flight_.empty()) travelling_since_ns_ = now_ns;
-  const GradientBucket& travelling = buckets_->bucket(bucket);
-  auto work = options_.hook ? options_.hook(comm_, travelling, weight)
-                            : begin_mean(comm_, travelling, weight);
-  if (!work) {
-    fail(Code::kSyncMisuse, fmt::format("the hook gave no BucketWork for bucket {}", bucket),
-         "return one whose advance() is true where the hook has done all work itself");
-  }
-  in_flight_.push_back({bucket, std::move(work), now_ns});
-  stats_.all_reduces += 1;
-  stats_.bytes += buckets_->plan(bucket).bytes();
-}
-
-void Reducer::advance() {
-  const Stopwatch exposed(stats_.exposed_ns);
-  while (!in_flight_.empty() && in_flight_.front().work->advance()) finish_front();
-}
-
-void Reducer::finish_front() {
-  const InFlight& front = in_flight_.front();
-  const int64_t now_ns = monotonic_ns();
-  const PlannedBucket& plan = buckets_->plan(front.bucket);
-  stats_.last_step.push_back({.index = static_cast<int64_t>(front.bucket),
-                              .bytes = plan.bytes(),
-                              .parameters = static_cast<int64_t>(plan.gradients.size()),
-                              .launched_ns = front.launched_ns,
-                              .finished_ns = now_ns});
-  if (trace_ != nullptr) {
-    trace_->add({.rank = trace_rank_,
-                 .device = trace_row_,
-                 .name = fmt::format("all_reduce bucket {}", front.bucket),
-                 .begin_ns = front.launched_ns,
-                 .end_ns = now_ns,
-                 .args = {{"bytes", format_bytes(plan.bytes())}}});
-  }
-  in_flight_.pop_front();
-  if (in_flight_.empty()) stats_.travelling_ns += now_ns - travelling_since_ns_;
+  const PlannedBucket& plan = buckets_->plan(bucket);
+  flight_.launch(buckets_->bucket(bucket), plan.bytes(),
+                 static_cast<int64_t>(plan.gradients.size()), weight);
 }
 
 void Reducer::end_backward() {
   const std::lock_guard lock(mutex_);
   end_is_queued_ = false;
   if (phase_ != Phase::kBackward) return;  // it reached no parameter, or ended already
-  if (backward_decision_) finish_backward();
+  if (backward_decision_) {
+    finish_backward();
+  } else {
+    window_.add_micro_step();
+  }
   reachable_.clear();
   phase_ = Phase::kIdle;
 }
@@ -325,23 +294,16 @@ void Reducer::finish_backward() {
   settle_missing();
   if (!passive()) {
     launch_ready_buckets();
-    finish_in_flight();
+    flight_.wait();
     settle_unused();
   }
   std::fill(used_.begin(), used_.end(), false);
   count_step();
 }
 
-void Reducer::finish_in_flight() {
-  const Stopwatch exposed(stats_.exposed_ns);
-  while (!in_flight_.empty()) {
-    in_flight_.front().work->wait();
-    finish_front();
-  }
-}
-
 void Reducer::count_step() {
   stats_.synchronised_backwards += 1;
+  window_.close();
   if (rebuild_ == Rebuild::kWatching) rebuild_ = Rebuild::kDue;
 }
 
@@ -391,12 +353,13 @@ void Reducer::settle_unused() {
 void Reducer::shadow_backward(bool counts_in_mean) {
   stats_.last_step.clear();
   std::fill(zero_filled_.begin(), zero_filled_.end(), false);
+  buckets_->set_micro_steps(window_.micro_steps() + 1);
   for (size_t bucket = 0; bucket < buckets_->size(); ++bucket) {
     buckets_->bucket(bucket).gradients.zero_();
     launch(bucket, counts_in_mean ? weight_ : 0);
-    advance();
+    flight_.advance();
   }
-  finish_in_flight();
+  flight_.wait();
   std::fill(used_.begin(), used_.end(), false);
   settle_unused();
   count_step();
@@ -406,12 +369,6 @@ std::vector<GradientBucket> Reducer::buckets() const {
   std::vector<GradientBucket> all;
   for (size_t i = 0; !passive() && i < buckets_->size(); ++i) all.push_back(buckets_->bucket(i));
   return all;
-}
-
-void Reducer::record_to(Trace* trace, int rank, int row) {
-  trace_ = trace;
-  trace_rank_ = rank;
-  trace_row_ = row;
 }
 
 }  // namespace lockstep

@@ -1,12 +1,13 @@
 #pragma once
 
-#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <vector>
 
 #include "lockstep/distributed_data_parallel.hpp"
+#include "parallel/accumulation_window.hpp"
+#include "parallel/bucket_flight.hpp"
 #include "parallel/gradient_buckets.hpp"
 #include "parallel/gradient_hooks.hpp"
 
@@ -39,13 +40,24 @@ class Reducer final : public GradientListener {
   /// Takes part in the others' next backward without gradients of its own.
   void shadow_backward(bool counts_in_mean);
 
+  /// The others accumulate, and so does this rank, without gradients of its own.
+  void shadow_micro_step() { window_.add_micro_step(); }
+
+  /// What was accumulated without an average is forgotten.
+  void drop_window() { window_.close(); }
+
+  /// Micro-steps whose gradients were applied without having been averaged; 0: none.
+  int64_t spoiled_micro_steps() const {
+    return !passive() && window_.weights_changed() ? window_.micro_steps() : 0;
+  }
+
   /// Puts the buckets in the order in which rank 0's became ready, once, after the first
   /// synchronised backward. Collective.
   void rebuild_if_due();
 
   const DdpStats& stats() const { return stats_; }
   std::vector<GradientBucket> buckets() const;
-  void record_to(Trace* trace, int rank, int row);
+  void record_to(Trace* trace, int rank, int row) { flight_.record_to(trace, rank, row); }
 
   torch::Tensor gradient_computed(size_t parameter, const torch::Tensor& gradient) override;
   void output_reached() override;
@@ -54,24 +66,16 @@ class Reducer final : public GradientListener {
  private:
   enum class Phase { kIdle, kForwarded, kBackward };
 
-  struct InFlight {
-    size_t bucket = 0;
-    std::unique_ptr<BucketWork> work;
-    int64_t launched_ns = 0;
-  };
-
   bool passive() const { return !buckets_; }
   void begin_backward();
   void check_decision();
+  void check_window();
   void mark_ready(size_t parameter);
   void mark_unused(size_t parameter);
   void launch_ready_buckets();
   void launch(size_t bucket, double weight);
-  void advance();
-  void finish_front();
   void end_backward();
   void finish_backward();
-  void finish_in_flight();
   void count_step();
   void settle_unused();
   void learn_static_graph();
@@ -90,6 +94,7 @@ class Reducer final : public GradientListener {
   bool backward_decision_ = true;  // of the backward that runs
   bool end_is_queued_ = false;     // of a backward that went through an output
   double weight_ = 1;
+  AccumulationWindow window_;
 
   std::mutex mutex_;                       // hooks of several GPUs come from several threads
   std::vector<int> firings_left_;          // [parameter] until it is ready; 0: ready
@@ -100,17 +105,13 @@ class Reducer final : public GradientListener {
   std::vector<int> static_firings_;        // [parameter] of the first step of a static graph
   std::vector<size_t> missing_in_bucket_;  // [bucket] gradients until it is ready
   size_t next_bucket_ = 0;                 // to launch
-  std::deque<InFlight> in_flight_;         // in the order of launch
 
   std::vector<size_t> order_;        // the one the buckets are in
   std::vector<size_t> ready_order_;  // of the first synchronised backward
   enum class Rebuild { kWatching, kDue, kDone } rebuild_ = Rebuild::kWatching;
 
   DdpStats stats_;
-  int64_t travelling_since_ns_ = 0;
-  Trace* trace_ = nullptr;
-  int trace_rank_ = 0;
-  int trace_row_ = 0;
+  BucketFlight flight_;
 
   std::optional<GradientHooks> hooks_;  // last: nothing is called before all else is ready
 };

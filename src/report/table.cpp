@@ -9,6 +9,7 @@
 #include <cstdlib>
 
 #include "lockstep/error.hpp"
+#include "report/utf8.hpp"
 
 namespace lockstep {
 namespace {
@@ -39,35 +40,6 @@ bool in_ranges(char32_t point, const std::array<Range, N>& ranges) {
 size_t width_of(char32_t point) {
   if (in_ranges(point, kZeroWidth)) return 0;
   return in_ranges(point, kWide) ? 2 : 1;
-}
-
-// Bytes of the UTF-8 sequence that `lead` begins; 0 where none can begin with it.
-size_t sequence_length(unsigned char lead) {
-  if (lead < 0x80) return 1;
-  if (lead >= 0xC2 && lead < 0xE0) return 2;
-  if (lead >= 0xE0 && lead < 0xF0) return 3;
-  if (lead >= 0xF0 && lead < 0xF5) return 4;
-  return 0;
-}
-
-struct Decoded {
-  char32_t point;
-  size_t bytes;
-};
-
-// The first character of a non-empty text; a broken sequence is U+FFFD and one byte long.
-Decoded decode_first(std::string_view text) {
-  constexpr Decoded kBroken = {0xFFFD, 1};
-  const auto lead = static_cast<unsigned char>(text[0]);
-  const size_t length = sequence_length(lead);
-  if (length == 0 || length > text.size()) return kBroken;
-  char32_t point = length == 1 ? lead : lead & (0x7FU >> length);
-  for (size_t i = 1; i < length; ++i) {
-    const auto next = static_cast<unsigned char>(text[i]);
-    if ((next & 0xC0U) != 0x80U) return kBroken;
-    point = (point << 6U) | (next & 0x3FU);
-  }
-  return {point, length};
 }
 
 // A cell is one line on a terminal and in Markdown, whatever was put into it.
@@ -182,7 +154,7 @@ std::string Table::csv() const {
 size_t display_width(std::string_view utf8) {
   size_t width = 0;
   while (!utf8.empty()) {
-    const Decoded decoded = decode_first(utf8);
+    const Utf8Character decoded = first_character(utf8);
     width += width_of(decoded.point);
     utf8.remove_prefix(decoded.bytes);
   }

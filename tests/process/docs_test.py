@@ -63,7 +63,7 @@ def help_texts():
     commands = texts["lockstep"].split("Commands:\n")[1]
     for name in re.findall(r"^  (\w+) ", commands, re.MULTILINE):
         texts[f"lockstep {name}"] = output_of("lockstep", name, "--help")
-    for path in glob.glob(os.path.join(BIN, "practical*")):
+    for path in glob.glob(os.path.join(BIN, "practical*")) + glob.glob(os.path.join(BIN, "homework*")):
         texts[os.path.basename(path)] = output_of(os.path.basename(path), "--help")
     return texts
 

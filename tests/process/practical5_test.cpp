@@ -85,7 +85,9 @@ TEST(Practical5, DeviceZeroHoldsWhatTheDesignSays) {
   EXPECT_EQ(sgd.devices[0].final_bytes, 2 * weights) << "weights and gradients";
   const RunRecord adamw =
       record_of("practical5_dp", {"--devices", "cpu:3", "--optimizer", "adamw"});
-  EXPECT_EQ(adamw.devices[0].final_bytes, 4 * weights) << "weights, gradients and two moments";
+  // Two moments of each of the six parameters begin at a multiple of 64 bytes.
+  EXPECT_GE(adamw.devices[0].final_bytes, 4 * weights) << "weights, gradients and two moments";
+  EXPECT_LT(adamw.devices[0].final_bytes, 4 * weights + 12 * 64);
   EXPECT_EQ(adamw.devices[1].final_bytes, weights);
   const RunRecord single = record_of("practical5_single", {"--devices", "cpu:3"});
   ASSERT_EQ(single.devices.size(), 1U) << "one device, whatever the spec names";

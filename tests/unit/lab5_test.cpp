@@ -6,9 +6,11 @@
 
 #include "cli/lab5.hpp"
 #include "cli/lab5_answers.hpp"
+#include "cli/lab5_charts.hpp"
 #include "cli/lab5_plan.hpp"
 #include "cli/lab5_results.hpp"
 #include "cli/lab5_tables.hpp"
+#include "cli/lab_document.hpp"
 #include "cli/lab_text.hpp"
 #include "lab_support.hpp"
 #include "lockstep/error.hpp"
@@ -395,12 +397,30 @@ TEST(Lab5Answers, CommunicationIsQuotedWhereItWasMeasured) {
                        "Moving data took 10.0 ms of a 50.0 ms step (20 %)"));
 }
 
+TEST(Lab5Charts, StepTimesStandBesideTheIdeal) {
+  const auto figures = lab5_figures(results_of(2, 100, 60));
+  ASSERT_EQ(figures.size(), 2U);
+  const auto& chart = std::get<LineChart>(figures[0].chart);
+  ASSERT_EQ(chart.series.size(), 3U);
+  EXPECT_EQ(chart.series[1].y, std::vector<double>{60});
+  EXPECT_EQ(chart.series[2].y, (std::vector<double>{100, 50}));
+  EXPECT_TRUE(chart.series[2].reference);
+  EXPECT_TRUE(mentions(figures[0].caption, "took 60.0 ms where the ideal is 50.0 ms"));
+}
+
+TEST(Lab5Charts, EveryDeviceHasABar) {
+  const auto chart = std::get<BarChart>(lab5_figures(results_of(3, 100, 60))[1].chart);
+  EXPECT_EQ(chart.categories, (std::vector<std::string>{"cpu:0", "cpu:1", "cpu:2"}));
+  EXPECT_TRUE(std::isnan(chart.series[0].values[1])) << "the single device has no device 1";
+  EXPECT_EQ(chart.series[1].values[1], static_cast<double>(20_MiB));
+}
+
 TEST(Lab5Report, HoldsStampTablesAnswersAndRecords) {
-  const std::string report = lab_markdown(lab5_report(results_of(2, 100, 60)), "lockstep lab 5",
-                                          "2026-01-02 03:04 UTC", {"single-cpu2-run1"});
+  const std::string report = render_markdown(lab_document(
+      lab5_report(results_of(2, 100, 60)), "lockstep lab 5", 1767323040, {"single-cpu2-run1"}));
   for (const char* part :
-       {"- date: 2026-01-02 03:04 UTC", "- command: `lockstep lab 5`", "- host name: box",
-        "- libtorch version: 2.11.0", "### Speed", "### Memory", "### How DataParallel divides",
+       {"- date: 2026-01-02 03:04 UTC", "- command: `lockstep lab 5`", "- host: box",
+        "- libtorch: 2.11.0", "### Speed", "### Memory", "### How DataParallel divides",
         "### Where the load is", "**Did training become faster?** Yes.",
         "[single-cpu2-run1](records/single-cpu2-run1.json)"}) {
     EXPECT_TRUE(mentions(report, part)) << part;

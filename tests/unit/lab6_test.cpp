@@ -6,9 +6,11 @@
 
 #include "cli/lab6.hpp"
 #include "cli/lab6_answers.hpp"
+#include "cli/lab6_charts.hpp"
 #include "cli/lab6_plan.hpp"
 #include "cli/lab6_tables.hpp"
 #include "cli/lab_command.hpp"
+#include "cli/lab_document.hpp"
 #include "lab_support.hpp"
 #include "lockstep/split.hpp"
 #include "lockstep/units.hpp"
@@ -157,7 +159,7 @@ TEST(LabCommand, RefusesWhatALabDoesNotHave) {
   const auto run = [](const LabRequest& request) {
     return [request] { run_lab_command(request, "lockstep lab"); };
   };
-  expect_error(Code::kUsage, {"there is no lab \"7\"", "labs 5 and 6"}, run({"7", {}}));
+  expect_error(Code::kUsage, {"there is no lab \"8\"", "5, 6, 7 and homework2"}, run({"8", {}}));
   expect_error(Code::kUsage, {"lab 5 has no --ranks", "belongs to lab 6"},
                run({"5", {.ranks = {2}}}));
   expect_error(Code::kUsage, {"lab 5 has no --bucket-mib"}, run({"5", {.bucket_mib = 1}}));
@@ -379,12 +381,46 @@ TEST(Lab6Answers, OneRankCannotShowIt) {
   }
 }
 
+TEST(Lab6Charts, BothMethodsStandSideBySide) {
+  const auto figures = lab6_figures(results_of(2, 100, 60, 50));
+  const auto& chart = std::get<BarChart>(figures[0].chart);
+  EXPECT_EQ(chart.categories, (std::vector<std::string>{"1 device", "2 devices"}));
+  EXPECT_EQ(chart.series[0].values, (std::vector<double>{100, 60}));
+  EXPECT_EQ(chart.series[1].values, (std::vector<double>{100, 50}));
+}
+
+TEST(Lab6Charts, BucketsAreDrawnAgainstBackward) {
+  Lab6Results results = results_of(2, 100, 60, 50);
+  RunRecord& run = results.distributed[1].runs.front();
+  run.backward_ms = 20;
+  run.buckets = {
+      {.index = 0, .bytes = 1_MiB, .parameters = 1, .launched_ms = 2, .finished_ms = 9},
+      {.index = 1, .bytes = 2_MiB, .parameters = 1, .launched_ms = 8, .finished_ms = 25}};
+  const auto chart = std::get<Timeline>(lab6_figures(results).back().chart);
+  ASSERT_EQ(chart.rows.size(), 3U);
+  EXPECT_EQ(chart.rows[0].spans[0].end_ms, 20);
+  EXPECT_EQ(chart.rows[2].label, "bucket 1");
+  EXPECT_TRUE(mentions(lab6_figures(results).back().caption, "1 of 2 buckets had finished"));
+
+  run.buckets.clear();
+  for (int i = 0; i < 20; ++i) {  // in pairs that overlap
+    run.buckets.push_back({.index = i,
+                           .bytes = 1_MiB,
+                           .parameters = 1,
+                           .launched_ms = 1.0 * i,
+                           .finished_ms = i + 1.5});
+  }
+  EXPECT_EQ(std::get<Timeline>(lab6_figures(results).back().chart).rows.size(), 3U) << "packed";
+  run.buckets.clear();
+  EXPECT_EQ(lab6_figures(results).size(), 2U) << "nothing was communicated";
+}
+
 TEST(Lab6Report, HoldsStampTablesAnswersAndRecords) {
-  const std::string report = lab_markdown(lab6_report(results_of(2, 100, 60, 50)), "lockstep lab 6",
-                                          "2026-01-02 03:04 UTC", {"ddp-cpu2"});
+  const std::string report = render_markdown(lab_document(
+      lab6_report(results_of(2, 100, 60, 50)), "lockstep lab 6", 1767323040, {"ddp-cpu2"}));
   for (const char* part :
        {"# Practical 6: DistributedDataParallel", "- command: `lockstep lab 6`",
-        "- libtorch version: 2.11.0", "### DataParallel (DP) against", "### Balance", "### Overlap",
+        "- libtorch: 2.11.0", "### DataParallel (DP) against", "### Balance", "### Overlap",
         "### Communication per step", "### Scaling", "**Which of the two is faster?** DDP.",
         "[ddp-cpu2](records/ddp-cpu2.json)"}) {
     EXPECT_TRUE(mentions(report, part)) << part;

@@ -1,9 +1,11 @@
 #pragma once
 
 #include <string>
+#include <vector>
 
 #include "cli/lab_report.hpp"
 #include "lockstep/device_plan.hpp"
+#include "lockstep/units.hpp"
 
 namespace lockstep::test {
 
@@ -26,6 +28,105 @@ inline std::string answer_with(const std::vector<cli::Answer>& answers,
     if (mentions(answer.question, question_part)) return answer.text;
   }
   return "no such question";
+}
+
+/// The cells of the table's row that begins with this one.
+inline std::vector<std::string> row_with(const Table& table, const std::string& first_cell) {
+  for (const auto& row : table.rows()) {
+    if (row.front() == first_cell) return row;
+  }
+  return {"no such row"};
+}
+
+inline std::vector<std::string> names_of(const cli::LabPlan& plan) {
+  std::vector<std::string> names;
+  for (const auto& experiment : plan.experiments) names.push_back(experiment.name);
+  return names;
+}
+
+/// The experiment of that name; an empty one where there is none.
+inline cli::Experiment experiment_named(const cli::LabPlan& plan, const std::string& name) {
+  for (const auto& experiment : plan.experiments) {
+    if (experiment.name == name) return experiment;
+  }
+  return {};
+}
+
+/// The word after this flag, "" where the flag is not given.
+inline std::string value_of(const cli::Experiment& experiment, const std::string& flag) {
+  const auto& words = experiment.arguments;
+  for (size_t i = 0; i + 1 < words.size(); ++i) {
+    if (words[i] == flag) return words[i + 1];
+  }
+  return "";
+}
+
+/// How one made-up run of practical 7 or homework 2 differs from the others.
+struct MadeRun {
+  double ms = 100;  ///< of an optimizer step
+  int64_t accum_steps = 1;
+  int64_t rows = 64;  ///< of a micro-step
+  std::string amp = "off";
+  double syncs = 1;  ///< synchronisations in an optimizer step
+  double norm = 0.5;
+  int ranks = 2;
+  int shared_by = 1;
+};
+
+/// A record as the programs of practical 7 write it: weights of 16 MiB, activations that grow with
+/// the rows of a micro-step and halve under autocast.
+inline RunRecord made_run(const MadeRun& made) {
+  const bool amp = made.amp != "off";
+  RunRecord record;
+  record.host = {{"name", "box"}};
+  record.versions = {{"libtorch", "2.11.0"}};
+  record.world_size = made.ranks;
+  record.accum_steps = made.accum_steps;
+  record.amp = made.amp;
+  record.effective_batch = made.rows * made.accum_steps;
+  record.step_ms = {.mean = made.ms, .min = made.ms, .max = made.ms, .n = 6};
+  record.warmup_steps = 2;
+  record.total_s = made.ms * 8 / 1000;
+  record.losses = {1.0, 0.5, 0.25, 0.2};
+  record.memory = {.weights = 16_MiB,
+                   .gradients = 16_MiB,
+                   .optimizer_state = 0,
+                   .low_precision = amp ? 8_MiB : 0,
+                   .activations = made.rows * (amp ? 64_KiB : 128_KiB)};
+  const MemorySplit& split = *record.memory;
+  const int64_t peak = split.weights + split.gradients + split.low_precision + split.activations;
+  for (int rank = 0; rank < made.ranks; ++rank) {
+    record.devices.push_back(
+        {.name = "cpu:" + std::to_string(rank),
+         .physical = made.shared_by > 1 ? "all cores, shared" : "core " + std::to_string(rank),
+         .shared_by = made.shared_by,
+         .peak_bytes = peak});
+  }
+  if (made.ranks > 1) {
+    record.all_reduces = {.count = 2 * made.syncs,
+                          .bytes = static_cast<int64_t>(made.syncs) * 16_MiB};
+    record.comm_ms = 12 * made.syncs;
+    record.exposed_comm_ms = 10 * made.syncs;
+  }
+  if (amp) record.scale = 65536;
+  record.gradient_check = {.norm = made.norm,
+                           .count = 4000000,
+                           .zero_share = 0.001,
+                           .fp16_lost = 0.12,
+                           .fp16_lost_scaled = 0.0003,
+                           .fp16_overflow_scaled = 0};
+  return record;
+}
+
+/// `repetitions` equal runs of it.
+inline cli::RunSet made_set(const MadeRun& made, size_t repetitions = 2) {
+  return {made.ranks, std::vector<RunRecord>(repetitions, made_run(made))};
+}
+
+/// Whether a text can stand in a report: ends as a sentence and has no number that is none.
+inline bool reads_well(const std::string& text) {
+  return text.ends_with(".") && !mentions(text, "nan") && !mentions(text, "inf ") &&
+         !mentions(text, "  ") && !mentions(text, "..");
 }
 
 }  // namespace lockstep::test

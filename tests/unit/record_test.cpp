@@ -223,6 +223,64 @@ TEST(Record, WriteErrorsNameTheFile) {
   expect_error(Code::kFileWrite, {"/proc/r.json"}, [] { write_record(sample(), "/proc/r.json"); });
 }
 
+TEST(Record, KeepsWhatAccumulationAndPrecisionAdd) {
+  RunRecord record;
+  const auto plain = to_json(record);
+  for (const char* name :
+       {"accum_steps", "amp", "scale", "skipped_steps", "nonfinite", "memory", "gradient_check"}) {
+    EXPECT_FALSE(plain.contains(name)) << name;
+  }
+  record.accum_steps = 8;
+  record.amp = "fp16";
+  record.scale = 0.5;
+  record.skipped_steps = {{.step = 3, .parameter = "a", .scale_before = 1, .scale_after = 0.5}};
+  record.nonfinite = 2;
+  record.memory = {
+      .weights = 1, .gradients = 2, .optimizer_state = 3, .low_precision = 4, .activations = 5};
+  record.gradient_check = {.norm = INFINITY,
+                           .count = 7,
+                           .zero_share = 0.1,
+                           .fp16_lost = 0.2,
+                           .fp16_lost_scaled = 0.3,
+                           .fp16_overflow_scaled = 0.4};
+  const RunRecord read = record_from_json(to_json(record));
+  EXPECT_EQ(read.accum_steps, 8);
+  EXPECT_EQ(read.amp, "fp16");
+  EXPECT_EQ(read.scale, 0.5);
+  ASSERT_EQ(read.skipped_steps.size(), 1U);
+  EXPECT_EQ(read.skipped_steps[0].step, 3);
+  EXPECT_EQ(read.skipped_steps[0].parameter, "a");
+  EXPECT_EQ(read.skipped_steps[0].scale_before, 1);
+  EXPECT_EQ(read.skipped_steps[0].scale_after, 0.5);
+  EXPECT_EQ(read.nonfinite, 2);
+  ASSERT_TRUE(read.memory && read.gradient_check);
+  EXPECT_EQ(read.memory->weights, 1);
+  EXPECT_EQ(read.memory->gradients, 2);
+  EXPECT_EQ(read.memory->optimizer_state, 3);
+  EXPECT_EQ(read.memory->low_precision, 4);
+  EXPECT_EQ(read.memory->activations, 5);
+  EXPECT_EQ(read.gradient_check->norm, INFINITY);
+  EXPECT_EQ(read.gradient_check->count, 7);
+  EXPECT_EQ(read.gradient_check->zero_share, 0.1);
+  EXPECT_EQ(read.gradient_check->fp16_lost, 0.2);
+  EXPECT_EQ(read.gradient_check->fp16_lost_scaled, 0.3);
+  EXPECT_EQ(read.gradient_check->fp16_overflow_scaled, 0.4);
+}
+
+TEST(Record, NamesABadFieldOfThese) {
+  RunRecord record;
+  record.memory.emplace();
+  auto damaged = to_json(record);
+  damaged["memory"].erase("weights");
+  try {
+    record_from_json(damaged);
+    ADD_FAILURE() << "a record without weights was read";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), Code::kRecord);
+    EXPECT_NE(error.message().find("memory has no \"weights\""), std::string::npos);
+  }
+}
+
 TEST(Summarize, ComputesTheDistribution) {
   const std::vector<double> values = {4, 1, 3, 2};
   const Stats stats = summarize(values);

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <torch/types.h>
+
+#include <optional>
+
+namespace lockstep {
+
+/// What rides along with one update of the weights.
+struct StepExtras {
+  std::optional<double> max_norm = {};  ///< gradients are scaled down to this norm where longer
+  bool zero_grad = false;               ///< gradients are gone afterwards
+};
+
+/// Gradients as a GradScaler hands them to an optimizer.
+struct ScaledGradients {
+  /// Still to be multiplied in; 1 where they are unscaled already.
+  double inverse_scale = 1;
+
+  /// Of all gradients of the model as they are now, a double scalar on their device; undefined
+  /// where it is not known.
+  torch::Tensor sum_of_squares = {};
+
+  /// A float scalar on their device, 0 or 1: where it is 1, nothing may change. Undefined: all
+  /// gradients are finite. On a GPU the optimizer does not read it on the host.
+  torch::Tensor found_inf = {};
+};
+
+/// An optimizer that unscales, clips and clears gradients while it updates the weights.
+class FusedOptimizer {
+ public:
+  virtual ~FusedOptimizer() = default;
+  virtual void step_fused(const ScaledGradients& gradients, const StepExtras& extras) = 0;
+};
+
+}  // namespace lockstep

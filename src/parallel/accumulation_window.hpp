@@ -1,0 +1,50 @@
+#pragma once
+
+#include <torch/types.h>
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "parallel/gradient_buckets.hpp"
+
+namespace lockstep {
+
+/// The micro-steps since the last synchronised backward, and whether the weights stayed as they
+/// were: an update in between would use gradients that no other rank has seen.
+class AccumulationWindow {
+ public:
+  explicit AccumulationWindow(std::span<const TrainedParameter> parameters)
+      : parameters_(parameters) {}
+
+  /// An unsynchronised backward has ended.
+  void add_micro_step();
+
+  /// A synchronised backward has ended, or the gradients were dropped.
+  void close() { micro_steps_ = 0; }
+
+  int64_t micro_steps() const { return micro_steps_; }
+
+  /// Whether the weights changed since the window's first micro-step.
+  bool weights_changed() const { return micro_steps_ > 0 && read_marks() != marks_; }
+
+  /// Whether no gradient of the window is left.
+  bool gradients_dropped() const;
+
+ private:
+  // What an update changes: libtorch's count of changes, and on the CPU, since torch::optim updates
+  // past that count, the first element. A GPU would have to be waited for.
+  struct Mark {
+    uint32_t version = 0;
+    double first = 0;
+    bool operator==(const Mark&) const = default;
+  };
+
+  std::vector<Mark> read_marks() const;
+
+  std::span<const TrainedParameter> parameters_;
+  int64_t micro_steps_ = 0;
+  std::vector<Mark> marks_;  // [parameter], at the window's first micro-step
+};
+
+}  // namespace lockstep

@@ -1,0 +1,308 @@
+#include <algorithm>
+#include <cmath>
+
+#include "report/draw_chart.hpp"
+#include "report/frame.hpp"
+
+namespace lockstep {
+namespace {
+
+// Where the bars of a chart stand.
+struct BarPlaces {
+  Box plot;
+  double slot = 0;     // the room of one category
+  double width = 0;    // of one bar
+  double between = 0;  // bars of one category
+
+  double centre(size_t category) const {
+    return plot.x + (static_cast<double>(category) + 0.5) * slot;
+  }
+  double left(size_t category, size_t series, size_t count) const {
+    const double group =
+        static_cast<double>(count) * width + static_cast<double>(count - 1) * between;
+    return centre(category) - group / 2 + static_cast<double>(series) * (width + between);
+  }
+};
+
+double value_of(const BarSeries& series, size_t category) {
+  return category < series.values.size() ? series.values[category] : std::nan("");
+}
+
+double deviation_of(const BarSeries& series, size_t category) {
+  const double deviation = category < series.deviations.size() ? series.deviations[category] : 0.0;
+  return is_plottable(deviation) ? std::abs(deviation) : 0;
+}
+
+// A part of a stack; what is not above 0 has no height.
+double part_of(const BarSeries& series, size_t category) {
+  const double value = value_of(series, category);
+  return is_plottable(value) && value > 0 ? value : 0;
+}
+
+double stack_total(const BarChart& chart, size_t category) {
+  double total = 0;
+  for (const auto& series : chart.series) total += part_of(series, category);
+  return total;
+}
+
+bool has_part(const BarChart& chart, const BarSeries& series) {
+  for (size_t category = 0; category < chart.categories.size(); ++category) {
+    if (part_of(series, category) > 0) return true;
+  }
+  return false;
+}
+
+struct Extent {
+  double low = 0;
+  double high = 0;
+  bool any = false;
+};
+
+Extent extent_of(const BarChart& chart) {
+  Extent extent;
+  for (size_t category = 0; category < chart.categories.size(); ++category) {
+    if (chart.stacked) extent.high = std::max(extent.high, stack_total(chart, category));
+    for (const auto& series : chart.series) {
+      const double value = value_of(series, category);
+      if (!is_plottable(value)) continue;
+      extent.any = true;
+      if (chart.stacked) continue;
+      extent.low = std::min(extent.low, value < 0 ? value - deviation_of(series, category) : value);
+      extent.high = std::max(extent.high, value + deviation_of(series, category));
+    }
+  }
+  return extent;
+}
+
+// Lines of each category's label where all fit under their slots; empty where they do not.
+std::vector<std::vector<std::string>> upright_labels(const BarChart& chart, const Font& font,
+                                                     double slot) {
+  constexpr size_t kLines = 3;
+  std::vector<std::vector<std::string>> labels;
+  for (const auto& category : chart.categories) {
+    if (widest_word(category, font) > slot) return {};
+    labels.push_back(wrap_lines(category, font, slot));
+    if (labels.back().size() > kLines) return {};
+  }
+  return labels;
+}
+
+constexpr double kSlope = 40;  // degrees of labels that do not fit upright
+constexpr double kSlopeSine = 0.643;
+constexpr double kSlopeCosine = 0.766;
+
+// The labels under the plot, upright or sloping; they have `room` below it.
+class CategoryLabels {
+ public:
+  CategoryLabels(const BarChart& chart, const Font& font, double slot, double box_height)
+      : chart_(chart), font_(font), upright_(upright_labels(chart, font, slot * 0.94)) {
+    size_t lines = 1;
+    for (const auto& label : upright_) lines = std::max(lines, label.size());
+    room_ = font.size * (0.5 + 1.2 * static_cast<double>(lines));
+    if (!upright_.empty()) return;
+    longest_ = 0;
+    for (const auto& name : chart.categories) {
+      longest_ = std::max(longest_, text_width(name, font));
+    }
+    longest_ = std::min(longest_, box_height * 0.3 / kSlopeSine);
+    room_ = longest_ * kSlopeSine + font.size * 1.4;
+  }
+
+  double room() const { return room_; }
+
+  void draw(Canvas& canvas, const BarPlaces& places, double left_edge, double y) const {
+    double free_from = left_edge - font_.size;
+    for (size_t i = 0; i < chart_.categories.size(); ++i) {
+      const double x = places.centre(i);
+      if (!upright_.empty()) {
+        for (size_t line = 0; line < upright_[i].size(); ++line) {
+          const double below = font_.size * (1.25 + 1.2 * static_cast<double>(line));
+          canvas.text({x, y + below}, upright_[i][line],
+                      {.font = font_, .colour = {Role::kMuted}, .anchor = Anchor::kMiddle});
+        }
+        continue;
+      }
+      if (x < free_from) continue;  // sloping lines this close would lie on each other
+      const double length = std::min(longest_, (x - font_.size * 0.6 - left_edge) / kSlopeCosine);
+      canvas.text(
+          {x + font_.size * 0.3, y + font_.size * 0.95},
+          fit_text(chart_.categories[i], font_, length),
+          {.font = font_, .colour = {Role::kMuted}, .anchor = Anchor::kEnd, .rotation = -kSlope});
+      free_from = x + font_.size * 1.6;
+    }
+  }
+
+ private:
+  const BarChart& chart_;
+  Font font_;
+  std::vector<std::vector<std::string>> upright_;  // [category][line]
+  double longest_ = 0;
+  double room_ = 0;
+};
+
+// What is written above each bar or stack, and how.
+class BarTexts {
+ public:
+  /// The texts have `room` each; where they do not fit, the unit all share is left to the axis,
+  /// then letters become smaller, then nothing is written.
+  BarTexts(const BarChart& chart, double room, double font_size) : unit_(chart.unit) {
+    std::vector<std::string> texts;
+    for (size_t category = 0; category < chart.categories.size(); ++category) {
+      if (chart.stacked) texts.push_back(of(stack_total(chart, category)));
+      if (chart.stacked) continue;
+      for (const auto& series : chart.series) texts.push_back(of(value_of(series, category)));
+    }
+    for (const bool bare : {false, true}) {
+      if (bare && !share_unit(texts)) break;
+      bare_ = bare;
+      double widest = 0;
+      for (const auto& text : texts) {
+        widest = std::max(widest, text_width(bare ? number_of(text) : text, {.size = 1}));
+      }
+      for (const double size : {font_size * 0.92, font_size * 0.82}) {
+        if (widest * size > room) continue;
+        font_.size = size;
+        return;
+      }
+    }
+    font_.size = 0;
+  }
+
+  void write(Canvas& canvas, Point at, double value, bool below = false) const {
+    const std::string text = bare_ ? number_of(of(value)) : of(value);
+    if (font_.size == 0 || text.empty()) return;
+    const double y = below ? at.y + font_.size * 1.1 : at.y - font_.size * 0.35;
+    canvas.text({at.x, y}, text,
+                {.font = font_, .colour = {Role::kInk}, .anchor = Anchor::kMiddle});
+  }
+
+ private:
+  std::string of(double value) const {
+    return is_plottable(value) ? format_value(unit_, value) : "";
+  }
+  static std::string number_of(const std::string& text) { return text.substr(0, text.find(' ')); }
+
+  static bool share_unit(const std::vector<std::string>& texts) {
+    std::string unit;
+    for (const auto& text : texts) {
+      if (text.empty()) continue;
+      const std::string own = text.substr(std::min(text.find(' '), text.size()));
+      if (!unit.empty() && own != unit) return false;
+      unit = own;
+    }
+    return true;
+  }
+
+  Unit unit_;
+  Font font_;
+  bool bare_ = false;
+};
+
+void draw_grouped(Canvas& canvas, const BarChart& chart, const Axis& axis, const BarPlaces& places,
+                  const BarTexts& texts, double font_size) {
+  const double zero = y_of(axis, places.plot, 0);
+  for (size_t s = 0; s < chart.series.size(); ++s) {
+    for (size_t category = 0; category < chart.categories.size(); ++category) {
+      const double value = value_of(chart.series[s], category);
+      if (!is_plottable(value)) continue;
+      const double deviation = deviation_of(chart.series[s], category);
+      const double end = y_of(axis, places.plot, value);
+      const double left = places.left(category, s, chart.series.size());
+      const double middle = left + places.width / 2;
+      draw_hatched(canvas, {left, std::min(end, zero), places.width, std::abs(end - zero)},
+                   static_cast<int>(s), font_size);
+      const bool hangs = value < 0;
+      double reach = end;  // of bar and whisker
+      if (deviation > 0) {
+        const double high = y_of(axis, places.plot, value + deviation);
+        const double low = y_of(axis, places.plot, value - deviation);
+        draw_whisker(canvas, middle, high, low, std::min(places.width * 0.2, font_size * 0.4),
+                     {Role::kInk});
+        reach = hangs ? low : high;
+      }
+      texts.write(canvas, {middle, reach}, value, hangs);
+    }
+  }
+}
+
+void draw_stacks(Canvas& canvas, const BarChart& chart, const Axis& axis, const BarPlaces& places,
+                 const BarTexts& texts, double font_size) {
+  for (size_t category = 0; category < chart.categories.size(); ++category) {
+    const double middle = places.centre(category);
+    double below = 0;
+    for (size_t s = 0; s < chart.series.size(); ++s) {
+      const double part = part_of(chart.series[s], category);
+      if (part <= 0) continue;
+      const double top = y_of(axis, places.plot, below + part);
+      const double bottom = y_of(axis, places.plot, below);
+      below += part;
+      draw_hatched(canvas, {middle - places.width / 2, top, places.width, bottom - top},
+                   static_cast<int>(s), font_size);
+      const std::string text = format_value(chart.unit, part);
+      const Font inside{.size = font_size * 0.85};
+      const double width = text_width(text, inside) + inside.size * 0.7;
+      if (width > places.width || bottom - top < inside.size * 1.7) continue;
+      const double y = (top + bottom) / 2;
+      canvas.rectangle({middle - width / 2, y - inside.size * 0.62, width, inside.size * 1.24},
+                       {Role::kPaper});
+      canvas.text({middle, y + inside.size * 0.36}, text,
+                  {.font = inside, .colour = {Role::kInk}, .anchor = Anchor::kMiddle});
+    }
+    if (below > 0) texts.write(canvas, {middle, y_of(axis, places.plot, below)}, below);
+  }
+}
+
+BarPlaces place_bars(const BarChart& chart, const Box& plot, double font_size) {
+  BarPlaces places{.plot = plot};
+  const auto bars = static_cast<double>(chart.stacked ? 1 : chart.series.size());
+  places.slot = plot.width / static_cast<double>(chart.categories.size());
+  places.between = std::min(font_size * 0.25, places.slot * 0.03);
+  const double room = places.slot * (chart.stacked ? 0.62 : 0.78);
+  places.width = std::min((room - (bars - 1) * places.between) / bars,
+                          font_size * (chart.stacked ? 6.5 : 5.5));
+  return places;
+}
+
+}  // namespace
+
+void draw_bars(Canvas& canvas, const BarChart& chart, const Box& box, double font_size) {
+  const Extent extent = extent_of(chart);
+  Box rest = draw_title(canvas, chart.title, box, font_size);
+  if (!extent.any) {
+    draw_no_data(canvas, rest, font_size);
+    return;
+  }
+  std::vector<LegendEntry> legend;
+  for (size_t s = 0; s < chart.series.size(); ++s) {
+    if (chart.stacked && !has_part(chart, chart.series[s])) continue;
+    legend.push_back({chart.series[s].name, [s, font_size](Canvas& on, const Box& swatch) {
+                        draw_hatched(on, swatch, static_cast<int>(s), font_size);
+                      }});
+  }
+  rest = draw_legend(canvas, legend, rest, font_size);
+
+  const Font font{.size = font_size};
+  const Axis axis = linear_axis(extent.low, extent.high, chart.unit, 4);
+  const double left = labels_width(axis, font);
+  const double slot = (rest.width - left) / static_cast<double>(chart.categories.size());
+  const CategoryLabels labels(chart, font, slot, rest.height);
+  const double above = font_size * 1.3;  // a value over a bar that reaches the top
+  const double hanging = extent.low < 0 ? font_size * 1.3 : 0;  // a value under a bar
+  const Box plot{rest.x + left, rest.y + above, rest.width - left,
+                 std::max(1.0, rest.height - above - hanging - labels.room())};
+  const BarPlaces places = place_bars(chart, plot, font_size);
+  draw_value_axis(canvas, axis, plot, font);
+  const double room = chart.stacked ? slot * 0.95 : places.width + places.between * 0.5;
+  const BarTexts texts(chart, room, font_size);
+  if (chart.stacked) {
+    draw_stacks(canvas, chart, axis, places, texts, font_size);
+  } else {
+    draw_grouped(canvas, chart, axis, places, texts, font_size);
+  }
+  const double zero = y_of(axis, plot, 0);
+  canvas.line({plot.x, zero}, {plot.right(), zero},
+              {.colour = {Role::kInk}, .width = font_size * 0.08});
+  labels.draw(canvas, places, box.x, plot.bottom() + hanging);
+}
+
+}  // namespace lockstep

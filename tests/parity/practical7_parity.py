@@ -1,0 +1,94 @@
+"""Accumulation and mixed precision: N ranks with ACCUM_STEPS = k on B/k rows must end with the weights and losses of one
+process on B rows, and of PyTorch's DistributedDataParallel with no_sync and autocast.
+
+usage: practical7_parity.py BIN_FOLDER CASE [DEVICES]
+CASE: accumulation, variants, amp or combined. DEVICES: --devices of all programs, such as cuda:0*2.
+Exits with 77 (skipped) where this Python has no torch.
+"""
+
+import os
+import sys
+import tempfile
+
+try:
+    import torch  # noqa: F401
+except ImportError:
+    print("SKIP: this python3 has no torch to compare with (apt-get install python3-torch)")
+    sys.exit(77)
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from course_job import MLP, PEER, Job, check, require_trained  # noqa: E402
+
+BIN = sys.argv[1]
+DEVICES = {"--devices": sys.argv[3]} if len(sys.argv) > 3 else {}
+ROWS = 60  # of one optimizer step
+# A rounding to bf16 or fp16 that falls the other way moves a weight by a step of that type.
+LOOSE = {"bf16": {"rtol": 2e-2, "atol": 2e-3}, "fp16": {"rtol": 3e-3, "atol": 3e-4}}
+
+
+def job(folder, batch, more=None):
+    return Job(folder, batch, {**MLP, **DEVICES, **(more or {})})
+
+
+def ranks_of(program, ranks):
+    return [os.path.join(BIN, "lockstep"), "run", "--quiet", "-n", str(ranks), os.path.join(BIN, program)]
+
+
+def accumulation(folder):
+    """k micro-steps on B/k rows against one step on B rows."""
+    whole = job(folder, ROWS).run([os.path.join(BIN, "practical6_ddp")])
+    for accum_steps in (1, 2, 4):
+        trained = job(folder, ROWS // accum_steps, {"--accum-steps": accum_steps})
+        require_trained(trained, whole)
+        for ranks in (1, 2, 3):
+            result = trained.run(ranks_of("practical7_accumulation", ranks))
+            what = f"{accum_steps} micro-steps on {ranks} ranks"
+            check(f"{what} against one batch", result, whole)
+            if result[1]["effective_batch"] != ROWS:
+                sys.exit(f"FAIL: {what}: effective batch {result[1]['effective_batch']}, not {ROWS}")
+        check(f"{what} against PyTorch's", result, trained.run_with_variables(PEER, 3))
+
+
+def variants(folder):
+    """Synchronised in every micro-step, and with an undivided loss: as in PyTorch."""
+    for flag in ("--sync-every-step", "--no-divide"):
+        trained = job(folder, 12, {"--accum-steps": 4, flag: None, "--lr": 0.01})
+        result = trained.run(ranks_of("practical7_accumulation", 2))
+        require_trained(trained, result)
+        check(f"{flag} against PyTorch's", result, trained.run_with_variables(PEER, 2))
+
+
+def amp(folder, program, more):
+    for precision in ("bf16", "fp16") if DEVICES else ("bf16",):
+        trained = job(folder, 12, {"--amp": precision, **more})
+        for ranks in (1, 2):
+            result = trained.run(ranks_of(program, ranks))
+            require_trained(trained, result)
+            if result[1]["amp"] != precision or result[1]["scale"] != 65536:
+                sys.exit(f"FAIL: ran in {result[1]['amp']} with scale {result[1]['scale']}")
+            check(f"{precision} on {ranks} ranks against PyTorch's", result, trained.run_with_variables(PEER, ranks),
+                  **LOOSE[precision])
+        # The lower precision must show, or nothing was tested.
+        full = {**trained.flags, "--amp": "off"}
+        trained.flags = full
+        exact = trained.run(ranks_of(program, 2))
+        if exact[1]["losses"] == result[1]["losses"]:
+            sys.exit(f"FAIL: {precision} gives the losses of full precision")
+
+
+def main():
+    case = sys.argv[2]
+    with tempfile.TemporaryDirectory() as folder:
+        if case == "accumulation":
+            accumulation(folder)
+        elif case == "variants":
+            variants(folder)
+        elif case == "amp":
+            amp(folder, "practical7_amp", {})
+        elif case == "combined":
+            amp(folder, "homework2_combined", {"--accum-steps": 4})
+        else:
+            sys.exit(f"FAIL: there is no case {case}")
+
+
+main()

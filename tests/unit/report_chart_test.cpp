@@ -1,0 +1,213 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "report/draw_chart.hpp"
+#include "report/svg_canvas.hpp"
+#include "report_support.hpp"
+
+namespace lockstep {
+namespace {
+
+using test::count_text;
+using test::expect_inside;
+using test::joined_texts;
+using test::xml_fault;
+
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+constexpr double kInf = std::numeric_limits<double>::infinity();
+constexpr Box kBox{20, 30, 240, 150};
+
+Drawing drawn(const Chart& chart, const Box& box = kBox) {
+  Drawing drawing;
+  draw_chart(drawing, chart, box, 7);
+  return drawing;
+}
+
+BarChart two_by_two() {
+  return {.title = "Memory",
+          .unit = Unit::kBytes,
+          .categories = {"cpu:0", "cpu:1"},
+          .series = {{.name = "DP", .values = {30e6, 20e6}, .deviations = {1e6, 0}},
+                     {.name = "DDP", .values = {27e6, 27e6}}}};
+}
+
+LineChart one_line(std::vector<double> x, std::vector<double> y) {
+  return {.title = "Line", .series = {{.name = "a", .x = std::move(x), .y = std::move(y)}}};
+}
+
+// Charts whose data nobody should make, but somebody will.
+std::vector<Chart> odd_charts() {
+  const std::string long_word(300, 'W');
+  std::vector<Chart> charts = {BarChart{}, LineChart{}, Timeline{},
+                               BarChart{.title = long_word, .categories = {"a"}},
+                               BarChart{.categories = {"a", "b"}, .series = {{}, {}}}};
+  for (const double value : {0.0, -3.0, 1.0, 1e-320, 1e280, -1e280, 1e308, kNan, kInf, -kInf}) {
+    charts.emplace_back(BarChart{
+        .categories = {"a", long_word},
+        .series = {{.name = long_word, .values = {value, 2}, .deviations = {value, value}}}});
+    charts.emplace_back(BarChart{.unit = Unit::kBytes,
+                                 .categories = {"a"},
+                                 .series = {{"x", {value}}, {"y", {1}}},
+                                 .stacked = true});
+    for (const bool log : {false, true}) {
+      for (const bool zero : {false, true}) {
+        LineChart lines = one_line({value, 1, 2}, {3, value, value});
+        lines.series[0].deviations = {value, 1};
+        lines.log_x = lines.log_y = log;
+        lines.from_zero = zero;
+        lines.x_label = long_word;
+        charts.emplace_back(lines);
+      }
+    }
+    charts.emplace_back(
+        Timeline{.rows = {{long_word, {{"s", value, 2, -1}, {"t", 0, value, 99}}}, {"", {}}}});
+  }
+  BarChart many{.categories = std::vector<std::string>(200, "category"),
+                .series = {{"one", std::vector<double>(200, 5)}}};
+  charts.emplace_back(many);
+  Timeline rows;
+  for (int i = 0; i < 300; ++i) rows.rows.push_back({"row", {{"span", 1.0 * i, i + 2.0, i}}});
+  charts.emplace_back(rows);
+  return charts;
+}
+
+TEST(ReportChart, OddDataStayInTheBox) {
+  for (const auto& chart : odd_charts()) {
+    const double height = chart_height(chart, kBox.width, 7);
+    ASSERT_TRUE(std::isfinite(height));
+    const Box box{20, 30, kBox.width, height};
+    expect_inside(drawn(chart, box), box);
+  }
+}
+
+TEST(ReportChart, OddDataMakeWellFormedSvg) {
+  for (const auto& chart : odd_charts()) {
+    const std::string svg = render_svg(chart, "figure-1", SvgPlace::kFile);
+    EXPECT_EQ(xml_fault(svg), "");
+    EXPECT_EQ(svg.find("=\"nan"), std::string::npos);
+    EXPECT_EQ(svg.find("=\"inf"), std::string::npos);
+  }
+}
+
+TEST(ReportChart, WithoutDataSaysSo) {
+  EXPECT_EQ(count_text(drawn(BarChart{}), "no data"), 1U);
+  EXPECT_EQ(count_text(drawn(one_line({1, 2}, {kNan, kInf})), "no data"), 1U);
+  EXPECT_EQ(count_text(drawn(Timeline{.rows = {{"a", {{"s", 3, 2, 0}}}}}), "no data"), 1U);
+  EXPECT_EQ(count_text(drawn(two_by_two()), "no data"), 0U);
+}
+
+TEST(ReportChart, BarsCarryTheirValues) {
+  const Drawing drawing = drawn(two_by_two());
+  EXPECT_EQ(count_text(drawing, "28.6 MiB"), 1U);
+  EXPECT_EQ(count_text(drawing, "25.7 MiB"), 2U);
+}
+
+TEST(ReportChart, ValuesThatDoNotFitLeaveTheirUnitToTheAxis) {
+  BarChart chart = two_by_two();
+  chart.categories.assign(4, "c");
+  chart.series.assign(3, {.name = "s", .values = {30e6, 30e6, 30e6, 30e6}});
+  const Drawing drawing = drawn(chart);
+  EXPECT_EQ(count_text(drawing, "28.6 MiB"), 0U);
+  EXPECT_EQ(count_text(drawing, "28.6"), 12U);
+  chart.series[2].values[3] = 900;
+  EXPECT_EQ(count_text(drawn(chart), "28.6"), 0U) << "the units differ";
+}
+
+TEST(ReportChart, LegendOnlyForSeveralSeries) {
+  BarChart chart = two_by_two();
+  EXPECT_EQ(count_text(drawn(chart), "DP"), 1U);
+  chart.series.pop_back();
+  EXPECT_EQ(count_text(drawn(chart), "DP"), 0U);
+}
+
+TEST(ReportChart, StacksShowPartsAndTotal) {
+  const BarChart chart{.unit = Unit::kBytes,
+                       .categories = {"code 1"},
+                       .series = {{"weights", {1 << 20}}, {"state", {0}}, {"rest", {3 << 20}}},
+                       .stacked = true};
+  const Drawing drawing = drawn(chart);
+  EXPECT_EQ(count_text(drawing, "1.00 MiB"), 1U);
+  EXPECT_EQ(count_text(drawing, "3.00 MiB"), 1U);
+  EXPECT_EQ(count_text(drawing, "4.00 MiB"), 1U);
+  EXPECT_EQ(count_text(drawing, "state"), 0U) << "a part that no bar has";
+}
+
+TEST(ReportChart, NotANumberIsAGap) {
+  const Drawing drawing = drawn(one_line({1, 2, 3, 4, 5}, {1, 2, kNan, 2, 1}));
+  size_t lines = 0;
+  for (const auto& mark : drawing.marks()) lines += mark.index() == 1 ? 1 : 0;
+  EXPECT_EQ(lines, 2U);
+}
+
+TEST(ReportChart, FewPointsAreTheTicks) {
+  const std::string texts = joined_texts(drawn(one_line({1, 2, 4, 32}, {9, 8, 7, 6})));
+  for (const char* tick : {"1 ", "2 ", "4 ", "32 "}) EXPECT_NE(texts.find(tick), std::string::npos);
+}
+
+TEST(ReportChart, SeriesDifferWithoutColour) {
+  LineChart lines = one_line({1, 2}, {1, 2});
+  lines.series.push_back({.name = "b", .x = {1, 2}, .y = {2, 3}});
+  std::vector<Dash> dashes;
+  const Drawing drawing = drawn(lines);
+  for (const auto& mark : drawing.marks()) {
+    if (const auto* line = std::get_if<Drawing::Polyline>(&mark))
+      dashes.push_back(line->stroke.dash);
+  }
+  ASSERT_EQ(dashes.size(), 2U);
+  EXPECT_NE(dashes[0], dashes[1]);
+}
+
+TEST(ReportChart, TimelineNamesItsSpans) {
+  const Timeline chart{
+      .title = "Step",
+      .rows = {{"backward", {{"24.5 ms", 0, 24.5, 0}}}, {"bucket 0", {{"2.25 MiB", 1, 1.1, 1}}}}};
+  const Drawing drawing = drawn(chart);
+  EXPECT_EQ(count_text(drawing, "backward"), 1U);
+  EXPECT_EQ(count_text(drawing, "24.5 ms"), 1U) << "inside";
+  EXPECT_EQ(count_text(drawing, "2.25 MiB"), 1U) << "beside, since it does not fit inside";
+  EXPECT_TRUE(is_wide(chart));
+}
+
+TEST(ReportChart, SvgIsAccessibleAndSelectable) {
+  const std::string svg = render_svg(two_by_two(), "figure-7", SvgPlace::kFile);
+  for (const char* part :
+       {"role=\"img\"", "aria-labelledby=\"figure-7-title figure-7-desc\"",
+        "<title id=\"figure-7-title\">Memory</title>", "DP: cpu:0 28.6 MiB, cpu:1 19.1 MiB",
+        ">cpu:0</text>", "prefers-color-scheme:dark", "xmlns=\"http://www.w3.org/2000/svg\""}) {
+    EXPECT_NE(svg.find(part), std::string::npos) << part;
+  }
+  EXPECT_EQ(render_svg(two_by_two(), "a", SvgPlace::kInPage).find("http"), std::string::npos);
+}
+
+TEST(ReportChart, SvgEscapesEveryText) {
+  BarChart chart = two_by_two();
+  chart.title = "</title><script>alert(1)</script>";
+  chart.categories = {"a & b", "\"<b>\""};
+  chart.series[0].name = "x\xFF\x01y";
+  const std::string svg = render_svg(chart, "f", SvgPlace::kFile);
+  EXPECT_EQ(xml_fault(svg), "");
+  EXPECT_EQ(svg.find("<script"), std::string::npos);
+  EXPECT_EQ(svg.find('\x01'), std::string::npos);
+  EXPECT_NE(svg.find("a &amp; b"), std::string::npos);
+}
+
+TEST(ReportText, WrapsBetweenWordsAndInsideOfLongOnes) {
+  const Font font{.size = 10};
+  const double width = text_width("two words", font);
+  EXPECT_EQ(wrap_lines("two words more", font, width + 0.1),
+            (std::vector<std::string>{"two words", "more"}));
+  for (const auto& line :
+       wrap_lines(std::string(200, 'm') + " ü" + std::string(90, 'i'), font, 50)) {
+    EXPECT_LE(text_width(line, font), 50);
+  }
+  EXPECT_EQ(wrap_lines("", font, 50).size(), 1U);
+  EXPECT_EQ(fit_text("a long text", font, text_width("a lo…", font)), "a lo…");
+  EXPECT_EQ(fit_text("abc", font, 1), "");
+  EXPECT_DOUBLE_EQ(text_width("ab\xFF", font), text_width("ab\uFFFD", font));
+}
+
+}  // namespace
+}  // namespace lockstep
