@@ -66,7 +66,8 @@ int run(int argc, char** argv) {
                                      .size = environment.world_size,
                                      .deadline_ns = deadline_ns});
   std::optional<StoreServer> server;
-  const StoreAddress meeting{.unix_name = "bench-" + environment.session};
+  StoreAddress meeting;
+  meeting.unix_name = "bench-" + environment.session;
   if (environment.rank == 0) server.emplace(meeting);
   const auto gloo = make_gloo_backend({.store = connect_store(meeting, deadline_ns),
                                        .rank = environment.rank,

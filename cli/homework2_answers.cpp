@@ -119,9 +119,9 @@ std::string equivalence_text(const Homework2Results& results) {
   const auto deviation = loss_deviation(results.one_batch.runs.front(), first.fp32.runs.front());
   if (!ratio || !deviation) return "";
   return fmt::format(
-      " Divided, it was {} that of one batch of {} rows, and the losses differed by at most {}.",
+      " Divided, it was {} that of one batch of {} rows, and the losses differed by {}.",
       std::abs(*ratio - 1) <= kSameNorm ? "equal to" : fmt::format("{:.3f} times", *ratio),
-      rows_of(results.one_batch), format_share(*deviation));
+      rows_of(results.one_batch), at_most(*deviation));
 }
 
 std::string answer_batch(const Homework2Results& results) {

@@ -67,11 +67,11 @@ Table codes_table(const Homework2Results& results) {
   const AccumPoint& first = results.first();
   const std::string k = std::to_string(first.accum_steps);
   const std::string& amp = results.precision();
-  Table table("Table A: time, memory and stability", {{""},
-                                                      {"fp32 alone", Align::kRight},
-                                                      {"code 1: accumulation", Align::kRight},
-                                                      {"code 2: AMP", Align::kRight},
-                                                      {"code 3: both", Align::kRight}});
+  Table table("Codes 1, 2, 3: time, memory and stability", {{""},
+                                                            {"fp32 alone", Align::kRight},
+                                                            {"code 1: accumulation", Align::kRight},
+                                                            {"code 2: AMP", Align::kRight},
+                                                            {"code 3: both", Align::kRight}});
   const CodeColumn columns[] = {{results.fp32, nullptr},
                                 {first.fp32, &results.one_batch},
                                 {results.amp, &results.fp32},
@@ -143,13 +143,13 @@ std::string observe_combined(const AccumPoint& point) {
 }
 
 Table accum_steps_table(const Homework2Results& results) {
-  Table table("Table B: codes 1 and 3 with other ACCUM_STEPS", {{"code, steps"},
-                                                                {"rows", Align::kRight},
-                                                                {"optimizer step", Align::kRight},
-                                                                {"micro-step", Align::kRight},
-                                                                {"peak", Align::kRight},
-                                                                {"all-reduces", Align::kRight},
-                                                                {"observation"}});
+  Table table("Codes 1 and 3 with ACCUM_STEPS", {{"code, steps"},
+                                                 {"rows", Align::kRight},
+                                                 {"optimizer step", Align::kRight},
+                                                 {"micro-step", Align::kRight},
+                                                 {"peak", Align::kRight},
+                                                 {"all-reduces", Align::kRight},
+                                                 {"observation"}});
   for (const auto& point : results.points) {
     add_point_row(table, "1", point.accum_steps, point.fp32, observe_fp32(results, point));
   }

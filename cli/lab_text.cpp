@@ -68,6 +68,11 @@ std::string format_share(double fraction) {
   return percent < 10 ? fmt::format("{:.2g} %", percent) : fmt::format("{:.0f} %", percent);
 }
 
+std::string at_most(double fraction) {
+  const std::string share = format_share(fraction);
+  return share.starts_with("< ") ? "less than " + share.substr(2) : "at most " + share;
+}
+
 std::string format_change(double fraction) {
   const double percent = std::round(fraction * 100);
   return percent == 0 ? "±0 %" : fmt::format("{:+.0f} %", percent);

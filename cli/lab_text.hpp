@@ -27,6 +27,9 @@ std::string format_against(const Comparison& comparison, const std::string& whom
 /// "0 %", "0.012 %", "12 %", "140 %": two digits.
 std::string format_share(double fraction);
 
+/// "at most 2.3 %", "less than 0.001 %".
+std::string at_most(double fraction);
+
 /// "-28 %", "+3 %", "±0 %".
 std::string format_change(double fraction);
 

@@ -1,10 +1,9 @@
 #include "precision/gradient_scan.hpp"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <vector>
 
+#include "device/parallel_ranges.hpp"
 #include "precision/scan_kernels.hpp"
 
 namespace lockstep {
@@ -50,10 +49,10 @@ void append_blocks(std::vector<Block>& blocks, const torch::Tensor& gradient, in
 
 template <class Work>
 void for_each_block(const std::vector<Block>& blocks, const Work& work) {
-  at::parallel_for(0, static_cast<int64_t>(blocks.size()), kBlocksPerThread,
-                   [&](int64_t begin, int64_t end) {
-                     for (int64_t i = begin; i < end; ++i) work(static_cast<size_t>(i));
-                   });
+  parallel_ranges(static_cast<int64_t>(blocks.size()), kBlocksPerThread,
+                  [&](int64_t begin, int64_t end) {
+                    for (int64_t i = begin; i < end; ++i) work(static_cast<size_t>(i));
+                  });
 }
 
 }  // namespace
