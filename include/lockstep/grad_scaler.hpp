@@ -72,8 +72,7 @@ class GradScaler {
 
   /// Unscales where unscale_ did not, and updates the weights unless a gradient is not finite.
   /// `extras` need an optimizer of lockstep. A lockstep optimizer on a GPU decides there; a
-  /// torch::optim optimizer makes the host wait, as in PyTorch. A lockstep optimizer on the CPU
-  /// unscales as it updates: without unscale_ the gradients themselves stay scaled.
+  /// torch::optim optimizer makes the host wait, as in PyTorch.
   void step(torch::optim::Optimizer& optimizer, const StepExtras& extras = {});
 
   /// Grows or shrinks the scale, or sets it. Once after all optimizers have stepped.
