@@ -22,6 +22,7 @@ struct AdamWOptions {
 /// torch::optim::AdamW whose update is one pass over memory. Everything else is inherited: groups,
 /// schedulers, and a state that either optimizer can save and the other load. Weights are float32
 /// or float64, on a GPU half types too; what it cannot do is an Error that names torch::optim.
+/// A parameter that is listed twice, as parameters() lists a shared one, is updated once.
 class AdamW final : public torch::optim::AdamW, public FusedOptimizer {
  public:
   explicit AdamW(std::vector<torch::Tensor> parameters, const AdamWOptions& options = {});

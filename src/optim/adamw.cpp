@@ -75,12 +75,12 @@ AdamWRates rates_of(const Options& options, int64_t step) {
 }  // namespace
 
 AdamW::AdamW(std::vector<torch::Tensor> parameters, const AdamWOptions& options)
-    : torch::optim::AdamW(std::move(parameters), torch_options(options)) {
+    : torch::optim::AdamW(without_repeats(parameters), torch_options(options)) {
   check_parameters(param_groups(), kName);
 }
 
 AdamW::AdamW(std::vector<torch::optim::OptimizerParamGroup> groups, const AdamWOptions& defaults)
-    : torch::optim::AdamW(std::move(groups), torch_options(defaults)) {
+    : torch::optim::AdamW(without_repeats(std::move(groups)), torch_options(defaults)) {
   check_options(param_groups());
   check_parameters(param_groups(), kName);
 }
@@ -148,6 +148,7 @@ void AdamW::step_on_cuda(const StepItems& items, const ScaledGradients& gradient
         step = torch::full({}, static_cast<double>(states[i]->step()),
                            torch::device(weight.device()).dtype(torch::kFloat32));
       }
+      step = step.to(weight.device());  // the weight may have moved to another GPU
       exp_avgs.push_back(states[i]->exp_avg());
       exp_avg_sqs.push_back(states[i]->exp_avg_sq());
       steps.push_back(step);

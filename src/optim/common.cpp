@@ -2,7 +2,24 @@
 
 #include <torch/torch.h>
 
+#include <unordered_set>
+
 namespace lockstep {
+
+std::vector<torch::Tensor> without_repeats(const std::vector<torch::Tensor>& parameters) {
+  std::vector<torch::Tensor> once;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const torch::Tensor& parameter : parameters) {
+    if (seen.insert(parameter.unsafeGetTensorImpl()).second) once.push_back(parameter);
+  }
+  return once;
+}
+
+std::vector<torch::optim::OptimizerParamGroup> without_repeats(
+    std::vector<torch::optim::OptimizerParamGroup> groups) {
+  for (auto& group : groups) group.params() = without_repeats(group.params());
+  return groups;
+}
 
 torch::Tensor run_closure(const torch::optim::Optimizer::LossClosure& closure) {
   if (closure == nullptr) return {};

@@ -12,6 +12,13 @@
 
 namespace lockstep {
 
+/// Each parameter once: libtorch's parameters() lists a shared one at each of its owners.
+std::vector<torch::Tensor> without_repeats(const std::vector<torch::Tensor>& parameters);
+
+/// The same within each group.
+std::vector<torch::optim::OptimizerParamGroup> without_repeats(
+    std::vector<torch::optim::OptimizerParamGroup> groups);
+
 /// Runs a closure as torch::optim does; undefined without one.
 torch::Tensor run_closure(const torch::optim::Optimizer::LossClosure& closure);
 

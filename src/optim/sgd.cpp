@@ -75,12 +75,12 @@ void check_first_step(const torch::optim::Optimizer& optimizer, const StepItems&
 }  // namespace
 
 Sgd::Sgd(std::vector<torch::Tensor> parameters, const SgdOptions& options)
-    : torch::optim::SGD(std::move(parameters), torch_options(options)) {
+    : torch::optim::SGD(without_repeats(parameters), torch_options(options)) {
   check_parameters(param_groups(), kName);
 }
 
 Sgd::Sgd(std::vector<torch::optim::OptimizerParamGroup> groups, const SgdOptions& defaults)
-    : torch::optim::SGD(std::move(groups), torch_options(defaults)) {
+    : torch::optim::SGD(without_repeats(std::move(groups)), torch_options(defaults)) {
   check_parameters(param_groups(), kName);
 }
 

@@ -1,11 +1,14 @@
 #include "optim/step_items.hpp"
 
+#include <ATen/MemoryOverlap.h>
 #include <fmt/format.h>
 #include <torch/torch.h>
 
 #include <cmath>
 #include <map>
 #include <tuple>
+#include <unordered_map>
+#include <utility>
 
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
@@ -108,8 +111,18 @@ double checked_max_norm(const StepExtras& extras) {
 
 void check_parameters(const Groups& groups, std::string_view optimizer) {
   std::optional<torch::Device> first;
+  std::unordered_map<const c10::TensorImpl*, std::pair<size_t, size_t>> seen;  // group, index
   for_each_parameter(groups, optimizer, [&](const Place& place) {
     check_parameter(place);
+    // Threads would update it at the same time.
+    const auto [known, is_new] =
+        seen.emplace(place.parameter.unsafeGetTensorImpl(), std::pair(place.group, place.index));
+    if (!is_new) {
+      place.refuse(
+          Code::kUsage,
+          fmt::format("is parameter {} of group {} too", known->second.second, known->second.first),
+          "give it to one group, once");
+    }
     const auto device = place.parameter.device();
     if (!first) first = device;
     if (first->type() != device.type()) {
@@ -180,6 +193,7 @@ torch::Tensor StepItems::gradient_divisor(const ScaledGradients& scaled,
       const auto sum = norms.to(torch::kFloat64).square().sum().to(home, /*non_blocking=*/true);
       squares = squares.defined() ? squares + sum : sum;
     }
+    if (!squares.defined()) return {};  // all gradients are empty
   }
   const auto norm = squares.sqrt() * scaled.inverse_scale;
   const auto shrink = ((norm + kNormEpsilon) / max_norm).clamp_min(1);
@@ -227,6 +241,8 @@ void StepItems::finish(bool gradients_changed, const StepExtras& extras) const {
     torch::Tensor& gradient = item.weight.mutable_grad();
     if (extras.zero_grad) {
       gradient.reset();
+    } else if (gradients_changed && at::has_internal_overlap(gradient) == at::MemOverlap::Yes) {
+      gradient = item.gradient;  // an expanded one cannot be written to
     } else if (gradients_changed && item.is_copy) {
       gradient.copy_(item.gradient);
     } else if (gradients_changed) {

@@ -9,6 +9,11 @@ void AccumulationWindow::add_micro_step() {
   if (micro_steps_++ == 0) marks_ = read_marks();
 }
 
+void AccumulationWindow::follow(int64_t micro_steps) {
+  if (micro_steps_ == 0) marks_ = read_marks();
+  micro_steps_ = micro_steps;
+}
+
 bool AccumulationWindow::gradients_dropped() const {
   return std::none_of(parameters_.begin(), parameters_.end(),
                       [](const TrainedParameter& each) { return each.tensor.grad().defined(); });

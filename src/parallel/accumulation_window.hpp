@@ -20,6 +20,9 @@ class AccumulationWindow {
   /// An unsynchronised backward has ended.
   void add_micro_step();
 
+  /// Others are that far: they may have dropped theirs, of which only they know.
+  void follow(int64_t micro_steps);
+
   /// A synchronised backward has ended, or the gradients were dropped.
   void close() { micro_steps_ = 0; }
 

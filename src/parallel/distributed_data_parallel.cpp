@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <exception>
+#include <unordered_set>
 
 #include "lockstep/error.hpp"
 #include "parallel/gradient_sync_state.hpp"
@@ -12,10 +13,12 @@ namespace {
 
 std::vector<TrainedParameter> trained_now(const torch::nn::Module& module) {
   std::vector<TrainedParameter> parameters;
-  for (const auto& item : module.named_parameters()) {  // a shared one appears once
-    if (item.value().defined() && item.value().requires_grad()) {
-      parameters.push_back({item.key(), item.value()});
-    }
+  std::unordered_set<const c10::TensorImpl*> seen;  // libtorch names a shared one at each owner
+  for (const auto& item : module.named_parameters()) {
+    const torch::Tensor& tensor = item.value();
+    if (!tensor.defined() || !tensor.requires_grad()) continue;
+    if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+    parameters.push_back({item.key(), tensor});
   }
   return parameters;
 }

@@ -93,8 +93,11 @@ void GradientBuckets::set_micro_steps(int64_t count) {
 torch::Tensor GradientBuckets::view(size_t parameter) const {
   const Place& place = place_[parameter];
   const torch::Tensor& flat = buckets_[place.bucket].gradients;
-  return flat.as_strided(parameters_[parameter].tensor.sizes(), strides_[parameter],
-                         flat.storage_offset() + place.offset);
+  // Detached: an optimizer's zero_grad calls detach_(), which autograd refuses of a view.
+  return flat
+      .as_strided(parameters_[parameter].tensor.sizes(), strides_[parameter],
+                  flat.storage_offset() + place.offset)
+      .detach();
 }
 
 bool GradientBuckets::holds_grad(size_t parameter) const {

@@ -6,7 +6,7 @@
 namespace lockstep {
 
 // What every rank tells every other before a step, in this order.
-enum Notice : int64_t { kActive, kSynchronise, kTrains, kNotices };
+enum Notice : int64_t { kActive, kSynchronise, kTrains, kMicroSteps, kNotices };
 
 JoinProtocol::Round JoinProtocol::exchange(GradientSync::State& state, bool active,
                                            bool synchronise) {
@@ -15,9 +15,11 @@ JoinProtocol::Round JoinProtocol::exchange(GradientSync::State& state, bool acti
   notice[kActive] = active ? 1 : 0;
   notice[kSynchronise] = active && synchronise ? 1 : 0;
   notice[kTrains] = active && state.trains() ? 1 : 0;
+  notice[kMicroSteps] = active ? state.reducer->open_micro_steps() : 0;
   const torch::Tensor all = torch::empty({state.comm.size(), kNotices}, torch::kInt64);
   state.comm.all_gather(mine, all, {.label = "join"});
   Round round;
+  int64_t micro_steps = 0;  // of the others' window
   for (int rank = 0; rank < state.comm.size(); ++rank) {
     const int64_t* said = all.data_ptr<int64_t>() + rank * kNotices;
     if (said[kActive] == 0) {
@@ -34,7 +36,9 @@ JoinProtocol::Round JoinProtocol::exchange(GradientSync::State& state, bool acti
     round.last_active = rank;
     round.synchronise = said[kSynchronise] != 0;
     round.trains = said[kTrains] != 0;
+    micro_steps = said[kMicroSteps];
   }
+  if (!active) state.reducer->shadow_window(micro_steps);
   if (round.anybody) last_active_ = round.last_active;
   if (options_.throw_on_early_termination && round.anybody && !round.everybody) {
     throw Error(Code::kSyncMisuse, "a rank has no more data while others still have some",
@@ -59,8 +63,6 @@ void JoinProtocol::follow(GradientSync::State& state) {
     }
     if (round.synchronise) {
       state.reducer->shadow_backward(options_.divide_by_initial_world_size);
-    } else {
-      state.reducer->shadow_micro_step();
     }
   }
   broadcast_tensors(state.comm, model_tensors(*state.module), last_active_, "joined model");

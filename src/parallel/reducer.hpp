@@ -40,8 +40,13 @@ class Reducer final : public GradientListener {
   /// Takes part in the others' next backward without gradients of its own.
   void shadow_backward(bool counts_in_mean);
 
-  /// The others accumulate, and so does this rank, without gradients of its own.
-  void shadow_micro_step() { window_.add_micro_step(); }
+  /// Micro-steps before this one whose gradients it adds to; 0 where they were dropped.
+  int64_t open_micro_steps() const {
+    return window_.gradients_dropped() ? 0 : window_.micro_steps();
+  }
+
+  /// The others have accumulated so many, and so has this rank, without gradients of its own.
+  void shadow_window(int64_t micro_steps) { window_.follow(micro_steps); }
 
   /// What was accumulated without an average is forgotten.
   void drop_window() { window_.close(); }

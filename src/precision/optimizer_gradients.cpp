@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <unordered_set>
 #include <utility>
 
 #include "lockstep/error.hpp"
@@ -65,18 +66,21 @@ std::string ParameterNames::of(const ParameterPlace& place) const {
 OptimizerGradients gradients_of(torch::optim::Optimizer& optimizer, const ParameterNames& names) {
   OptimizerGradients result;
   std::vector<ParameterPlace> places;
+  // libtorch's parameters() lists a shared one at each of its owners: it is unscaled once.
+  std::unordered_set<const c10::TensorImpl*> seen;
   size_t group_index = 0;
   for (auto& group : optimizer.param_groups()) {
     const auto& parameters = group.params();
     for (size_t i = 0; i < parameters.size(); ++i) {
       torch::Tensor gradient = parameters[i].grad();
-      if (!gradient.defined()) continue;
       const ParameterPlace place{group_index, i, parameters[i].unsafeGetTensorImpl()};
+      if (!gradient.defined() || !seen.insert(place.parameter).second) continue;
       if (gradient.scalar_type() == torch::kHalf) {
         throw Error(Code::kTensorMismatch, fmt::format("{} has fp16 gradients", names.of(place)),
                     "keep parameters in fp32 and let Autocast choose where fp16 is used");
       }
       if (gradient.is_sparse()) gradient = gradient._values();
+      if (gradient.is_complex()) gradient = torch::view_as_real(gradient);
       if (gradient.numel() == 0) continue;
       result.all_on_cpu = result.all_on_cpu && gradient.is_cpu();
       result.gradients.push_back(std::move(gradient));

@@ -33,8 +33,9 @@ class ParameterNames {
 
 /// What an optimizer would update its weights with.
 struct OptimizerGradients {
-  std::vector<torch::Tensor> gradients;  ///< not empty; of sparse ones the values
-  ParameterPlaces places;                ///< [gradient]
+  /// Not empty. Of sparse ones the values, of complex ones both parts.
+  std::vector<torch::Tensor> gradients;
+  ParameterPlaces places;  ///< [gradient]
   bool all_on_cpu = true;
 };
 

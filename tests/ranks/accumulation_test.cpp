@@ -5,6 +5,7 @@
 #include "ddp_nets.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/sgd.hpp"
 #include "rank_threads.hpp"
 
 namespace lockstep::test {
@@ -223,6 +224,70 @@ TEST(AccumulationMisuse, AWindowMayBeDropped) {
     }
     ddp(value(1)).sum().backward();
     EXPECT_FLOAT_EQ(net->weight.grad().item<float>(), 2.0F);
+  });
+}
+
+TEST(AccumulationMisuse, AWindowMayBeDroppedAfterOthersHaveJoined) {
+  run_ranks(3, [](const Communicator& comm) {
+    Scale net;
+    DistributedDataParallel ddp(net, comm);
+    const auto micro_step = [&] {
+      const NoSync no_sync(ddp);
+      ddp(value(1)).sum().backward();
+    };
+    join(ddp, [&] {
+      micro_step();
+      if (comm.rank() == 0) return;  // inside a window, which it leaves to the others
+      net->zero_grad(true);
+      for (int window = 0; window < 2; ++window) {
+        micro_step();
+        ddp(value(1)).sum().backward();
+        EXPECT_FLOAT_EQ(net->weight.grad().item<float>(), 4.0F / 3);
+        net->zero_grad(true);
+      }
+    });
+  });
+}
+
+// One weight that two owners name, as an embedding and the layer that undoes it do.
+struct TiedImpl : torch::nn::Module {
+  TiedImpl() {
+    weight = register_parameter("encoder", torch::ones({64}));
+    register_parameter("decoder", weight);
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return x * weight; }
+  torch::Tensor weight;
+};
+TORCH_MODULE(Tied);
+
+TEST_P(Accumulation, ASharedWeightIsAveragedOnce) {
+  run_ranks(GetParam(), [](const Communicator& comm) {
+    Tied net;
+    // The smallest buckets, so that nothing else travels with it.
+    DistributedDataParallel ddp(net, comm, {.first_bucket_bytes = 64, .bucket_cap_bytes = 64});
+    const auto mean = static_cast<float>(1 + comm.size()) / 2;
+    for (int step = 0; step < 20; ++step) {
+      ddp(torch::full({64}, 1.0 + comm.rank())).sum().backward();
+      EXPECT_TRUE(torch::allclose(net->weight.grad(), torch::full({64}, mean))) << step;
+      net->zero_grad(true);
+    }
+    EXPECT_LE(ddp.buckets().size(), 1U);
+  });
+}
+
+// An optimizer that fills gradients with zeros detaches them first, which libtorch refuses of
+// views.
+TEST(AccumulatedGradients, CanBeZeroedWhereverTheyComeFrom) {
+  run_ranks(2, [](const Communicator& comm) {
+    Branches net;
+    DistributedDataParallel ddp(net, comm, {.find_unused_parameters = true});
+    Sgd optimizer(net->parameters(), {.lr = 0.1});
+    for (int step = 0; step < 2; ++step) {
+      ddp(value(1), comm.rank() == 0, comm.rank() == 1).sum().backward();
+      optimizer.zero_grad(/*set_to_none=*/false);
+      for (const auto& parameter : net->parameters()) EXPECT_EQ(parameter.grad().item<float>(), 0);
+      net->always.mutable_grad() = value(0);  // adopted by its bucket in the next step
+    }
   });
 }
 

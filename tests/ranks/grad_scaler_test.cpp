@@ -356,6 +356,35 @@ TEST(GradScaler, UnscalesGradientsOfAnyKind) {
   EXPECT_EQ(scaler.skipped_steps().at(0).parameter, "parameter 3 of group 0");
 }
 
+// As module.parameters() lists a weight that two layers share.
+TEST(GradScaler, UnscalesAParameterThatIsListedTwiceOnce) {
+  for (const auto& [name, make] : sgd_optimizers()) {
+    GradScaler scaler;
+    const auto weight = weight_of({0, 0});
+    const auto optimizer = make({weight, weight}, 1);
+    backward(scaler, weight, 3);
+    scaler.unscale_(*optimizer);
+    EXPECT_TRUE(torch::equal(weight.grad(), torch::full({2}, 3.0))) << name;
+  }
+}
+
+TEST(GradScaler, LooksAtBothPartsOfAComplexGradient) {
+  GradScaler scaler({.init_scale = 4});
+  const auto weight = torch::ones({2}, torch::kComplexFloat).requires_grad_();
+  torch::optim::SGD optimizer({weight}, 1);
+  scaler.scale(torch::ones({}));
+  weight.mutable_grad() = torch::complex(torch::full({2}, 4.0), torch::full({2}, 8.0));
+  scaler.step(optimizer);
+  scaler.update();
+  const auto stepped = torch::complex(torch::zeros({2}), torch::full({2}, -2.0));
+  EXPECT_TRUE(torch::equal(weight.detach(), stepped)) << weight;
+  weight.mutable_grad() = torch::complex(torch::ones({2}), torch::full({2}, kInfinity));
+  scaler.step(optimizer);
+  scaler.update();
+  EXPECT_TRUE(torch::equal(weight.detach(), stepped)) << weight;
+  EXPECT_EQ(scaler.skipped_steps().size(), 1U);
+}
+
 TEST(GradScaler, AHalfLossIsScaledInFloat) {
   GradScaler scaler;
   const auto scaled = scaler.scale(torch::ones({}, torch::kHalf));

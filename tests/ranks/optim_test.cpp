@@ -543,5 +543,50 @@ TEST(Optim, RefusalsOfAStepChangeNothing) {
                      [&] { wrong.step(); });
 }
 
+// As module.parameters() lists a weight that two layers share.
+TEST(Optim, AParameterThatIsListedTwiceIsUpdatedOnce) {
+  for (const Pair& pair : all_pairs()) {
+    const Tensors actual = make_parameters();
+    const Tensors expected = make_parameters();
+    Tensors listed = actual;
+    listed.insert(listed.end(), actual.begin(), actual.end());
+    const auto ours = pair.ours(listed);
+    const auto theirs = pair.theirs(expected);
+    for (int step = 0; step < 5; ++step) {
+      set_gradients(actual, step);
+      set_gradients(expected, step);
+      ours->step();
+      theirs->step();
+    }
+    expect_same(actual, expected, tolerance_of(torch::kFloat32), pair.name);
+  }
+}
+
+TEST(Optim, AParameterInTwoGroupsIsRefused) {
+  const auto weight = torch::ones({4}, torch::requires_grad());
+  const auto other = torch::ones({2}, torch::requires_grad());
+  const std::vector<OptimizerParamGroup> groups = {OptimizerParamGroup({other, weight, weight}),
+                                                   OptimizerParamGroup({weight})};
+  const std::initializer_list<std::string> said = {"parameter 0 of group 1",
+                                                   "parameter 1 of group 0", "one group"};
+  test::expect_error(Code::kUsage, said, [&] { Sgd optimizer(groups, {}); });
+  test::expect_error(Code::kUsage, said, [&] { AdamW optimizer(groups, {}); });
+
+  Sgd optimizer({other, weight}, {.lr = 1});
+  optimizer.add_param_group(groups[1]);
+  weight.mutable_grad() = torch::ones({4});
+  test::expect_error(Code::kUsage, said, [&] { optimizer.step(); });
+  EXPECT_TRUE(torch::equal(weight, torch::ones({4}))) << "refused, and yet changed";
+}
+
+TEST(Optim, AGradientThatIsOneNumberRepeatedIsClippedToo) {
+  const auto weight = torch::zeros({4}, torch::requires_grad());
+  weight.mutable_grad() = torch::ones({}).expand({4});
+  Sgd optimizer({weight}, {.lr = 1});
+  optimizer.step({.max_norm = 1.0});
+  test::expect_close(weight.detach(), torch::full({4}, -0.5F), "weight");
+  test::expect_close(weight.grad(), torch::full({4}, 0.5F), "gradient");
+}
+
 }  // namespace
 }  // namespace lockstep
