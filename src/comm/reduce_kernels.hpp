@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <span>
-#include <string_view>
 
 #include "lockstep/dtype.hpp"
 #include "lockstep/reduce_op.hpp"
@@ -22,9 +21,6 @@ void reduce(Dtype dtype, ReduceOp op, std::span<const void* const> inputs,
 
 /// Whether op is defined for the elements: all but the mean of integers and BOOL.
 bool reduces(Dtype dtype, ReduceOp op);
-
-/// The instructions reduce() uses here: "avx512", "avx2", "plain".
-std::string_view reduce_instructions();
 
 /// One element type and operation, for one set of instructions.
 using ReduceKernel = void (*)(const void* const* inputs, const double* factors, int64_t input_count,

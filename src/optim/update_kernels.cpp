@@ -1,42 +1,37 @@
 #include "optim/update_kernels.hpp"
 
+#include "base/instructions.hpp"
+
 namespace lockstep {
 namespace {
 
-struct Choice {
-  const UpdateKernels* kernels;
-  std::string_view name;
-};
-
-Choice choose() {
+const UpdateKernels& choose() {
 #ifdef __x86_64__
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl")) {
-    return {&avx512_update_kernels(), "avx512"};
+  switch (best_instructions()) {
+    case Instructions::kAvx512:
+      return avx512_update_kernels();
+    case Instructions::kAvx2:
+      return avx2_update_kernels();
+    case Instructions::kPlain:
+      break;
   }
-  if (__builtin_cpu_supports("avx2")) return {&avx2_update_kernels(), "avx2"};
 #endif
-  return {&plain_update_kernels(), "plain"};
+  return plain_update_kernels();
 }
 
-const Choice& choice() {
-  static const Choice chosen = choose();
+const UpdateKernels& kernels() {
+  static const UpdateKernels& chosen = choose();
   return chosen;
 }
 
 }  // namespace
 
 void update_sgd(Dtype dtype, const SgdRates& rates, const UpdatePiece& piece) {
-  choice().kernels->sgd(dtype, rates, piece);
+  kernels().sgd(dtype, rates, piece);
 }
 
 void update_adamw(Dtype dtype, const AdamWRates& rates, const UpdatePiece& piece) {
-  choice().kernels->adamw(dtype, rates, piece);
-}
-
-std::string_view update_instructions() {
-  return choice().name;
+  kernels().adamw(dtype, rates, piece);
 }
 
 }  // namespace lockstep

@@ -1,7 +1,7 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <string_view>
 
 #include "lockstep/dtype.hpp"
 
@@ -53,9 +53,6 @@ struct AdamWRates {
 /// count, on alignment, or on the instructions of this machine.
 void update_sgd(Dtype dtype, const SgdRates& rates, const UpdatePiece& piece);
 void update_adamw(Dtype dtype, const AdamWRates& rates, const UpdatePiece& piece);
-
-/// The instructions used here: "avx512", "avx2", "plain".
-std::string_view update_instructions();
 
 /// One set of instructions.
 struct UpdateKernels {

@@ -1,7 +1,7 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
-#include <string_view>
 
 namespace lockstep {
 
@@ -22,9 +22,6 @@ BlockScan scan_block(const double* data, int64_t count);
 /// Multiplies in place; false where an element was infinite or not a number before.
 bool unscale_block(float* data, int64_t count, float inverse_scale);
 bool unscale_block(double* data, int64_t count, double inverse_scale);
-
-/// The instructions used here: "avx512", "avx2", "plain".
-std::string_view scan_instructions();
 
 /// The same functions for one set of instructions.
 struct ScanKernels {

@@ -9,6 +9,8 @@
 #include <random>
 #include <vector>
 
+#include "base/instructions.hpp"
+
 namespace lockstep {
 namespace {
 
@@ -23,8 +25,9 @@ struct Named {
 std::vector<Named> instruction_sets() {
   std::vector<Named> sets = {{"plain", &plain_reduce_kernels()}};
 #ifdef __x86_64__
-  if (reduce_instructions() != "plain") sets.push_back({"avx2", &avx2_reduce_kernels()});
-  if (reduce_instructions() == "avx512") sets.push_back({"avx512", &avx512_reduce_kernels()});
+  if (best_instructions() != Instructions::kPlain) sets.push_back({"avx2", &avx2_reduce_kernels()});
+  if (best_instructions() == Instructions::kAvx512)
+    sets.push_back({"avx512", &avx512_reduce_kernels()});
 #endif
   return sets;
 }

@@ -8,6 +8,8 @@
 #include <random>
 #include <vector>
 
+#include "base/instructions.hpp"
+
 namespace lockstep {
 namespace {
 
@@ -33,8 +35,9 @@ struct Named {
 std::vector<Named> instruction_sets() {
   std::vector<Named> sets = {{"plain", &plain_scan_kernels()}};
 #ifdef __x86_64__
-  if (scan_instructions() != "plain") sets.push_back({"avx2", &avx2_scan_kernels()});
-  if (scan_instructions() == "avx512") sets.push_back({"avx512", &avx512_scan_kernels()});
+  if (best_instructions() != Instructions::kPlain) sets.push_back({"avx2", &avx2_scan_kernels()});
+  if (best_instructions() == Instructions::kAvx512)
+    sets.push_back({"avx512", &avx512_scan_kernels()});
 #endif
   return sets;
 }

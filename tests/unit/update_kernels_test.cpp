@@ -8,6 +8,8 @@
 #include <random>
 #include <vector>
 
+#include "base/instructions.hpp"
+
 namespace lockstep {
 namespace {
 
@@ -20,8 +22,9 @@ struct Named {
 std::vector<Named> instruction_sets() {
   std::vector<Named> sets = {{"plain", &plain_update_kernels()}};
 #ifdef __x86_64__
-  if (update_instructions() != "plain") sets.push_back({"avx2", &avx2_update_kernels()});
-  if (update_instructions() == "avx512") sets.push_back({"avx512", &avx512_update_kernels()});
+  if (best_instructions() != Instructions::kPlain) sets.push_back({"avx2", &avx2_update_kernels()});
+  if (best_instructions() == Instructions::kAvx512)
+    sets.push_back({"avx512", &avx512_update_kernels()});
 #endif
   return sets;
 }
