@@ -15,8 +15,8 @@ struct Batch {
 };
 
 /// The rows to train on: from --data, in order and wrapping round, or generated. A row depends on
-/// the seed and its number only, so every program, number of devices and division into micro-batches
-/// sees the same ones.
+/// the seed and its number only, so every program, number of devices and division into
+/// micro-batches sees the same ones.
 class Batches {
  public:
   Batches(const Options& options, torch::Device device);
