@@ -88,7 +88,7 @@ TEST_P(BackendProcesses, AStoppedRankIsNamedAtTheDeadline) {
 
 TEST_P(BackendProcesses, ARankThatExitsWithoutAWordIsNamed) {
   run_ranks(GetParam(), [&](Rank& rank) {
-    rank.comm->barrier(rank.in_time());
+    rank.meet();
     const int gone = rank.size - 1;
     if (rank.rank == gone) ::_exit(0);
     const OwnElements elements(100, Dtype::kF32);

@@ -198,6 +198,12 @@ void PrintTo(const WorldCase& world, std::ostream* out) {
   *out << world.name();
 }
 
+void Rank::meet() {
+  comm->barrier(in_time());
+  shared->met.fetch_add(1);
+  EXPECT_TRUE(wait_until_at_least(shared->met, ++meetings * size));
+}
+
 void Rank::note(const std::string& text) const {
   const std::string line = "rank " + std::to_string(rank) + " " + text;
   char* slot = shared->notes[rank];

@@ -34,6 +34,7 @@ void PrintTo(const WorldCase& world, std::ostream* out);  ///< for GoogleTest
 /// Memory that all ranks of a test see, also across processes.
 struct SharedFacts {
   std::array<std::atomic<int64_t>, 16> numbers{};  ///< for the test's own use
+  std::atomic<int64_t> met = 0;                    ///< ranks that have left meet(), all times
   char notes[8][96] = {};                          ///< [rank]: what it does now, for the watchdog
 };
 
@@ -43,6 +44,11 @@ struct Rank {
   int size = 1;
   std::unique_ptr<Backend> comm;
   SharedFacts* shared = nullptr;
+  int64_t meetings = 0;
+
+  /// A barrier that all ranks have left before any goes on: a rank that fails right after an
+  /// ordinary one may take those with it that are still inside.
+  void meet();
 
   /// What comes next, should this be the last thing heard from the rank.
   void note(const std::string& text) const;
