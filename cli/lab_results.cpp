@@ -20,12 +20,7 @@ double relative_deviation(const Stats& stats) {
 }  // namespace
 
 void add_run(std::vector<RunSet>& sets, int devices, const RunRecord& record) {
-  auto place = std::find_if(sets.begin(), sets.end(),
-                            [devices](const RunSet& set) { return set.devices >= devices; });
-  if (place == sets.end() || place->devices != devices) {
-    place = sets.insert(place, RunSet{devices, {}});
-  }
-  place->runs.push_back(record);
+  place_for(sets, &RunSet::devices, devices).runs.push_back(record);
 }
 
 Stats pooled_step_ms(const RunSet& set_up) {

@@ -19,6 +19,28 @@ struct RunSet {
   std::vector<RunRecord> runs;  // [repetition]
 };
 
+/// The element with this key, made where it is missing; elements stay ascending by key.
+template <class Element, class Key>
+Element& place_for(std::vector<Element>& all, Key Element::*key, Key value) {
+  auto place = std::find_if(all.begin(), all.end(),
+                            [&](const Element& element) { return element.*key >= value; });
+  if (place == all.end() || (*place).*key != value) {
+    place = all.emplace(place);
+    (*place).*key = value;
+  }
+  return *place;
+}
+
+/// Every record to the set-up that `set_for` names for its variant.
+template <class SetFor>
+void collect_runs(const Finished& finished, const SetFor& set_for) {
+  for (const auto& [experiment, record] : finished) {
+    RunSet& set_up = set_for(experiment.variant);
+    set_up.devices = experiment.devices;
+    set_up.runs.push_back(record);
+  }
+}
+
 /// Adds a run to the set of that many devices; sets stay ascending.
 void add_run(std::vector<RunSet>& sets, int devices, const RunRecord& record);
 

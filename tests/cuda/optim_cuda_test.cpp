@@ -4,8 +4,6 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <sstream>
-
 #include "lockstep/adamw.hpp"
 #include "lockstep/sgd.hpp"
 #include "tensor_support.hpp"
@@ -14,6 +12,8 @@
 namespace lockstep {
 namespace {
 
+using test::load;
+using test::saved;
 using torch::optim::Optimizer;
 using Tensors = std::vector<torch::Tensor>;
 
@@ -89,21 +89,6 @@ void for_each_pair(Body&& body) {
     SCOPED_TRACE("kind " + std::to_string(i));
     body(pair, actual, expected);
   }
-}
-
-std::string saved(const Optimizer& optimizer) {
-  std::ostringstream stream;
-  torch::serialize::OutputArchive archive;
-  optimizer.save(archive);
-  archive.save_to(stream);
-  return stream.str();
-}
-
-void load(Optimizer& optimizer, const std::string& bytes) {
-  std::istringstream stream(bytes);
-  torch::serialize::InputArchive archive;
-  archive.load_from(stream);
-  optimizer.load(archive);
 }
 
 int64_t saved_step(const AdamW& optimizer, const torch::Tensor& parameter) {

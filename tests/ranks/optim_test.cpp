@@ -4,7 +4,6 @@
 #include <torch/torch.h>
 
 #include <functional>
-#include <sstream>
 
 #include "lockstep/adamw.hpp"
 #include "lockstep/sgd.hpp"
@@ -13,6 +12,8 @@
 namespace lockstep {
 namespace {
 
+using test::load;
+using test::saved;
 using torch::optim::Optimizer;
 using torch::optim::OptimizerParamGroup;
 using Tensors = std::vector<torch::Tensor>;
@@ -99,21 +100,6 @@ std::vector<Pair> all_pairs() {
                  {.lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-6, .weight_decay = 0.3}),
       adamw_pair("adamw, no decay", {.lr = 0.01, .weight_decay = 0}),
   };
-}
-
-std::string saved(const Optimizer& optimizer) {
-  std::ostringstream stream;
-  torch::serialize::OutputArchive archive;
-  optimizer.save(archive);
-  archive.save_to(stream);
-  return stream.str();
-}
-
-void load(Optimizer& optimizer, const std::string& bytes) {
-  std::istringstream stream(bytes);
-  torch::serialize::InputArchive archive;
-  archive.load_from(stream);
-  optimizer.load(archive);
 }
 
 TEST(Optim, HundredStepsEqualTorch) {

@@ -102,12 +102,7 @@ TEST(Homework2Plan, BadValuesAreNamedWithARemedy) {
 
 TEST(Homework2Results, CollectsEveryRecordToItsSetUp) {
   const LabPlan plan = plan_homework2({.quick = true, .accum_steps = {8, 4}}, cores(2));
-  Finished finished;
-  for (const auto& experiment : plan.experiments) {
-    RunRecord record = test::made_run({});
-    record.program = experiment.name;  // to know it again
-    finished.emplace_back(experiment, record);
-  }
+  const Finished finished = test::named_runs(plan);
   const Homework2Results results = collect_homework2(finished);
   const auto first = [](const RunSet& set_up) { return set_up.runs.at(0).program; };
   EXPECT_EQ(first(results.fp32), "fp32-run1");

@@ -172,12 +172,7 @@ TEST(LabCommand, LabsOfIssueFiveHaveTheirFlags) {
 
 TEST(Lab7Results, CollectsEveryRecordToItsSetUp) {
   const LabPlan plan = plan_lab7({.accum_steps = {8, 4}}, cores(2));
-  Finished finished;
-  for (const auto& experiment : plan.experiments) {
-    RunRecord record = test::made_run({});
-    record.program = experiment.name;  // to know it again
-    finished.emplace_back(experiment, record);
-  }
+  const Finished finished = test::named_runs(plan);
   const Lab7Results results = collect_lab7(finished);
   const auto first = [](const RunSet& set_up) { return set_up.runs.at(0).program; };
   EXPECT_EQ(first(results.fp32), "fp32-run1");

@@ -129,4 +129,15 @@ inline bool reads_well(const std::string& text) {
          !mentions(text, "  ") && !mentions(text, "..");
 }
 
+/// A record for every experiment, with its name as program, to know it again.
+inline cli::Finished named_runs(const cli::LabPlan& plan) {
+  cli::Finished finished;
+  for (const auto& experiment : plan.experiments) {
+    RunRecord record = made_run({});
+    record.program = experiment.name;
+    finished.emplace_back(experiment, record);
+  }
+  return finished;
+}
+
 }  // namespace lockstep::test
