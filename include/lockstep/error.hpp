@@ -37,6 +37,9 @@ enum class Code : int {
   kReplicasDiffer = 25,   ///< models that are not the same on all ranks
   kLaunch = 26,           ///< a program that cannot be started
   kScalerMisuse = 27,     ///< calls of a GradScaler in an order that would lose or spoil a step
+  kSchedule = 28,         ///< a pipeline schedule that does not exist, fit or end
+  kStageFailed = 29,      ///< an exception inside a stage of a pipeline
+  kStageMismatch = 30,    ///< stages, micro-batches or ranks of a pipeline that do not fit together
 };
 
 /// What one code means, for `lockstep explain`.

@@ -10,4 +10,9 @@ namespace lockstep {
 /// back. 64 over 3 is 22, 22, 20; 9 over 4 is 3, 3, 3. No rows at all give `pieces` empty pieces.
 std::vector<int64_t> chunk_rows(int64_t rows, int64_t pieces);
 
+/// Rows per piece by torch.tensor_split's rule, as a pipeline makes micro-batches: always `pieces`
+/// of them, the first rows % pieces one row larger. 64 over 3 is 22, 21, 21; 9 over 4 is 3, 2, 2,
+/// 2.
+std::vector<int64_t> tensor_split_rows(int64_t rows, int64_t pieces);
+
 }  // namespace lockstep

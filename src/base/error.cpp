@@ -154,6 +154,20 @@ const std::vector<CodeInfo>& all_codes() {
        "Between two update() calls each optimizer is ready, then unscaled (by unscale_, or by step "
        "itself), then stepped. A second unscale_ would divide gradients twice, a second step would "
        "apply them twice, and an update() without a step has nothing to judge the scale by."},
+      {Code::kSchedule, "a pipeline schedule does not exist, fit or end",
+       "A schedule lists, for each device or rank, the forwards and backwards of its stages in "
+       "order. Every micro-batch must pass every stage once each way, and no place may wait for an "
+       "action that another can only do later. The message names the place and the action."},
+      {Code::kStageFailed, "a stage of a pipeline failed",
+       "The module of a stage threw in a forward or backward. The message names the stage, the "
+       "micro-batch, the device and the rank; the schedule is shown with the action marked. All "
+       "other stages have stopped. The gradients of that step are incomplete: clear them."},
+      {Code::kStageMismatch, "stages of a pipeline do not fit together",
+       "A stage got another shape or dtype than it had agreed on with the one before, the batch "
+       "has "
+       "fewer rows than micro-batches, or the ranks of a pipeline were given different numbers. "
+       "The "
+       "message says what was expected and what came."},
   };
   return codes;
 }
@@ -175,6 +189,8 @@ int exit_code(Code code) {
     case Code::kSyncMisuse:
     case Code::kReplicasDiffer:
     case Code::kScalerMisuse:
+    case Code::kStageFailed:
+    case Code::kStageMismatch:
       return 1;
     default:
       return 2;
