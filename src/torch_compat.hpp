@@ -4,6 +4,7 @@
 
 #include <ATen/autocast_mode.h>
 #include <c10/core/Allocator.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/optim/optimizer.h>
@@ -115,6 +116,14 @@ inline void enable_cpu_autocast(bool enabled) {
 /// Whether CPU operations can be computed in fp16 under autocast: 2.5 is the first that promises
 /// it.
 inline constexpr bool kCpuAutocastHalf = LOCKSTEP_TORCH_AT_LEAST(2, 5);
+
+/// Whether somebody listens to the gradients that arrive at this node.
+inline bool has_pre_hooks(torch::autograd::Node& node) {
+#if LOCKSTEP_TORCH_AT_LEAST(2, 0)
+  if (!node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty()) return true;
+#endif
+  return !node.pre_hooks().empty();
+}
 
 /// Guard: hooks registered on these tensors do not run for gradients that are only captured.
 /// libtorch 1.13 never runs them there; 2.x does.

@@ -112,6 +112,9 @@ class Communicator {
   /// From now on calls are shown on this page of a board.
   void show_on(const BoardPage& page);
 
+  /// From now on they are shown nowhere: for calls that happen behind the rank's own work.
+  void hide();
+
   CommStats stats() const;
   std::chrono::milliseconds timeout() const;
 

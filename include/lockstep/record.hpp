@@ -84,6 +84,60 @@ struct GradientCheck {
   double fp16_overflow_scaled = 0;  ///< elements too large for fp16 after that, of all
 };
 
+/// One action of a pipeline, measured or predicted. Times are from the step's begin.
+struct ActionRecord {
+  std::string kind;  ///< F, B, I or W as in schedules; S: a stage's gradients were averaged
+  int rank = 0;
+  int stage = 0;
+  int micro_batch = 0;  ///< 0 for S
+  std::string device;
+  double begin_ms = 0;
+  double end_ms = 0;
+};
+
+/// One stage of a pipeline on one rank. Times are means over the timed steps.
+struct StageRecord {
+  int rank = 0;
+  int stage = 0;
+  std::string device;
+  int64_t layers = 0;
+  int64_t parameters = 0;  ///< elements
+  double forward_ms = 0;
+  double backward_ms = 0;          ///< whole, or of the input where it is split
+  double weight_ms = 0;            ///< of the weights, where it is split
+  int64_t peak_micro_batches = 0;  ///< whose activations it held at once, at most
+  int64_t message_bytes = 0;       ///< largest output that went to the next stage; 0 for the last
+};
+
+/// What ranks of one axis told each other in a step, per rank.
+struct AxisRecord {
+  std::string name;  ///< data, pipeline or tensor
+  int size = 1;
+  double calls = 0;
+  int64_t predicted_bytes = 0;  ///< sent, from the model's shapes
+  int64_t bytes = 0;            ///< sent, counted
+  double predicted_ms = 0;      ///< from those bytes and a link measured before training
+  double ms = 0;                ///< measured
+};
+
+/// How the last step of a pipeline went. Its span is from the first action's begin to the last
+/// one's end, without synchronisation and update; its bubble is the share of the places' time in it
+/// that no action took.
+struct PipelineRecord {
+  std::string schedule;
+  std::string place;  ///< --place
+  int64_t micro_batches = 1;
+  std::vector<int64_t> rows;        ///< of each micro-batch, on rank 0
+  std::vector<StageRecord> stages;  ///< of all ranks, by rank and stage
+  double predicted_span_ms = 0;     ///< simulated from the stages' times
+  double span_ms = 0;               ///< mean over the timed steps
+  double predicted_bubble = 0;
+  double bubble = 0;                    ///< mean over the timed steps
+  std::vector<ActionRecord> actions;    ///< of the last step on all ranks, by begin
+  std::vector<ActionRecord> predicted;  ///< of rank 0's pipeline, by begin
+  std::vector<AxisRecord> axes;
+};
+
 /// The result of one run: what `--json` writes and all that tables and reports are made from.
 struct RunRecord {
   static constexpr int kSchema = 1;
@@ -118,6 +172,8 @@ struct RunRecord {
   int64_t nonfinite = 0;        ///< losses that were not finite
   std::optional<MemorySplit> memory;
   std::optional<GradientCheck> gradient_check;
+
+  std::optional<PipelineRecord> pipeline;  ///< only of programs that train in stages
 };
 
 nlohmann::json to_json(const RunRecord& record);

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <string>
 #include <vector>
@@ -76,6 +77,9 @@ class BoardMapping {
     return *std::launder(static_cast<board_layout::RankPage*>(page_address(rank)));
   }
 
+  /// Held while a rank writes a value of several words: its threads may communicate at once.
+  std::mutex& writing() const { return writing_; }
+
   void check_rank(int rank) const {
     if (rank >= 0 && rank < ranks_) return;
     board_error(fmt::format("the board {} has no rank {}", path_, rank),
@@ -88,6 +92,7 @@ class BoardMapping {
   int64_t bytes_;
   int ranks_;  // a copy: the file's own number may be overwritten after it was checked
   Access access_;
+  mutable std::mutex writing_;
 };
 
 /// Bytes of the file of a board with that many ranks.

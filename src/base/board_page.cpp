@@ -106,6 +106,7 @@ void BoardPage::begin_collective(int64_t sequence, std::string_view operation, i
                                  int64_t bucket) {
   RankPage& page = mapping_->page(rank_);
   touch(page);
+  const std::lock_guard lock(mapping_->writing());
   page.collective_start.store({.sequence = sequence,
                                .operation = Text<24>::of(operation),
                                .bytes = bytes,
@@ -116,6 +117,7 @@ void BoardPage::begin_collective(int64_t sequence, std::string_view operation, i
 void BoardPage::finish_collective(int64_t sequence) {
   RankPage& page = mapping_->page(rank_);
   touch(page);
+  const std::lock_guard lock(mapping_->writing());
   page.collective_finish.store({.sequence = sequence, .finished_ns = monotonic_ns()});
 }
 

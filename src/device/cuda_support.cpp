@@ -1,6 +1,8 @@
 #include "device/cuda_support.hpp"
 
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
@@ -144,6 +146,37 @@ class BusyWatch {
   std::thread sampler_;  // runs as long as the process
 };
 
+// A CUDA event that keeps its time.
+struct TimedEvent {
+  explicit TimedEvent(int on_gpu) : gpu(on_gpu) { C10_CUDA_CHECK(cudaEventCreate(&event)); }
+  ~TimedEvent() { (void)cudaEventDestroy(event); }
+  TimedEvent(const TimedEvent&) = delete;
+  TimedEvent& operator=(const TimedEvent&) = delete;
+
+  int gpu;
+  cudaEvent_t event = nullptr;
+};
+
+// A moment that both clocks know: CUDA tells the time between two events only.
+struct Epoch {
+  explicit Epoch(int gpu) : start(gpu) {
+    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(gpu));
+    C10_CUDA_CHECK(cudaEventRecord(start.event, c10::cuda::getCurrentCUDAStream().stream()));
+    C10_CUDA_CHECK(cudaEventSynchronize(start.event));
+    host_ns = monotonic_ns();
+  }
+
+  TimedEvent start;
+  int64_t host_ns = 0;
+};
+
+const Epoch& epoch_of(int gpu) {
+  static std::mutex mutex;
+  static auto* epochs = new std::map<int, Epoch>();
+  const std::lock_guard lock(mutex);
+  return epochs->try_emplace(gpu, gpu).first->second;
+}
+
 }  // namespace
 
 void watch_memory(c10::Stream stream, MemoryAccount& account) {
@@ -167,6 +200,23 @@ int64_t capacity_bytes(int gpu) {
   return cudaGetDeviceProperties(&properties, gpu) == cudaSuccess
              ? static_cast<int64_t>(properties.totalGlobalMem)
              : 0;
+}
+
+std::shared_ptr<void> record_time(c10::Stream stream) {
+  const c10::cuda::CUDAStream on(stream);
+  const c10::cuda::CUDAGuard guard(on.device());
+  auto event = std::make_shared<TimedEvent>(on.device_index());
+  C10_CUDA_CHECK(cudaEventRecord(event->event, on.stream()));
+  return event;
+}
+
+int64_t time_ns(const std::shared_ptr<void>& event) {
+  const auto& timed = *static_cast<const TimedEvent*>(event.get());
+  C10_CUDA_CHECK(cudaEventSynchronize(timed.event));
+  const Epoch& epoch = epoch_of(timed.gpu);
+  float since_ms = 0;
+  C10_CUDA_CHECK(cudaEventElapsedTime(&since_ms, epoch.start.event, timed.event));
+  return epoch.host_ns + static_cast<int64_t>(static_cast<double>(since_ms) * 1e6);
 }
 
 }  // namespace lockstep::cuda

@@ -3,28 +3,16 @@
 #include <fmt/format.h>
 
 #include <exception>
-#include <unordered_set>
 
 #include "lockstep/error.hpp"
 #include "parallel/gradient_sync_state.hpp"
+#include "parallel/model_tensors.hpp"
 
 namespace lockstep {
 namespace {
 
-std::vector<TrainedParameter> trained_now(const torch::nn::Module& module) {
-  std::vector<TrainedParameter> parameters;
-  std::unordered_set<const c10::TensorImpl*> seen;  // libtorch names a shared one at each owner
-  for (const auto& item : module.named_parameters()) {
-    const torch::Tensor& tensor = item.value();
-    if (!tensor.defined() || !tensor.requires_grad()) continue;
-    if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
-    parameters.push_back({item.key(), tensor});
-  }
-  return parameters;
-}
-
 std::vector<TrainedParameter> trained_parameters(const torch::nn::Module& module) {
-  auto parameters = trained_now(module);
+  auto parameters = trained_in(module);
   if (!parameters.empty()) return parameters;
   throw Error(Code::kUsage, "the module has no parameter that is trained",
               "DistributedDataParallel is for training: a module without gradients needs none");
@@ -39,26 +27,7 @@ std::vector<NamedTensor> trained_tensors(const torch::nn::Module& module) {
   return tensors;
 }
 
-std::vector<NamedTensor> named_buffers(const torch::nn::Module& module) {
-  std::vector<NamedTensor> buffers;
-  for (const auto& item : module.named_buffers()) {
-    if (item.value().defined()) buffers.push_back({item.key(), item.value(), false});
-  }
-  return buffers;
-}
-
 }  // namespace
-
-std::vector<NamedTensor> model_tensors(const torch::nn::Module& module) {
-  std::vector<NamedTensor> tensors;
-  for (const auto& item : module.named_parameters()) {
-    if (item.value().defined()) {
-      tensors.push_back({item.key(), item.value(), item.value().requires_grad()});
-    }
-  }
-  for (auto& buffer : named_buffers(module)) tensors.push_back(std::move(buffer));
-  return tensors;
-}
 
 GradientSync::State::State(std::shared_ptr<torch::nn::Module> trained, const Communicator& ranks,
                            const DdpOptions& chosen)
@@ -75,7 +44,7 @@ bool GradientSync::State::trains() const {
 
 void GradientSync::State::share_buffers(int root) {
   if (!options.broadcast_buffers || !last_forward_synchronised) return;
-  broadcast_tensors(comm, named_buffers(*module), root, "buffers");
+  broadcast_tensors(comm, buffers_of(*module), root, "buffers");
 }
 
 void GradientSync::State::check_if_due() {
@@ -104,7 +73,7 @@ GradientSync::~GradientSync() {
 void GradientSync::before_forward() {
   State& state = *state_;
   if (!torch::GradMode::is_enabled()) return;
-  state.reducer->require_unchanged(trained_now(*state.module));
+  state.reducer->require_unchanged(trained_in(*state.module));
   const bool synchronise = state.no_sync_depth == 0;
   const int root = state.joining ? state.joining->begin_step(state, synchronise) : 0;
   state.reducer->before_forward(synchronise);

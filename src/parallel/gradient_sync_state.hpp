@@ -10,9 +10,6 @@
 
 namespace lockstep {
 
-/// Parameters, then buffers, in the order the module registered them.
-std::vector<NamedTensor> model_tensors(const torch::nn::Module& module);
-
 /// Lets ranks have different numbers of steps: before each forward all ranks say whether they still
 /// have data.
 class JoinProtocol {

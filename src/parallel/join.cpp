@@ -2,6 +2,7 @@
 
 #include "lockstep/error.hpp"
 #include "parallel/gradient_sync_state.hpp"
+#include "parallel/model_tensors.hpp"
 
 namespace lockstep {
 

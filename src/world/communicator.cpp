@@ -195,6 +195,10 @@ void Communicator::show_on(const BoardPage& page) {
   state_->page = page;
 }
 
+void Communicator::hide() {
+  state_->page.reset();
+}
+
 void Communicator::all_reduce(const torch::Tensor& tensor, ReduceOp op,
                               const CallOptions& options) const {
   begin_all_reduce(tensor, op, options).wait();

@@ -1,0 +1,213 @@
+#include "pipeline/place.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <numeric>
+#include <sstream>
+
+#include "lockstep/error.hpp"
+#include "lockstep/tensor_text.hpp"
+
+namespace lockstep {
+namespace {
+
+// The action after which a micro-batch leaves nothing to do in its stage.
+bool completes(ActionKind kind) {
+  return kind == ActionKind::kBackward || kind == ActionKind::kBackwardWeight;
+}
+
+// The whole schedule with the action pointed out, a note for each line.
+std::vector<std::string> grid_notes(const Schedule& schedule, const Action& failed) {
+  const std::vector<StageTimes> unit(static_cast<size_t>(schedule.stages()));
+  std::istringstream grid(format_grid(schedule, simulate(schedule, unit), {.marked = failed}));
+  std::vector<std::string> notes;
+  for (std::string line; std::getline(grid, line);) notes.push_back(line);
+  return notes;
+}
+
+}  // namespace
+
+Place::Place(int index, const Schedule& schedule, Device& device, int rank)
+    : index_(index), schedule_(schedule), device_(device), rank_(rank) {}
+
+PlacedStage& Place::at(int stage) {
+  return **std::find_if(stages_.begin(), stages_.end(),
+                        [&](const auto& each) { return each->stage.index() == stage; });
+}
+
+void Place::run(const StepPlan& plan) {
+  timed_.clear();
+  syncs_.clear();
+  loss_ = torch::Tensor();
+  backwards_left_.assign(static_cast<size_t>(schedule_.stages()), schedule_.micro_batches);
+  plan.callers[static_cast<size_t>(index_)].hold_back(device_);
+  for (const auto& each : stages_) {
+    if (each->sync) each->sync->begin_step(plan.share_buffers);
+  }
+  for (const Action& action : schedule_.actions[static_cast<size_t>(index_)]) {
+    do_action(action, plan);
+    advance_syncs();
+  }
+  for (const auto& each : stages_) {
+    if (!each->sync) continue;
+    if (const auto span = each->sync->finish()) syncs_.push_back(*span);
+  }
+  mark_end();
+}
+
+void Place::do_action(const Action& action, const StepPlan& plan) {
+  const torch::Tensor input = input_of(action, plan);
+  const Moment begin = Moment::now(device_);
+  torch::Tensor result;
+  try {
+    result = compute(action, plan, input);
+  } catch (const RankError&) {
+    throw;  // another rank's fault, which a layer's own communication met
+  } catch (const std::exception& error) {
+    fail(action, input, error);
+  }
+  timed_.push_back({action, begin, Moment::now(device_)});
+  pass_on(action, plan, result);
+  auto& left = backwards_left_[static_cast<size_t>(action.stage)];
+  if (completes(action.kind) && --left == 0) {
+    auto& sync = at(action.stage).sync;
+    if (sync) sync->launch(plan.synchronise, plan.weight);
+  }
+}
+
+torch::Tensor Place::input_of(const Action& action, const StepPlan& plan) {
+  const int64_t rows = plan.rows[static_cast<size_t>(action.micro_batch)];
+  switch (action.kind) {
+    case ActionKind::kForward:
+      if (action.stage == 0) return rows_of(plan.x, plan, action.micro_batch);
+      return wire_->receive({Cargo::kActivation, action.stage - 1, action.micro_batch}, rows);
+    case ActionKind::kBackward:
+    case ActionKind::kBackwardInput:
+      if (is_last(action.stage)) return {};
+      return wire_->receive({Cargo::kGradient, action.stage + 1, action.micro_batch}, rows);
+    case ActionKind::kBackwardWeight:
+      return {};
+  }
+  return {};
+}
+
+torch::Tensor Place::rows_of(const torch::Tensor& batch, const StepPlan& plan,
+                             int micro_batch) const {
+  const int64_t first =
+      std::accumulate(plan.rows.begin(), plan.rows.begin() + micro_batch, int64_t{0});
+  const torch::Tensor rows = batch.narrow(0, first, plan.rows[static_cast<size_t>(micro_batch)]);
+  keep_for_current_stream(rows);
+  return rows.to(device_.torch_device(), rows.scalar_type(), /*non_blocking=*/true);
+}
+
+MicroBatchFacts Place::facts_of(const Action& action, const StepPlan& plan) const {
+  MicroBatchFacts facts;
+  facts.index = action.micro_batch;
+  facts.step_seed = plan.seed;
+  if (!is_last(action.stage)) return facts;
+  facts.target = rows_of(plan.y, plan, action.micro_batch);
+  if (action.kind == ActionKind::kForward) return facts;
+  const double factor =
+      plan.loss_shares[static_cast<size_t>(action.micro_batch)] * plan.loss_factor;
+  facts.loss_gradient = plan.loss_scale.defined() ? plan.loss_scale * factor
+                                                  : torch::full({}, factor, device_.torch_device());
+  return facts;
+}
+
+torch::Tensor Place::compute(const Action& action, const StepPlan& plan,
+                             const torch::Tensor& input) {
+  Stage& stage = at(action.stage).stage;
+  switch (action.kind) {
+    case ActionKind::kForward:
+      return stage.forward(facts_of(action, plan), input);
+    case ActionKind::kBackward:
+      return stage.backward(facts_of(action, plan), input);
+    case ActionKind::kBackwardInput:
+      return stage.backward_input(facts_of(action, plan), input);
+    case ActionKind::kBackwardWeight:
+      stage.backward_weight(action.micro_batch);
+      return {};
+  }
+  return {};
+}
+
+void Place::pass_on(const Action& action, const StepPlan& plan, const torch::Tensor& result) {
+  const auto micro_batch = static_cast<size_t>(action.micro_batch);
+  if (action.kind == ActionKind::kForward) {
+    if (!is_last(action.stage)) {
+      return wire_->send({Cargo::kActivation, action.stage, action.micro_batch}, result,
+                         plan.rows[micro_batch]);
+    }
+    const torch::Tensor share = result * plan.loss_shares[micro_batch];
+    loss_ = loss_.defined() ? loss_ + share : share;
+  } else if (action.kind != ActionKind::kBackwardWeight && action.stage > 0) {
+    wire_->send({Cargo::kGradient, action.stage, action.micro_batch}, result,
+                plan.rows[micro_batch]);
+  }
+}
+
+// Buckets on their way while this place still computes.
+void Place::advance_syncs() {
+  for (const auto& each : stages_) {
+    if (each->sync) each->sync->advance();
+  }
+}
+
+std::vector<torch::Tensor> Place::evaluate(const StepPlan& plan) {
+  std::vector<torch::Tensor> outputs(static_cast<size_t>(schedule_.micro_batches));
+  plan.callers[static_cast<size_t>(index_)].hold_back(device_);
+  for (const Action& action : schedule_.actions[static_cast<size_t>(index_)]) {
+    if (action.kind != ActionKind::kForward) continue;
+    const torch::Tensor input = input_of(action, plan);
+    torch::Tensor output;
+    try {
+      output = at(action.stage).stage.evaluate(input);
+    } catch (const RankError&) {
+      throw;
+    } catch (const std::exception& error) {
+      fail(action, input, error);
+    }
+    const auto micro_batch = static_cast<size_t>(action.micro_batch);
+    if (is_last(action.stage)) {
+      outputs[micro_batch] = output;
+    } else {
+      wire_->send({Cargo::kActivation, action.stage, action.micro_batch}, output,
+                  plan.rows[micro_batch]);
+    }
+  }
+  mark_end();
+  return outputs;
+}
+
+void Place::fail(const Action& action, const torch::Tensor& input,
+                 const std::exception& error) const {
+  const std::string given =
+      input.defined()
+          ? fmt::format(", given {} {}", shape_text(input.sizes()), dtype_text(input.scalar_type()))
+          : "";
+  throw Error(Code::kStageFailed,
+              fmt::format("{} of micro-batch {} in stage {} on {} of rank {}{}: {}",
+                          action_name(action.kind), action.micro_batch, action.stage,
+                          device_.name(), rank_, given, describe(error)),
+              "what follows the last colon is the module's own error; clear the gradients before "
+              "the next step",
+              grid_notes(schedule_, action));
+}
+
+void Place::give_up(const std::string& reason) {
+  wire_->abort(reason);
+  for (const auto& each : stages_) {
+    each->stage.drop_micro_batches();
+    if (each->sync) each->sync->abort(reason);
+  }
+}
+
+void Place::add_spans(StepTrace& trace) const {
+  for (const auto& [action, begin, end] : timed_) {
+    trace.actions.push_back({action, index_, begin.ns(), end.ns()});
+  }
+  trace.syncs.insert(trace.syncs.end(), syncs_.begin(), syncs_.end());
+}
+
+}  // namespace lockstep
