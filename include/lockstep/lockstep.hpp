@@ -23,6 +23,7 @@
 #include "lockstep/split.hpp"
 #include "lockstep/stages.hpp"
 #include "lockstep/tensor_file.hpp"
+#include "lockstep/tensor_parallel.hpp"
 #include "lockstep/tensor_text.hpp"
 #include "lockstep/trace.hpp"
 #include "lockstep/units.hpp"

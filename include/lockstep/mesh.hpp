@@ -27,6 +27,11 @@ class Mesh {
   /// The ranks that differ from this one in that axis only.
   const Communicator& axis(std::string_view name) const;
 
+  /// The ranks that differ from this one in these axes only, in the order of the world: {"pp",
+  /// "tp"} are those that together hold one model. Made anew by each call, so keep it. Collective
+  /// over the world: every rank names the same axes, in any order.
+  Communicator plane(const std::vector<std::string>& names) const;
+
   /// This rank's place along an axis.
   int coordinate(std::string_view name) const;
 
@@ -34,7 +39,10 @@ class Mesh {
 
  private:
   size_t index_of(std::string_view name) const;
+  // Ranks with the same coordinates in all axes that are not `inside`.
+  Communicator split(const std::vector<bool>& inside) const;
 
+  Communicator world_;
   std::vector<MeshAxis> axes_;
   std::vector<int> coordinates_;      // [axis]
   std::vector<Communicator> groups_;  // [axis]

@@ -33,7 +33,8 @@ void check_axes(const std::vector<MeshAxis>& axes, int ranks) {
 
 }  // namespace
 
-Mesh::Mesh(const Communicator& world, std::vector<MeshAxis> axes) : axes_(std::move(axes)) {
+Mesh::Mesh(const Communicator& world, std::vector<MeshAxis> axes)
+    : world_(world), axes_(std::move(axes)) {
   check_axes(axes_, world.size());
   coordinates_.resize(axes_.size());
   int rest = world.rank();
@@ -41,15 +42,41 @@ Mesh::Mesh(const Communicator& world, std::vector<MeshAxis> axes) : axes_(std::m
     coordinates_[i] = rest % axes_[i].size;
     rest /= axes_[i].size;
   }
-  // A group along an axis: the same coordinates in all others, which together number the group.
   for (size_t i = 0; i < axes_.size(); ++i) {
-    int group = 0;
-    for (size_t other = 0; other < axes_.size(); ++other) {
-      if (other != i) group = group * axes_[other].size + coordinates_[other];
-    }
-    groups_.push_back(
-        world.split(group, coordinates_[i], fmt::format("{} {}", axes_[i].name, group)));
+    std::vector<bool> inside(axes_.size(), false);
+    inside[i] = true;
+    groups_.push_back(split(inside));
   }
+}
+
+Communicator Mesh::split(const std::vector<bool>& inside) const {
+  int group = 0;  // numbered by the coordinates that its ranks share
+  std::string name;
+  for (size_t i = 0; i < axes_.size(); ++i) {
+    if (inside[i]) {
+      name += fmt::format("{}{}", name.empty() ? "" : " x ", axes_[i].name);
+    } else {
+      group = group * axes_[i].size + coordinates_[i];
+    }
+  }
+  return world_.split(group, world_.rank(), fmt::format("{} {}", name, group));
+}
+
+Communicator Mesh::plane(const std::vector<std::string>& names) const {
+  std::vector<bool> inside(axes_.size(), false);
+  for (const auto& name : names) {
+    const size_t axis = index_of(name);
+    if (inside[axis]) {
+      throw Error(Code::kWorld, fmt::format("a plane of the mesh names the axis {} twice", name),
+                  "name each axis once");
+    }
+    inside[axis] = true;
+  }
+  if (names.empty()) {
+    throw Error(Code::kWorld, "a plane of the mesh names no axis",
+                "name one axis at least; Communicator::self() is a rank alone");
+  }
+  return split(inside);
 }
 
 size_t Mesh::index_of(std::string_view name) const {

@@ -121,6 +121,34 @@ TEST(Mesh, AxesAreGroupsOfTheRanksThatDifferInThemOnly) {
   });
 }
 
+TEST(Mesh, APlaneIsTheRanksThatDifferInItsAxesOnly) {
+  run_ranks(8, [](const Communicator& world) {
+    const Mesh mesh(world, {{"dp", 2}, {"pp", 2}, {"tp", 2}});
+    const int dp = world.rank() / 4;
+    const int pp = world.rank() / 2 % 2;
+    const int tp = world.rank() % 2;
+    using Ranks = std::vector<int>;
+    const auto model = mesh.plane({"pp", "tp"});
+    EXPECT_EQ(model.world_ranks(), (Ranks{4 * dp, 4 * dp + 1, 4 * dp + 2, 4 * dp + 3}));
+    EXPECT_EQ(model.rank(), 2 * pp + tp);
+    // The order of the names does not matter, so that ranks may differ in it.
+    const auto across = world.rank() % 3 == 0 ? mesh.plane({"tp", "dp"}) : mesh.plane({"dp", "tp"});
+    EXPECT_EQ(across.world_ranks(), (Ranks{2 * pp, 2 * pp + 1, 2 * pp + 4, 2 * pp + 5}));
+    const auto sum = torch::full({1}, world.rank(), torch::kInt64);
+    across.all_reduce(sum);
+    EXPECT_EQ(sum.item<int64_t>(), 8 * pp + 10);
+    EXPECT_EQ(mesh.plane({"pp"}).world_ranks(), mesh.axis("pp").world_ranks());
+    EXPECT_EQ(mesh.plane({"dp", "pp", "tp"}).world_ranks(), world.world_ranks());
+  });
+}
+
+TEST(Mesh, RefusesPlanesItDoesNotHave) {
+  const Mesh mesh(Communicator::self(), {{"dp", 1}, {"pp", 1}});
+  expect_error(Code::kWorld, {"no axis pq", "did you mean"}, [&] { mesh.plane({"dp", "pq"}); });
+  expect_error(Code::kWorld, {"axis dp twice"}, [&] { mesh.plane({"dp", "dp"}); });
+  expect_error(Code::kWorld, {"names no axis"}, [&] { mesh.plane({}); });
+}
+
 TEST(Mesh, RefusesAxesThatDoNotFit) {
   const auto comm = Communicator::self();
   expect_error(Code::kWorld, {"dp 2 x pp 2", "4", "1"}, [&] {

@@ -1,0 +1,111 @@
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstdint>
+#include <memory>
+#include <ostream>
+
+#include "lockstep/communicator.hpp"
+
+namespace lockstep {
+
+struct ShardAxis;
+
+struct ColumnLinearOptions {
+  bool gather_output = false;  ///< every rank gets all output features
+  int64_t parts = 1;  ///< equal blocks of the output that are divided each: 3 for fused q, k, v
+};
+
+struct RowLinearOptions {
+  bool scatter_input = false;  ///< the input has all features; every rank takes its own
+};
+
+/// A Linear whose output features are divided over the ranks of an axis. The input is whole and the
+/// same on all of them; its gradient is summed over them in backward. Features that do not divide
+/// evenly go by torch.tensor_split's rule.
+///
+///     torch::nn::Sequential block(lockstep::ColumnLinear(up, mesh.axis("tp")), torch::nn::GELU(),
+///                                 lockstep::RowLinear(down, mesh.axis("tp")));
+///
+/// All ranks of the axis run the same layers in the same order; calls from several threads must
+/// not overlap on one communicator (see set_tensor_axis). With one rank it is the plain Linear.
+class ColumnLinearImpl : public torch::nn::Module {
+ public:
+  /// Takes this rank's slice of a copy of the weights, which must be the same on all ranks.
+  ColumnLinearImpl(const torch::nn::Linear& whole, const Communicator& axis,
+                   const ColumnLinearOptions& options = {});
+  ~ColumnLinearImpl() override;
+
+  torch::Tensor forward(const torch::Tensor& x);
+
+  /// As the whole Linear has them, without history, on every rank. Collective. No bias: undefined.
+  torch::Tensor whole_weight() const;
+  torch::Tensor whole_bias() const;
+
+  const Communicator& axis() const;
+  void set_axis(const Communicator& axis);  ///< as set_tensor_axis
+  void pretty_print(std::ostream& stream) const override;
+
+  torch::Tensor weight;  // [own output features, in]
+  torch::Tensor bias;    // [own output features], or undefined
+
+ private:
+  ColumnLinearOptions options_;
+  std::shared_ptr<const ShardAxis> shard_;
+};
+
+/// A Linear whose input features are divided over the ranks of an axis: the other half of a pair.
+/// Takes what a ColumnLinear of as many features gives; the ranks' products are summed in forward,
+/// so that the output is whole and the same on all. The bias, whole on every rank, is added after.
+class RowLinearImpl : public torch::nn::Module {
+ public:
+  RowLinearImpl(const torch::nn::Linear& whole, const Communicator& axis,
+                const RowLinearOptions& options = {});
+  ~RowLinearImpl() override;
+
+  torch::Tensor forward(const torch::Tensor& x);
+
+  /// As the whole Linear has them, without history, on every rank. Collective. No bias: undefined.
+  torch::Tensor whole_weight() const;
+  torch::Tensor whole_bias() const;
+
+  const Communicator& axis() const;
+  void set_axis(const Communicator& axis);  ///< as set_tensor_axis
+  void pretty_print(std::ostream& stream) const override;
+
+  torch::Tensor weight;  // [out, own input features]
+  torch::Tensor bias;    // [out], or undefined
+
+ private:
+  RowLinearOptions options_;
+  std::shared_ptr<const ShardAxis> shard_;
+};
+
+/// Holder of a ColumnLinearImpl.
+class ColumnLinear : public torch::nn::ModuleHolder<ColumnLinearImpl> {
+ public:
+  using torch::nn::ModuleHolder<ColumnLinearImpl>::ModuleHolder;
+  ColumnLinear(const torch::nn::Linear& whole, const Communicator& axis,
+               const ColumnLinearOptions& options)
+      : ModuleHolder(std::make_shared<ColumnLinearImpl>(whole, axis, options)) {}
+};
+
+/// Holder of a RowLinearImpl.
+class RowLinear : public torch::nn::ModuleHolder<RowLinearImpl> {
+ public:
+  using torch::nn::ModuleHolder<RowLinearImpl>::ModuleHolder;
+  RowLinear(const torch::nn::Linear& whole, const Communicator& axis,
+            const RowLinearOptions& options)
+      : ModuleHolder(std::make_shared<RowLinearImpl>(whole, axis, options)) {}
+};
+
+/// From now on every ColumnLinear and RowLinear in `module` talks over this communicator, which has
+/// the same ranks in the same order. Parts of a model that run at the same time, such as the stages
+/// of a pipeline inside one process, need one each: calls of two threads on one communicator could
+/// come in another order on another rank.
+void set_tensor_axis(torch::nn::Module& module, const Communicator& axis);
+
+}  // namespace lockstep
