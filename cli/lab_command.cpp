@@ -10,6 +10,7 @@
 #include <filesystem>
 
 #include "cli/homework2.hpp"
+#include "cli/lab10.hpp"
 #include "cli/lab5.hpp"
 #include "cli/lab6.hpp"
 #include "cli/lab7.hpp"
@@ -26,6 +27,8 @@ constexpr const char* kExamples =
     "  lockstep lab 6                                     DDP with 1, 2 and 4 ranks\n"
     "  lockstep lab 6 --ranks 1,2,3 --bucket-mib 1        other ranks, smaller buckets\n"
     "  lockstep lab 7                                     accumulation and mixed precision\n"
+    "  lockstep lab 10                                    data, model and pipeline parallel\n"
+    "  lockstep lab 10 --stages 3 --micro-batches 3,6     other stages and MICRO_BATCHES\n"
     "  lockstep lab homework2 --quick                     codes 1 to 3, the report to hand in\n"
     "  lockstep lab homework2 --accum-steps 2,4           other ACCUM_STEPS\n"
     "  lockstep lab all --out reports                     every lab, one after the other\n";
@@ -41,7 +44,7 @@ struct NamedLab {
 };
 
 constexpr std::array kLabs = {NamedLab{"5", lab5}, NamedLab{"6", lab6}, NamedLab{"7", lab7},
-                              NamedLab{"homework2", homework2}};
+                              NamedLab{"10", lab10}, NamedLab{"homework2", homework2}};
 
 // A flag that only some labs have, and whether it was given.
 struct OwnFlag {
@@ -58,6 +61,9 @@ void refuse_flags_of_others(const std::string& lab, const LabOptions& options) {
       {options.bucket_mib.has_value(), "--bucket-mib", {"6"}},
       {!options.accum_steps.empty(), "--accum-steps", {"7", "homework2"}},
       {!options.amp.empty(), "--amp", {"7", "homework2"}},
+      {!options.micro_batches.empty(), "--micro-batches", {"10"}},
+      {!options.batches.empty(), "--batches", {"10"}},
+      {options.stages.has_value(), "--stages", {"10"}},
   };
   for (const auto& [given, flag, owners] : flags) {
     if (!given || std::find(owners.begin(), owners.end(), lab) != owners.end()) continue;
@@ -86,7 +92,7 @@ CLI::App* add_lab_command(CLI::App& app, LabRequest& request) {
   auto* lab = app.add_subcommand("lab", "run a practical of the course and answer its questions");
   lab->footer(kExamples);
   LabOptions& options = request.options;
-  lab->add_option("NUMBER", request.number, "which practical: 5, 6, 7, homework2, or all")
+  lab->add_option("NUMBER", request.number, "which practical: 5, 6, 7, 10, homework2, or all")
       ->required()
       ->type_name("");
   lab->add_option("--devices", options.devices,
@@ -102,11 +108,11 @@ CLI::App* add_lab_command(CLI::App& app, LabRequest& request) {
     lab->add_option(flag, value, what)->check(range(1, 1'000'000))->type_name("N");
   };
   const auto add_list = [lab](const char* flag, std::vector<int>& values, const char* what,
-                              int first = 1) {
+                              int first = 1, int last = 256) {
     lab->add_option(flag, values, what)
         ->delimiter(',')
         ->allow_extra_args(false)
-        ->check(range(first, 256))
+        ->check(range(first, last))
         ->type_name("LIST");
   };
   add_size("--steps", options.steps, "optimizer updates per run");
@@ -127,6 +133,13 @@ CLI::App* add_lab_command(CLI::App& app, LabRequest& request) {
   lab->add_option("--amp", options.amp,
                   "lab 7, homework2: bf16 or fp16 (default: bf16, fp16 on GPUs)")
       ->type_name("KIND");
+  add_list("--micro-batches", options.micro_batches,
+           "lab 10: MICRO_BATCHES, one run each (default: 2,4,8)");
+  add_list("--batches", options.batches, "lab 10: BATCH_SIZE, one run each (default: 32,64,128)", 1,
+           1'000'000);
+  lab->add_option("--stages", options.stages, "lab 10: stages of the model (default: 2)")
+      ->check(range(2, 64))
+      ->type_name("N");
   return lab;
 }
 
@@ -139,7 +152,7 @@ int run_lab_command(const LabRequest& request, const std::string& command) {
   if (found == kLabs.end()) {
     throw Error(
         Code::kUsage,
-        fmt::format("there is no lab \"{}\": this version has 5, 6, 7 and homework2", number),
+        fmt::format("there is no lab \"{}\": this version has 5, 6, 7, 10 and homework2", number),
         "run `lockstep lab 7`, or `lockstep lab all` for every one");
   }
   refuse_flags_of_others(number, options);

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/lab10_variant.hpp"
 #include "cli/lab_variant.hpp"
 #include "lockstep/device_plan.hpp"
 
@@ -30,9 +31,13 @@ struct LabOptions {
   std::vector<int> accum_steps =
       {};                ///< lab 7, homework 2: micro-steps in a step; empty: their own
   std::string amp = {};  ///< lab 7, homework 2: bf16 or fp16; empty: the device's
+
+  std::vector<int> micro_batches = {};  ///< lab 10: one run each; empty: the course's
+  std::vector<int> batches = {};        ///< lab 10: rows of a step, one run each; empty: those
+  std::optional<int64_t> stages = {};   ///< lab 10: of the model
 };
 
-enum class Role { kSingle, kDataParallel, kDistributed, kSplit };
+enum class Role { kSingle, kDataParallel, kDistributed, kSplit, kHybrid };
 
 /// One run of a program.
 struct Experiment {
@@ -47,6 +52,7 @@ struct Experiment {
   std::vector<int> cores;              ///< cores it may use; empty: all
   double weight = 1;                   ///< how long it takes, relative to the others
   Variant variant = {};                ///< lab 7, homework 2
+  HybridVariant hybrid = {};           ///< lab 10
 };
 
 struct LabPlan {

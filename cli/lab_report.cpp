@@ -100,6 +100,7 @@ int run_lab(const Lab& lab, const LabOptions& options, const std::string& comman
     fmt::print("\n{}", table.terminal(style));
     write_file_atomically((out / (name + ".csv")).string(), table.csv());
   }
+  for (const auto& drawing : report.drawings) fmt::print("\n{}", drawing);
   print_answers(report.answers, style);
 
   std::vector<std::string> record_names;

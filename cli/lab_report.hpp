@@ -29,6 +29,7 @@ struct LabReport {
   std::vector<NamedTable> tables;
   std::vector<Figure> figures;
   std::vector<Answer> answers;
+  std::vector<std::string> drawings = {};  ///< for the terminal, instead of figures
 };
 
 /// What makes one lab differ from another.

@@ -28,13 +28,35 @@ TraceSpan span_from_json(const json& value) {
           .args = value.at(5).get<std::map<std::string, std::string>>()};
 }
 
+json pipeline_to_json(const std::optional<PipelineReport>& report) {
+  if (!report) return nullptr;
+  json calls = json::array();
+  for (const auto& call : report->calls) {
+    calls.push_back(json::array({call.begin_ns, call.end_ns, call.busy_ns}));
+  }
+  return {{"pipeline", report->pipeline}, {"places", report->places}, {"calls", std::move(calls)}};
+}
+
+std::optional<PipelineReport> pipeline_from_json(const json& value) {
+  if (value.is_null()) return std::nullopt;
+  PipelineReport report{.pipeline = value.at("pipeline").get<int>(),
+                        .places = value.at("places").get<int>()};
+  for (const auto& call : value.at("calls")) {
+    report.calls.push_back({.begin_ns = call.at(0).get<int64_t>(),
+                            .end_ns = call.at(1).get<int64_t>(),
+                            .busy_ns = call.at(2).get<int64_t>()});
+  }
+  return report;
+}
+
 std::string to_text(const RankReport& report) {
   json spans = json::array();
   for (const auto& span : report.spans) spans.push_back(span_to_json(span));
   const json value = {{"record", lockstep::to_json(report.record)},
                       {"step_ms", report.step_ms},
                       {"spans", std::move(spans)},
-                      {"clock_ns", report.clock_ns}};
+                      {"clock_ns", report.clock_ns},
+                      {"pipeline", pipeline_to_json(report.pipeline)}};
   return value.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
@@ -43,7 +65,8 @@ RankReport from_text(const std::string& text) {
   RankReport report{.record = lockstep::record_from_json(value.at("record")),
                     .step_ms = value.at("step_ms").get<std::vector<double>>(),
                     .spans = {},
-                    .clock_ns = value.at("clock_ns").get<int64_t>()};
+                    .clock_ns = value.at("clock_ns").get<int64_t>(),
+                    .pipeline = pipeline_from_json(value.at("pipeline"))};
   for (const auto& span : value.at("spans")) report.spans.push_back(span_from_json(span));
   return report;
 }
@@ -119,7 +142,8 @@ lockstep::RunRecord job_record(const std::vector<RankReport>& reports) {
   job.split.clear();
   job.comm_ms = 0;
   job.exposed_comm_ms = 0;
-  for (const auto& [record, step_ms, spans, clock_ns] : reports) {
+  for (const auto& report : reports) {
+    const auto& record = report.record;
     job.devices.insert(job.devices.end(), record.devices.begin(), record.devices.end());
     job.split.insert(job.split.end(), record.split.begin(), record.split.end());
     job.total_s = std::max(job.total_s, record.total_s);

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <filesystem>
 
+#include "course/hybrid_options.hpp"
 #include "course/transformer.hpp"
 #include "lockstep/cli_parse.hpp"
 #include "lockstep/error.hpp"
@@ -20,12 +21,6 @@ using lockstep::Code;
 using lockstep::Error;
 
 constexpr int64_t kLargestSize = 1 << 20;
-
-void require_range(const char* flag, int64_t value, int64_t least, int64_t most) {
-  if (value >= least && value <= most) return;
-  throw Error(Code::kUsage, fmt::format("{} {} is out of range", flag, value),
-              fmt::format("give a whole number from {} to {}", least, most));
-}
 
 // A run of an hour must not fail at its end because its output has nowhere to go.
 void require_writable_folder(const char* flag, const std::string& path) {
@@ -47,15 +42,6 @@ void require_readable(const char* flag, const std::string& path) {
               "name a safetensors file; --save writes one");
 }
 
-void require_one_of(const char* flag, const std::string& value,
-                    const std::vector<std::string>& known) {
-  if (std::find(known.begin(), known.end(), value) != known.end()) return;
-  const std::string near = lockstep::did_you_mean(value, known);
-  throw Error(Code::kUsage, fmt::format("{} \"{}\" is unknown", flag, value),
-              fmt::format("use {}{}", fmt::join(known, ", "),
-                          near.empty() ? "" : fmt::format("; did you mean {}?", near)));
-}
-
 void check_model(const Options& options) {
   if (!options.has_ranks && options.model == "transformer") {
     throw Error(Code::kUsage, fmt::format("{} trains the mlp only", options.program),
@@ -72,8 +58,10 @@ void check_model(const Options& options) {
 // Before any rank waits for another, so that a mistake costs nothing.
 void check_ranks(const Options& options) {
   require_one_of("--backend", options.backend, {"auto", "self", "shm", "gloo"});
-  require_one_of("--compress", options.compress, {"off", "bf16", "fp16"});
-  require_range("--check-replicas", options.check_replicas, 0, 100'000'000);
+  if (!options.has_pipeline) {
+    require_one_of("--compress", options.compress, {"off", "bf16", "fp16"});
+    require_range("--check-replicas", options.check_replicas, 0, 100'000'000);
+  }
   if (options.timeout_s && !(*options.timeout_s > 0 && *options.timeout_s <= 1e6)) {
     throw Error(Code::kUsage, fmt::format("--timeout {} is out of range", *options.timeout_s),
                 "give seconds above 0, a million at most");
@@ -82,6 +70,7 @@ void check_ranks(const Options& options) {
     throw Error(Code::kUsage, fmt::format("--bucket-mib {} is out of range", options.bucket_mib),
                 "give MiB above 0, such as 25 or 0.5");
   }
+  if (options.has_pipeline) return;  // its ranks need not have rows of their own
   const int ranks = lockstep::RankEnvironment::from_env().world_size;
   if (options.batch < ranks) {
     throw Error(Code::kSplit,
@@ -120,6 +109,7 @@ void check(const Options& options) {
   if (options.has_ranks) check_ranks(options);
   if (options.has_accumulation) require_range("--accum-steps", options.accum_steps, 1, 1 << 20);
   if (options.has_amp) check_amp(options);
+  if (options.has_pipeline) check_pipeline_flags(options);
   require_readable("--init", options.init);
   require_readable("--data", options.data);
   require_writable_folder("--json", options.json);
@@ -157,7 +147,7 @@ CLI::Option* add_shared_flags(CLI::App& app, Options& options) {
   app.add_option("--optimizer", options.optimizer, "sgd or adamw")->capture_default_str();
   app.add_option("--devices", options.devices,
                  options.has_ranks
-                     ? "logical devices of this host, one for each of its ranks: cpu:4, cuda, "
+                     ? "logical devices of this host, for all of its ranks: cpu:4, cuda, "
                        "cuda:0,1 or cuda:0*4 (default: a GPU each, or a share of the cores)"
                      : "logical devices: cpu:4, cuda, cuda:0,1 or cuda:0*4 (default: every GPU, "
                        "or cpu:2)");
@@ -174,19 +164,21 @@ void add_rank_flags(CLI::App& app, Options& options) {
   app.add_option("--backend", options.backend, "auto, self, shm or gloo")->capture_default_str();
   app.add_option("--timeout", options.timeout_s,
                  "seconds to wait for other ranks (default: the launcher's, or 300)");
+  app.add_option("--bucket-mib", options.bucket_mib, "gradients that travel together, in MiB")
+      ->capture_default_str();
+  if (options.has_pipeline) return;
   app.add_option("--check-replicas", options.check_replicas,
                  "compare the weights of all ranks every so many steps; 0: never")
       ->capture_default_str();
   app.add_option("--compress", options.compress, "send gradients as bf16 or fp16, or off")
       ->capture_default_str();
-  app.add_option("--bucket-mib", options.bucket_mib, "gradients that travel together, in MiB")
-      ->capture_default_str();
 }
 
 void add_accumulation_flags(CLI::App& app, Options& options) {
-  options.accum_steps = 4;
+  options.accum_steps = options.has_pipeline ? 1 : 4;
   app.add_option("--accum-steps", options.accum_steps, "micro-steps in one optimizer step")
       ->capture_default_str();
+  if (options.has_pipeline) return;
   app.add_flag("--sync-every-step", options.sync_every_step,
                "average gradients in every micro-step: what happens without no_sync");
   app.add_flag(
@@ -195,6 +187,11 @@ void add_accumulation_flags(CLI::App& app, Options& options) {
 }
 
 void add_amp_flags(CLI::App& app, Options& options) {
+  if (options.has_pipeline) {
+    options.amp = "off";
+    app.add_option("--amp", options.amp, "off, bf16 or fp16")->capture_default_str();
+    return;
+  }
   app.add_option("--amp", options.amp,
                  "off, bf16 or fp16 (default: fp16 on a GPU, bf16 on the CPU)");
   app.add_flag("--no-scaler", options.no_scaler, "train without GradScaler");
@@ -204,12 +201,28 @@ void add_amp_flags(CLI::App& app, Options& options) {
 
 }  // namespace
 
+void require_range(const char* flag, int64_t value, int64_t least, int64_t most) {
+  if (value >= least && value <= most) return;
+  throw Error(Code::kUsage, fmt::format("{} {} is out of range", flag, value),
+              fmt::format("give a whole number from {} to {}", least, most));
+}
+
+void require_one_of(const char* flag, const std::string& value,
+                    const std::vector<std::string>& known) {
+  if (std::find(known.begin(), known.end(), value) != known.end()) return;
+  const std::string near = lockstep::did_you_mean(value, known);
+  throw Error(Code::kUsage, fmt::format("{} \"{}\" is unknown", flag, value),
+              fmt::format("use {}{}", fmt::join(known, ", "),
+                          near.empty() ? "" : fmt::format("; did you mean {}?", near)));
+}
+
 Options parse_options(const Program& program, int argc, char** argv) {
   Options options;
   options.program = program.name;
   options.has_ranks = program.has_ranks;
-  options.has_accumulation = program.has_accumulation;
-  options.has_amp = program.has_amp;
+  options.has_accumulation = program.has_accumulation || program.has_pipeline;
+  options.has_amp = program.has_amp || program.has_pipeline;
+  options.has_pipeline = program.has_pipeline;
   CLI::App app(program.about, program.name);
   // As in most commands: a wrapper's defaults can be overridden by what follows them.
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
@@ -219,8 +232,9 @@ Options parse_options(const Program& program, int argc, char** argv) {
                  "print the device and shape each replica sees");
   }
   if (program.has_ranks) add_rank_flags(app, options);
-  if (program.has_accumulation) add_accumulation_flags(app, options);
-  if (program.has_amp) add_amp_flags(app, options);
+  if (options.has_accumulation) add_accumulation_flags(app, options);
+  if (options.has_amp) add_amp_flags(app, options);
+  if (options.has_pipeline) add_pipeline_flags(app, options);
   lockstep::parse_or_throw(app, argc, argv);
   if (lr->count() == 0) options.lr = default_lr(options);
   check(options);
@@ -243,20 +257,30 @@ std::map<std::string, std::string> Options::as_text() const {
   if (has_ranks) {
     text.insert({{"backend", backend},
                  {"timeout", timeout_s ? fmt::format("{}", *timeout_s) : ""},
-                 {"check-replicas", std::to_string(check_replicas)},
-                 {"compress", compress},
                  {"bucket-mib", fmt::format("{}", bucket_mib)}});
   }
-  const auto yes_no = [](bool flag) { return flag ? "yes" : "no"; };
-  if (has_accumulation) {
-    text.insert({{"accum-steps", std::to_string(accum_steps)},
-                 {"sync-every-step", yes_no(sync_every_step)},
-                 {"no-divide", yes_no(no_divide)}});
+  if (has_ranks && !has_pipeline) {
+    text.insert({{"check-replicas", std::to_string(check_replicas)}, {"compress", compress}});
   }
-  if (has_amp) {
-    text.insert({{"amp", amp},
-                 {"no-scaler", yes_no(no_scaler)},
-                 {"overflow-at", std::to_string(overflow_at)}});
+  const auto yes_no = [](bool flag) { return flag ? "yes" : "no"; };
+  if (has_accumulation) text.insert({"accum-steps", std::to_string(accum_steps)});
+  if (has_accumulation && !has_pipeline) {
+    text.insert({{"sync-every-step", yes_no(sync_every_step)}, {"no-divide", yes_no(no_divide)}});
+  }
+  if (has_amp) text.insert({"amp", amp});
+  if (has_amp && !has_pipeline) {
+    text.insert({{"no-scaler", yes_no(no_scaler)}, {"overflow-at", std::to_string(overflow_at)}});
+  }
+  if (has_pipeline) {
+    text.insert({{"micro-batches", std::to_string(micro_batches)},
+                 {"stages", std::to_string(stages)},
+                 {"schedule", schedule},
+                 {"chunks", std::to_string(chunks)},
+                 {"place", place},
+                 {"tensor-parallel", std::to_string(tensor_parallel)},
+                 {"cut", cut},
+                 {"recompute", yes_no(recompute)},
+                 {"print-steps", std::to_string(print_steps)}});
   }
   return text;
 }

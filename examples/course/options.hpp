@@ -5,6 +5,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace course {
 
@@ -45,10 +46,22 @@ struct Options {
   bool no_scaler = false;
   int64_t overflow_at = 0;  // plants an infinite gradient in this step, from 1; 0: never
 
+  // Of programs that train in stages.
+  int64_t micro_batches = 4;
+  int64_t stages = 2;
+  std::string schedule = "1f1b";
+  int64_t chunks = 2;           // stages on each place, with --schedule interleaved
+  std::string place = "split";  // same, split, ranks, or a device of the rank for each stage
+  int64_t tensor_parallel = 1;  // ranks that divide a stage's matrices
+  std::string cut = "count";    // count, time, or layers per stage
+  bool recompute = false;
+  int64_t print_steps = 1;  // whose every action is printed
+
   std::string program;
   bool has_ranks = false;
   bool has_accumulation = false;
   bool has_amp = false;
+  bool has_pipeline = false;
   /// Every flag with its value, as the record keeps them.
   std::map<std::string, std::string> as_text() const;
 
@@ -64,9 +77,15 @@ struct Program {
   bool has_ranks = false;  ///< one process of several: flags of communication, and the transformer
   bool has_accumulation = false;  ///< several micro-steps in one optimizer step
   bool has_amp = false;           ///< lower precision
+  bool has_pipeline = false;      ///< stages; with accumulation and lower precision where asked for
 };
 
 /// Reads the command line. A bad flag, value or folder is an Error before anything is started.
 Options parse_options(const Program& program, int argc, char** argv);
+
+/// Refuse a flag's value that is out of range or none of those known.
+void require_range(const char* flag, int64_t value, int64_t least, int64_t most);
+void require_one_of(const char* flag, const std::string& value,
+                    const std::vector<std::string>& known);
 
 }  // namespace course

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 
 #include "lockstep/units.hpp"
@@ -19,6 +20,15 @@ std::string device_label(const DeviceRecord& device) {
   return device.shared_by > 1
              ? fmt::format("{} ({}, shared by {})", device.name, device.physical, device.shared_by)
              : fmt::format("{} ({})", device.name, device.physical);
+}
+
+// Rows of a batch that pass through a device: a pipeline's all pass through each of its.
+int64_t rows_on(const RunRecord& record, size_t device) {
+  if (record.pipeline) {
+    const auto& rows = record.pipeline->rows;
+    return std::accumulate(rows.begin(), rows.end(), int64_t{0});
+  }
+  return device < record.split.size() ? record.split[device] : 0;
 }
 
 std::string percent(double fraction) {
@@ -124,8 +134,7 @@ Table rank_table(const RunRecord& job, const std::vector<RankReport>& reports) {
       const auto& device = record.devices[i];
       table.add_row(
           {std::to_string(rank), device_label(device) + (host == home ? "" : " of " + host),
-           std::to_string(i < record.split.size() ? record.split[i] : 0),
-           percent(device.busy_fraction),
+           std::to_string(rows_on(record, i)), percent(device.busy_fraction),
            percent(record.step_ms.mean > 0 ? record.exposed_comm_ms / record.step_ms.mean : 0),
            lockstep::format_bytes(device.peak_bytes), lockstep::format_bytes(device.final_bytes)});
     }
@@ -135,7 +144,7 @@ Table rank_table(const RunRecord& job, const std::vector<RankReport>& reports) {
   if (job.amp != "off") table.add_note(precision_note(job));
   if (job.memory) table.add_note(memory_note(*job.memory));
   if (job.comm_ms > 0) table.add_note(overlap_note(job));
-  if (reports.size() > 1) table.add_note(slowest_note(reports));
+  if (reports.size() > 1 && !job.pipeline) table.add_note(slowest_note(reports));
   return table;
 }
 

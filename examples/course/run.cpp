@@ -9,6 +9,9 @@
 #include <cmath>
 #include <utility>
 
+#include "course/hybrid_text.hpp"
+#include "course/pipeline_job.hpp"
+#include "course/pipeline_meter.hpp"
 #include "course/result_table.hpp"
 #include "course/step_facts.hpp"
 #include "lockstep/adamw.hpp"
@@ -72,6 +75,45 @@ void Run::watch(lockstep::GradientSync& sync) {
   if (trace_.enabled()) sync.record_to(&trace_, rank_, static_cast<int>(devices_.size()));
 }
 
+void Run::watch(const lockstep::Pipeline& pipeline, HybridFacts facts) {
+  stages_ = std::make_unique<PipelineMeter>(pipeline, std::move(facts), options_, rank_);
+}
+
+void Run::note_call(int64_t micro_step) {
+  stages_->note_call();
+  if (trace_.enabled()) trace_call();
+  const auto step = static_cast<int64_t>(meter_.losses().size());
+  if (options_.quiet || step >= options_.print_steps) return;
+  fmt::print(options_.out(), "{}",
+             describe_call(stages_->pipeline(), stages_->facts().plan, rank_, {step, micro_step},
+                           options_.accum_steps, meter_.last_step_started_ns()));
+  std::fflush(options_.out());
+}
+
+void Run::trace_call() {
+  const auto& trace = stages_->pipeline().last_step();
+  const bool over_ranks = stages_->facts().plan.over_ranks;
+  for (const auto& [action, place, begin_ns, end_ns] : trace.actions) {
+    trace_.add({.rank = rank_,
+                .device = over_ranks ? 0 : place,
+                .name = fmt::format("{}{}", letter(action.kind), action.micro_batch),
+                .begin_ns = begin_ns,
+                .end_ns = end_ns,
+                .args = {{"action", action_name(action.kind)},
+                         {"stage", std::to_string(action.stage)},
+                         {"micro_batch", std::to_string(action.micro_batch)}}});
+  }
+  for (const auto& sync : trace.syncs) {
+    trace_.add({.rank = rank_,
+                .device = static_cast<int>(devices_.size()),
+                .name = fmt::format("synchronise stage {}", sync.stage),
+                .begin_ns = sync.begin_ns,
+                .end_ns = sync.end_ns,
+                .args = {{"all_reduces", std::to_string(sync.all_reduces)},
+                         {"bytes", std::to_string(sync.bytes)}}});
+  }
+}
+
 void Run::print_start_line() const {
   std::vector<std::string> names;
   for (size_t i = 0; i < devices_.size(); ++i) {
@@ -93,6 +135,7 @@ void Run::end_step(const torch::Tensor& loss) {
   meter_.end_step(loss);
   end_phase(meter_.last_step_ended_ns());
   if (trace_.enabled() && sync_ != nullptr) trace_wait();
+  if (stages_) stages_->end_step(/*timed=*/!meter_.step_ms().empty());
   if (!prints()) return;
   if (scaler_ != nullptr) print_skipped_steps();
   const auto done = static_cast<int64_t>(meter_.losses().size());
@@ -177,6 +220,7 @@ void Run::note_precision() {
 
 void Run::finish(const torch::nn::Module& net, const torch::optim::Optimizer* optimizer) {
   meter_.fill(record_);
+  if (stages_) stages_->fill(record_);
   note_precision();
   if (optimizer != nullptr) {
     record_.memory = split_memory(net, *optimizer, low_precision_bytes_.value_or(0),
@@ -200,10 +244,15 @@ void Run::finish_process(const torch::nn::Module& net) {
 }
 
 void Run::finish_job(const torch::nn::Module& net) {
-  const auto reports =
-      gather_reports(world_->comm(), {record_, meter_.step_ms(), trace_.spans(), clock_ns_});
+  RankReport mine{record_, meter_.step_ms(), trace_.spans(), clock_ns_};
+  if (stages_) mine.pipeline = stages_->report();
+  const auto reports = gather_reports(world_->comm(), mine);
   if (rank_ != 0) return;
   lockstep::RunRecord job = job_record(reports);
+  if (stages_) {
+    const HybridFacts& facts = stages_->facts();
+    job.pipeline = job_pipeline(reports, facts.plan, facts.links.pipeline);
+  }
   job.nonfinite = std::count_if(job.losses.begin(), job.losses.end(),
                                 [](double loss) { return !std::isfinite(loss); });
   if (!options_.save.empty()) lockstep::save_weights(net, options_.save);
@@ -213,8 +262,12 @@ void Run::finish_job(const torch::nn::Module& net) {
     whole.write(options_.trace);
   }
   if (prints()) {
-    fmt::print(options_.out(), "{}",
-               rank_table(job, reports).terminal(lockstep::may_style(fileno(options_.out()))));
+    const bool bold = lockstep::may_style(fileno(options_.out()));
+    fmt::print(options_.out(), "{}", rank_table(job, reports).terminal(bold));
+    if (job.pipeline) {
+      fmt::print(options_.out(), "{}{}", stage_table(*job.pipeline).terminal(bold),
+                 axis_table(*job.pipeline).terminal(bold));
+    }
   }
   if (!options_.json.empty()) lockstep::write_record(job, options_.json);
 }
@@ -233,17 +286,22 @@ void load_initial_weights(torch::nn::Module& net, const Options& options) {
   if (!options.init.empty()) lockstep::load_weights(net, options.init);
 }
 
-lockstep::WorldOptions world_options(const Options& options) {
-  lockstep::WorldOptions world{.devices = options.devices, .backend = options.backend};
+lockstep::WorldOptions world_options(const Options& options, int devices_per_rank) {
+  lockstep::WorldOptions world{
+      .devices = options.devices, .devices_per_rank = devices_per_rank, .backend = options.backend};
   if (options.timeout_s) {
     world.timeout = std::chrono::milliseconds(static_cast<int64_t>(*options.timeout_s * 1e3));
   }
   return world;
 }
 
+int64_t bucket_cap_bytes(const Options& options) {
+  return std::max<int64_t>(1, static_cast<int64_t>(options.bucket_mib * (1 << 20)));
+}
+
 lockstep::DdpOptions ddp_options(const Options& options) {
   lockstep::DdpOptions ddp;
-  ddp.bucket_cap_bytes = std::max<int64_t>(1, static_cast<int64_t>(options.bucket_mib * (1 << 20)));
+  ddp.bucket_cap_bytes = bucket_cap_bytes(options);
   ddp.first_bucket_bytes = std::min(ddp.first_bucket_bytes, ddp.bucket_cap_bytes);
   ddp.check_replicas_every = options.check_replicas;
   if (options.compress != "off") {

@@ -17,7 +17,14 @@
 #include "lockstep/trace.hpp"
 #include "lockstep/world.hpp"
 
+namespace lockstep {
+class Pipeline;
+}
+
 namespace course {
+
+struct HybridFacts;
+class PipelineMeter;
 
 /// What happens around a training loop: the start line, progress, measurement, the result table,
 /// the record, the timeline and the saved weights. Of several ranks only rank 0 prints and writes,
@@ -39,6 +46,11 @@ class Run {
 
   /// Its skipped steps are printed and recorded; it must outlive the run.
   void watch(lockstep::GradScaler& scaler) { scaler_ = &scaler; }
+
+  /// Its stages are measured, drawn and recorded; it must outlive the run. note_call() after each
+  /// of its steps.
+  void watch(const lockstep::Pipeline& pipeline, HybridFacts facts);
+  void note_call(int64_t micro_step);
 
   void begin_step() { meter_.begin_step(); }
   void end_step(const torch::Tensor& loss);
@@ -68,6 +80,7 @@ class Run {
   void print_progress() const;
   void end_phase(int64_t at_ns);
   void trace_wait();
+  void trace_call();
   void print_skipped_steps();
   void note_precision();
   void finish_process(const torch::nn::Module& net);
@@ -79,6 +92,7 @@ class Run {
   int rank_;
   lockstep::GradientSync* sync_ = nullptr;  // null: nothing is watched
   lockstep::GradScaler* scaler_ = nullptr;  // null: none
+  std::unique_ptr<PipelineMeter> stages_;   // null: the model is not in stages
   size_t skipped_printed_ = 0;
   std::optional<int64_t> low_precision_bytes_;  // autocast's copies of weights
   lockstep::Trace trace_;                       // of this rank
@@ -98,7 +112,10 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(std::vector<torch::Tenso
 void load_initial_weights(torch::nn::Module& net, const Options& options);
 
 /// --devices, --backend and --timeout.
-lockstep::WorldOptions world_options(const Options& options);
+lockstep::WorldOptions world_options(const Options& options, int devices_per_rank = 1);
+
+/// --bucket-mib in bytes.
+int64_t bucket_cap_bytes(const Options& options);
 
 /// --bucket-mib, --check-replicas and --compress.
 lockstep::DdpOptions ddp_options(const Options& options);

@@ -19,11 +19,11 @@ torch::nn::LayerNorm layer_norm(int64_t width) {
   return torch::nn::LayerNorm(torch::nn::LayerNormOptions({width}));
 }
 
+}  // namespace
+
 int64_t heads_of(int64_t width) {
   return std::max<int64_t>(1, width / kHeadWidth);
 }
-
-}  // namespace
 
 void require_transformer_sizes(const Options& options) {
   const auto next_multiple = [](int64_t value, int64_t of) { return (value + of - 1) / of * of; };
@@ -48,6 +48,24 @@ void require_transformer_sizes(const Options& options) {
   }
 }
 
+torch::Tensor causal_attention(const torch::Tensor& qkv, int64_t heads) {
+  const int64_t batch = qkv.size(0);
+  const int64_t positions = qkv.size(1);
+  const int64_t head_width = qkv.size(2) / (3 * heads);
+  // [3, batch, heads, positions, head_width]
+  const auto parts =
+      qkv.view({batch, positions, 3, heads, head_width}).permute({2, 0, 3, 1, 4}).unbind(0);
+  const auto& query = parts[0];
+  const auto& key = parts[1];
+  const auto& value = parts[2];
+  const auto later = torch::ones({positions, positions}, qkv.options().dtype(torch::kBool)).triu(1);
+  const auto scores =
+      query.matmul(key.transpose(2, 3)) / std::sqrt(static_cast<double>(head_width));
+  const auto weights =
+      torch::softmax(scores.masked_fill(later, -std::numeric_limits<float>::infinity()), -1);
+  return weights.matmul(value).transpose(1, 2).reshape({batch, positions, heads * head_width});
+}
+
 CausalSelfAttentionImpl::CausalSelfAttentionImpl(int64_t given_width) : width(given_width) {
   reset();
 }
@@ -58,22 +76,7 @@ void CausalSelfAttentionImpl::reset() {
 }
 
 torch::Tensor CausalSelfAttentionImpl::forward(const torch::Tensor& x) {
-  const int64_t batch = x.size(0);
-  const int64_t positions = x.size(1);
-  const int64_t heads = heads_of(width);
-  const int64_t head_width = width / heads;
-  // [3, batch, heads, positions, head_width]
-  const auto parts =
-      qkv(x).view({batch, positions, 3, heads, head_width}).permute({2, 0, 3, 1, 4}).unbind(0);
-  const auto& query = parts[0];
-  const auto& key = parts[1];
-  const auto& value = parts[2];
-  const auto later = torch::ones({positions, positions}, x.options().dtype(torch::kBool)).triu(1);
-  const auto scores =
-      query.matmul(key.transpose(2, 3)) / std::sqrt(static_cast<double>(head_width));
-  const auto weights =
-      torch::softmax(scores.masked_fill(later, -std::numeric_limits<float>::infinity()), -1);
-  return out(weights.matmul(value).transpose(1, 2).reshape({batch, positions, width}));
+  return out(causal_attention(qkv(x), heads_of(width)));
 }
 
 TransformerBlockImpl::TransformerBlockImpl(int64_t given_width) : width(given_width) {

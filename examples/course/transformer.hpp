@@ -21,7 +21,14 @@ inline constexpr int64_t kHeadWidth = 64;
 /// does.
 void require_transformer_sizes(const Options& options);
 
-/// Each position looks at itself and at those before it.
+/// Attention heads of a model of that width.
+int64_t heads_of(int64_t width);
+
+/// Each position looks at itself and at those before it: from [batch, positions, q k v], each of
+/// them `heads` side by side, to [batch, positions, heads side by side].
+torch::Tensor causal_attention(const torch::Tensor& qkv, int64_t heads);
+
+/// Causal attention between the two projections that learn.
 struct CausalSelfAttentionImpl : torch::nn::Cloneable<CausalSelfAttentionImpl> {
   explicit CausalSelfAttentionImpl(int64_t given_width);
   void reset() override;

@@ -13,16 +13,19 @@
 namespace lockstep {
 
 struct WorldOptions {
-  /// --devices: the logical devices of this host, of which rank r takes the one at its local rank.
-  /// Empty: the host's cores divided among its ranks, or its GPUs where each rank can have one.
+  /// --devices: the logical devices of this host. Of L ranks on it the one with local rank r takes
+  /// device r, and where it has several also r + L, r + 2 L, … Empty: the host's cores divided
+  /// among all of them, or its GPUs where there are enough.
   std::string devices = {};
+  /// Of each rank, for models whose stages lie on devices of their own.
+  int devices_per_rank = 1;
   /// auto, self, shm or gloo. auto: self for one rank, shm on one host, gloo on several.
   std::string backend = "auto";
   /// Of every wait for other ranks; LOCKSTEP_TIMEOUT_S, or five minutes, where not given.
   std::optional<std::chrono::milliseconds> timeout = {};
 };
 
-/// This process's place among all that train together: its rank, its device, and the communicator.
+/// This process's place among all that train together: its rank, its devices, its communicator.
 /// The same program is a world of one when started alone, and of many under `lockstep run`,
 /// torchrun, mpirun or srun.
 class World {
@@ -37,9 +40,9 @@ class World {
   int local_rank() const { return environment().local_rank; }
   const RankEnvironment& environment() const;
 
-  /// This rank's logical device, alone in its set.
+  /// This rank's logical devices, as many as WorldOptions::devices_per_rank.
   const Devices& devices() const;
-  Device& device() const { return devices()[0]; }
+  Device& device() const { return devices()[0]; }  ///< the first, or only one
 
   const Communicator& comm() const;
 

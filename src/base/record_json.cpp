@@ -1,9 +1,7 @@
 #include <fmt/format.h>
 
-#include <cmath>
-#include <cstdint>
-#include <nlohmann/json.hpp>
-
+#include "base/record_fields.hpp"
+#include "base/record_pipeline_json.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/record.hpp"
 
@@ -11,23 +9,6 @@ namespace lockstep {
 namespace {
 
 using nlohmann::json;
-
-constexpr const char* kRemedy = "make the record again, with --json";
-
-// NaN and infinity have no JSON number; a diverged loss must survive the round trip.
-json number_to_json(double number) {
-  if (std::isfinite(number)) return number;
-  return std::isnan(number) ? "nan" : (number > 0 ? "inf" : "-inf");
-}
-
-// Nothing where the value is no number.
-std::optional<double> number_from_json(const json& value) {
-  if (value.is_number()) return value.get<double>();
-  if (value == "nan") return std::nan("");
-  if (value == "inf") return INFINITY;
-  if (value == "-inf") return -INFINITY;
-  return std::nullopt;
-}
 
 json stats_to_json(const Stats& stats) {
   return {{"mean", number_to_json(stats.mean)},
@@ -86,87 +67,6 @@ json gradients_to_json(const GradientCheck& check) {
           {"fp16_lost_scaled", number_to_json(check.fp16_lost_scaled)},
           {"fp16_overflow_scaled", number_to_json(check.fp16_overflow_scaled)}};
 }
-
-template <class T>
-json list_to_json(const std::vector<T>& items, json (*convert)(const T&)) {
-  json list = json::array();
-  for (const auto& item : items) list.push_back(convert(item));
-  return list;
-}
-
-// Reads fields of one JSON object and names the one that is missing or of the wrong type.
-class Fields {
- public:
-  Fields(const json& object, std::string where) : object_(object), where_(std::move(where)) {
-    if (!object.is_object())
-      throw Error(Code::kRecord, fmt::format("{} is not a JSON object", where_), kRemedy);
-  }
-
-  bool has(const char* name) const { return object_.contains(name); }
-
-  const json& raw(const char* name) const {
-    const auto found = object_.find(name);
-    if (found == object_.end())
-      throw Error(Code::kRecord, fmt::format("{} has no \"{}\"", where_, name), kRemedy);
-    return *found;
-  }
-
-  const json& list(const char* name) const {
-    const json& value = raw(name);
-    if (!value.is_array()) fail(name);
-    return value;
-  }
-
-  double number(const char* name) const { return number(name, raw(name)); }
-  std::vector<double> numbers(const char* name) const {
-    std::vector<double> values;
-    for (const auto& value : list(name)) values.push_back(number(name, value));
-    return values;
-  }
-
-  // The parser alone would take 1.5, true and numbers past the end of the type for an integer.
-  int64_t integer(const char* name) const { return integer(name, raw(name)); }
-  std::vector<int64_t> integers(const char* name) const {
-    std::vector<int64_t> values;
-    for (const auto& value : list(name)) values.push_back(integer(name, value));
-    return values;
-  }
-  int small_integer(const char* name) const {
-    const int64_t value = integer(name);
-    if (value != static_cast<int>(value)) fail(name);
-    return static_cast<int>(value);
-  }
-
-  template <class T>  // a text, or a map of texts
-  T get(const char* name) const {
-    try {
-      return raw(name).get<T>();
-    } catch (const json::exception&) {
-      fail(name);
-    }
-  }
-
- private:
-  [[noreturn]] void fail(const char* name) const {
-    throw Error(Code::kRecord, fmt::format("\"{}\" of {} has the wrong type", name, where_),
-                kRemedy);
-  }
-
-  double number(const char* name, const json& value) const {
-    const auto number = number_from_json(value);
-    if (!number) fail(name);
-    return *number;
-  }
-
-  int64_t integer(const char* name, const json& value) const {
-    if (!value.is_number_integer()) fail(name);
-    if (value.is_number_unsigned() && value.get<uint64_t>() > uint64_t{INT64_MAX}) fail(name);
-    return value.get<int64_t>();
-  }
-
-  const json& object_;
-  std::string where_;
-};
 
 Stats stats_from_json(const json& value) {
   const Fields fields(value, "step_ms");
@@ -233,13 +133,6 @@ GradientCheck gradients_from_json(const json& value) {
           .fp16_overflow_scaled = fields.number("fp16_overflow_scaled")};
 }
 
-template <class T>
-std::vector<T> list_from_json(const Fields& fields, const char* name, T (*convert)(const json&)) {
-  std::vector<T> items;
-  for (const auto& value : fields.list(name)) items.push_back(convert(value));
-  return items;
-}
-
 // Accumulation and lower precision: records of other programs are written without these fields.
 void add_precision(const RunRecord& record, json& value) {
   if (record.accum_steps != 1) value["accum_steps"] = record.accum_steps;
@@ -295,6 +188,7 @@ json to_json(const RunRecord& record) {
   if (record.backward_ms != 0) value["backward_ms"] = number_to_json(record.backward_ms);
   if (!record.ranks.empty()) value["ranks"] = list_to_json(record.ranks, rank_to_json);
   add_precision(record, value);
+  if (record.pipeline) add_pipeline(*record.pipeline, value);
   return value;
 }
 
@@ -329,6 +223,7 @@ RunRecord record_from_json(const json& value) {
   if (fields.has("backward_ms")) record.backward_ms = fields.number("backward_ms");
   if (fields.has("ranks")) record.ranks = list_from_json(fields, "ranks", rank_from_json);
   read_precision(fields, record);
+  record.pipeline = read_pipeline(fields);
   return record;
 }
 

@@ -196,6 +196,16 @@ void Pipeline::State::agree_on_rows(int64_t& rows, bool trains) const {
   rows = first;
 }
 
+template <class Call>
+auto Pipeline::State::or_abort(const Call& call) const {
+  try {
+    return call();
+  } catch (const std::exception& error) {
+    if (axis_) axis_->abort(describe(error));
+    throw;
+  }
+}
+
 StepPlan Pipeline::State::plan_rows(const torch::Tensor& x, const torch::Tensor& y, bool trains) {
   const bool has_first = local_stages.front() == 0;
   const bool has_last = local_stages.back() + 1 == schedule.stages();
@@ -241,7 +251,7 @@ const Device& Pipeline::State::last_device() const {
 
 torch::Tensor Pipeline::State::step(const torch::Tensor& x, const torch::Tensor& y,
                                     const PipelineStep& how) {
-  StepPlan plan = plan_rows(x, y, /*trains=*/true);
+  StepPlan plan = or_abort([&] { return plan_rows(x, y, /*trains=*/true); });
   plan.seed = seeds_.next_seed();
   plan.loss_factor = how.loss_factor;
   plan.synchronise = how.synchronise;
@@ -275,7 +285,7 @@ torch::Tensor Pipeline::State::share_loss(const torch::Tensor& mine) const {
 }
 
 torch::Tensor Pipeline::State::evaluate(const torch::Tensor& x) {
-  const StepPlan plan = plan_rows(x, {}, /*trains=*/false);
+  const StepPlan plan = or_abort([&] { return plan_rows(x, {}, /*trains=*/false); });
   std::vector<torch::Tensor> outputs;
   run_places("pipeline", [&](Place& place) {
     auto mine = place.evaluate(plan);

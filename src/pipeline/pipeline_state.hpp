@@ -43,6 +43,10 @@ class Pipeline::State {
   torch::Tensor share_loss(const torch::Tensor& mine) const;
   const Device& last_device() const;
 
+  // The other ranks of the axis shall not wait for one that left a call with an error.
+  template <class Call>
+  auto or_abort(const Call& call) const;
+
   // Runs `work` for every local place, on its device; all of it has ended when this returns or
   // throws.
   void run_places(const char* name, const std::function<void(Place&)>& work);

@@ -101,13 +101,16 @@ torch::Tensor Place::rows_of(const torch::Tensor& batch, const StepPlan& plan,
   return rows.to(device_.torch_device(), rows.scalar_type(), /*non_blocking=*/true);
 }
 
-MicroBatchFacts Place::facts_of(const Action& action, const StepPlan& plan) const {
+MicroBatchFacts Place::facts_of(const Action& action, const StepPlan& plan) {
   MicroBatchFacts facts;
   facts.index = action.micro_batch;
   facts.step_seed = plan.seed;
   if (!is_last(action.stage)) return facts;
-  facts.target = rows_of(plan.y, plan, action.micro_batch);
-  if (action.kind == ActionKind::kForward) return facts;
+  const bool forward = action.kind == ActionKind::kForward;
+  if (forward || at(action.stage).stage.recomputes()) {
+    facts.target = rows_of(plan.y, plan, action.micro_batch);
+  }
+  if (forward) return facts;
   const double factor =
       plan.loss_shares[static_cast<size_t>(action.micro_batch)] * plan.loss_factor;
   facts.loss_gradient = plan.loss_scale.defined() ? plan.loss_scale * factor

@@ -75,7 +75,7 @@ class Place {
   void do_action(const Action& action, const StepPlan& plan);
   torch::Tensor input_of(const Action& action, const StepPlan& plan);
   torch::Tensor rows_of(const torch::Tensor& batch, const StepPlan& plan, int micro_batch) const;
-  MicroBatchFacts facts_of(const Action& action, const StepPlan& plan) const;
+  MicroBatchFacts facts_of(const Action& action, const StepPlan& plan);
   torch::Tensor compute(const Action& action, const StepPlan& plan, const torch::Tensor& input);
   void pass_on(const Action& action, const StepPlan& plan, const torch::Tensor& result);
   void advance_syncs();

@@ -19,7 +19,7 @@ namespace lockstep {
 struct MicroBatchFacts {
   int index = 0;
   uint64_t step_seed = 0;
-  torch::Tensor target;         ///< on the last stage's device; else undefined
+  torch::Tensor target;         ///< on the last stage's device, where a loss is computed
   torch::Tensor loss_gradient;  ///< what goes backward into its loss; last stage only
 };
 
@@ -34,6 +34,7 @@ class Stage {
   int index() const { return index_; }
   bool is_first() const { return index_ == 0; }
   bool is_last() const { return static_cast<bool>(loss_); }
+  bool recomputes() const { return recompute_; }
   Device& device() const { return device_; }
   const torch::nn::Sequential& module() const { return module_; }
 

@@ -57,6 +57,7 @@ struct TimelineRow {
 struct Timeline {
   std::string title = {};
   std::vector<TimelineRow> rows = {};
+  std::vector<std::string> legend = {};  ///< [colour] what it stands for; "": not in the legend
 };
 
 using Chart = std::variant<BarChart, LineChart, Timeline>;

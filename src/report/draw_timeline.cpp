@@ -44,6 +44,36 @@ double free_until(const TimelineRow& row, size_t index, const Axis& axis, const 
   return until;
 }
 
+// A thin line where a bar begins at the end of the one before: bars of one colour stay apart.
+void part_touching(Canvas& canvas, const TimelineRow& row, const Axis& axis, const Box& plot,
+                   double top, double height, double font_size) {
+  std::vector<Segment> lines;
+  for (const auto& span : row.spans) {
+    if (!is_drawn(span)) continue;
+    const double left = x_of(axis, plot, span.begin_ms);
+    const bool touching =
+        std::any_of(row.spans.begin(), row.spans.end(), [&](const TimelineSpan& other) {
+          return is_drawn(other) && other.begin_ms < span.begin_ms &&
+                 std::abs(x_of(axis, plot, other.end_ms) - left) < font_size * 0.1;
+        });
+    if (touching) lines.push_back({{left, top}, {left, top + height}});
+  }
+  if (!lines.empty()) {
+    canvas.segments(lines, {.colour = {Role::kPaper}, .width = font_size * 0.1});
+  }
+}
+
+std::vector<LegendEntry> legend_of(const Timeline& chart) {
+  std::vector<LegendEntry> entries;
+  for (size_t colour = 0; colour < chart.legend.size(); ++colour) {
+    if (chart.legend[colour].empty()) continue;
+    entries.push_back({chart.legend[colour], [colour](Canvas& on, const Box& swatch) {
+                         on.rectangle(swatch, {Role::kPalette, static_cast<int>(colour)});
+                       }});
+  }
+  return entries;
+}
+
 // Bars of one row, each with its name inside, or beside it where it is free.
 void draw_row(Canvas& canvas, const TimelineRow& row, const Axis& axis, const Box& plot, double top,
               double height, double font_size) {
@@ -72,11 +102,12 @@ void draw_row(Canvas& canvas, const TimelineRow& row, const Axis& axis, const Bo
 
 void draw_timeline(Canvas& canvas, const Timeline& chart, const Box& box, double font_size) {
   const Extent extent = extent_of(chart);
-  const Box rest = draw_title(canvas, chart.title, box, font_size);
+  Box rest = draw_title(canvas, chart.title, box, font_size);
   if (extent.begin > extent.end) {
     draw_no_data(canvas, rest, font_size);
     return;
   }
+  rest = draw_legend(canvas, legend_of(chart), rest, font_size);
   const Font font{.size = font_size};
   double labels = 0;
   for (const auto& row : chart.rows) labels = std::max(labels, text_width(row.label, font));
@@ -106,6 +137,7 @@ void draw_timeline(Canvas& canvas, const Timeline& chart, const Box& box, double
   for (size_t i = 0; i < chart.rows.size(); ++i) {
     const double top = plot.y + static_cast<double>(i) * pitch;
     draw_row(canvas, chart.rows[i], axis, plot, top + pitch * 0.12, pitch * 0.76, font_size);
+    part_touching(canvas, chart.rows[i], axis, plot, top + pitch * 0.12, pitch * 0.76, font_size);
     if (pitch < font_size) continue;
     canvas.text({plot.x - font_size * 0.6, top + pitch / 2 + font_size * 0.35},
                 fit_text(chart.rows[i].label, font, labels - font_size * 0.8),

@@ -4,6 +4,8 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "comm/backends.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
@@ -72,34 +74,55 @@ bool may_use_all_cores(const Hardware& hardware) {
   return static_cast<int64_t>(hardware.cores.size()) == ::sysconf(_SC_NPROCESSORS_ONLN);
 }
 
-// Each rank's share of the host is the same plan's slot, so that launcher, ranks and tables agree.
-SlotPlan choose_slot(const WorldOptions& options, const RankEnvironment& environment) {
+[[noreturn]] void fail_devices_missing(const std::string& spec, size_t slots, int ranks,
+                                       int devices_per_rank) {
+  const int needed = ranks * devices_per_rank;
+  const std::string each =
+      devices_per_rank == 1 ? "" : fmt::format(" with {} devices each", devices_per_rank);
+  throw Error(
+      Code::kDeviceMissing,
+      fmt::format("--devices {} makes {} logical device{}, but this host has {} rank{}{}", spec,
+                  slots, slots == 1 ? "" : "s", ranks, ranks == 1 ? "" : "s", each),
+      spec.starts_with("cpu")
+          ? fmt::format("use --devices cpu:{}, or leave it out", needed)
+          : fmt::format("let them share a GPU with --devices cuda:0*{}, or start fewer", needed));
+}
+
+// Each rank's share of the host is the same plan's slots, so that launcher, ranks and tables agree.
+std::vector<SlotPlan> choose_slots(const WorldOptions& options,
+                                   const RankEnvironment& environment) {
+  const int ranks = environment.local_world_size;
+  const int each = options.devices_per_rank;
+  if (each < 1) {
+    throw Error(Code::kUsage, fmt::format("a rank cannot have {} devices", each),
+                "set devices_per_rank to 1 or more");
+  }
   Hardware hardware = detect_hardware();
+  // OMP_NUM_THREADS counts a process's threads, which its devices divide.
+  if (hardware.threads_per_device) {
+    hardware.threads_per_device = std::max(1, *hardware.threads_per_device / each);
+  }
   std::string spec = options.devices;
   if (spec.empty()) {
-    spec = hardware.gpus >= environment.local_world_size
-               ? "cuda"
-               : fmt::format("cpu:{}", environment.local_world_size);
+    spec = hardware.gpus >= ranks * each ? "cuda" : fmt::format("cpu:{}", ranks * each);
   }
   if (!environment.host_cores.empty()) {
     hardware.cores = parse_cores(environment.host_cores);
   } else if (spec.starts_with("cpu") && !may_use_all_cores(hardware)) {
     // mpirun or srun bound this rank already: the cores it has are its own.
-    auto slot = plan_devices("cpu:1", hardware).front();
-    slot.index = environment.local_rank;
-    return slot;
+    auto slots = plan_devices(fmt::format("cpu:{}", each), hardware);
+    for (auto& slot : slots) slot.index = environment.local_rank + slot.index * ranks;
+    return slots;
   }
-  const auto slots = plan_devices(spec, hardware);
-  const auto place = static_cast<size_t>(environment.local_rank);
-  if (place < slots.size()) return slots[place];
-  throw Error(
-      Code::kDeviceMissing,
-      fmt::format("--devices {} makes {} logical devices, but this host has {} ranks", spec,
-                  slots.size(), environment.local_world_size),
-      spec.starts_with("cpu")
-          ? fmt::format("use --devices cpu:{}, or leave it out", environment.local_world_size)
-          : fmt::format("let ranks share a GPU with --devices cuda:0*{}, or start fewer",
-                        environment.local_world_size));
+  const auto host_slots = plan_devices(spec, hardware);
+  if (host_slots.size() < static_cast<size_t>(ranks * each)) {
+    fail_devices_missing(spec, host_slots.size(), ranks, each);
+  }
+  std::vector<SlotPlan> slots;
+  for (int i = 0; i < each; ++i) {
+    slots.push_back(host_slots[static_cast<size_t>(environment.local_rank + i * ranks)]);
+  }
+  return slots;
 }
 
 }  // namespace
@@ -121,9 +144,8 @@ World World::from_env(const WorldOptions& options) {
   const auto environment = RankEnvironment::from_env();
   const auto timeout = choose_timeout(options, environment);
   const auto backend = choose_backend(options, environment);
-  const auto slot = choose_slot(options, environment);
-  auto state = std::make_unique<State>(
-      State{environment, Devices(std::vector<SlotPlan>{slot}), {}, nullptr, {}});
+  const auto slots = choose_slots(options, environment);
+  auto state = std::make_unique<State>(State{environment, Devices(slots), {}, nullptr, {}});
   if (!environment.board.empty()) {
     state->page = BoardPage::attach(environment.board, environment.local_rank);
     state->page->start(program_invocation_short_name);

@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "course/pipeline_job.hpp"
 #include "course/result_table.hpp"
 #include "support.hpp"
 
@@ -96,6 +97,7 @@ TEST(JobRecord, ReportsReachRankZeroUnchanged) {
         const auto place = static_cast<size_t>(rank);
         RankReport mine = report_of(rank, ranks);
         if (rank == 1) mine.record.losses[0] = INFINITY;  // JSON has no number for it
+        if (rank == 2) mine.pipeline = course::PipelineReport{1, 2, {{5, 9, 3}}};
         gathered[place] = course::gather_reports(comms[place], mine);
       });
     }
@@ -111,8 +113,107 @@ TEST(JobRecord, ReportsReachRankZeroUnchanged) {
       EXPECT_EQ(gathered[0][place].spans[0].rank, rank);
       EXPECT_EQ(gathered[0][place].spans[0].args, expected.spans[0].args);
       EXPECT_EQ(gathered[place].empty(), rank > 0);
+      ASSERT_EQ(gathered[0][place].pipeline.has_value(), rank == 2);
+      if (rank != 2) continue;
+      EXPECT_EQ(gathered[0][place].pipeline->pipeline, 1);
+      EXPECT_EQ(gathered[0][place].pipeline->places, 2);
+      ASSERT_EQ(gathered[0][place].pipeline->calls.size(), 1U);
+      EXPECT_EQ(gathered[0][place].pipeline->calls[0].busy_ns, 3);
     }
   }
+}
+
+// Two ranks as the places of one pipeline, two micro-batches: F0 F1 B0 B1 of 10 ms each on rank 0,
+// the same on rank 1, whose clock is 70 us ahead and whose messages take 1 ms.
+std::vector<RankReport> pipeline_reports() {
+  auto reports = reports_of(2);
+  const double forward_begin_ms[2][2] = {{0, 10}, {11, 21}};
+  const double backward_begin_ms[2][2] = {{42, 52}, {31, 41}};
+  reports[1].clock_ns = 70'000;
+  for (int rank : {0, 1}) {
+    auto& report = reports[static_cast<size_t>(rank)];
+    PipelineRecord pipeline;
+    pipeline.schedule = "gpipe";
+    pipeline.micro_batches = 2;
+    pipeline.stages = {{.rank = rank,
+                        .stage = rank,
+                        .device = "cpu:" + std::to_string(rank),
+                        .layers = 1,
+                        .forward_ms = 10,
+                        .backward_ms = 10,
+                        .message_bytes = rank == 0 ? 1000 : 0}};
+    const double begin_ms = forward_begin_ms[rank][0];
+    for (int m : {0, 1}) {
+      const double f = forward_begin_ms[rank][m] - begin_ms;
+      const double b = backward_begin_ms[rank][m] - begin_ms;
+      const std::string device = "cpu:" + std::to_string(rank);
+      pipeline.actions.push_back({"F", rank, rank, m, device, f, f + 10});
+      pipeline.actions.push_back({"B", rank, rank, m, device, b, b + 10});
+    }
+    pipeline.axes = {{.name = "data"},
+                     {.name = "pipeline", .size = 2, .calls = 2, .bytes = 2000 + 1000 * rank},
+                     {.name = "tensor"}};
+    report.record.pipeline = pipeline;
+    const auto at_ns = [&](double ms) {
+      return static_cast<int64_t>(ms * 1e6) + 5'000'000 + report.clock_ns;
+    };
+    report.pipeline = course::PipelineReport{
+        .pipeline = 0,
+        .places = 1,
+        .calls = {{at_ns(begin_ms), at_ns(backward_begin_ms[rank][1] + 10), 40'000'000}}};
+  }
+  return reports;
+}
+
+course::HybridPlan pipeline_plan() {
+  return {.schedule = gpipe(2, 2), .over_ranks = true, .data = 1, .pipeline = 2, .tensor = 1};
+}
+
+TEST(JobPipeline, PutsTheRanksOnOneClock) {
+  const auto job = course::job_pipeline(pipeline_reports(), pipeline_plan(), {.call_ms = 1});
+  ASSERT_EQ(job.stages.size(), 2U);
+  EXPECT_EQ(job.stages[1].rank, 1);
+  ASSERT_EQ(job.actions.size(), 8U);
+  EXPECT_EQ(job.actions[2].rank, 1);
+  EXPECT_NEAR(job.actions[2].begin_ms, 11, 1e-6) << "though its own clock began there";
+  EXPECT_NEAR(job.actions.back().end_ms, 62, 1e-6);
+  EXPECT_NEAR(job.span_ms, 62, 1e-6);
+  EXPECT_NEAR(job.bubble, 1 - 80 / 124.0, 1e-6);
+}
+
+TEST(JobPipeline, PredictsWhatTheStagesTimesAndTheLinkGive) {
+  const auto job = course::job_pipeline(pipeline_reports(), pipeline_plan(), {.call_ms = 1});
+  EXPECT_NEAR(job.predicted_span_ms, job.span_ms, 1e-6) << "the run was ideal";
+  EXPECT_NEAR(job.predicted_bubble, job.bubble, 1e-6);
+  ASSERT_EQ(job.predicted.size(), 8U);
+  EXPECT_EQ(job.predicted[2].rank, 1);
+  EXPECT_EQ(job.predicted[2].device, "cpu:1");
+  EXPECT_NEAR(job.predicted[2].begin_ms, 11, 1e-6);
+}
+
+TEST(JobPipeline, MeasuresTheMessagesThatSomeoneWaitedFor) {
+  const auto job = course::job_pipeline(pipeline_reports(), pipeline_plan(), {});
+  ASSERT_EQ(job.axes.size(), 3U);
+  EXPECT_EQ(job.axes[1].bytes, 2500) << "the mean of the ranks";
+  EXPECT_NEAR(job.axes[1].ms, 2 * 1, 1e-6) << "each of a rank's two messages took 1 ms";
+  EXPECT_EQ(job.axes[0].ms, 0);
+}
+
+TEST(JobPipeline, TakesTheMeanOfSeveralPipelines) {
+  auto reports = pipeline_reports();
+  reports.push_back(reports[0]);
+  reports.push_back(reports[1]);
+  for (size_t rank : {2, 3}) {
+    auto& report = reports[rank];
+    report.pipeline->pipeline = 1;
+    report.pipeline->calls[0].end_ns += 10'000'000;  // 72 ms, with rank 0's clock
+    for (auto& action : report.record.pipeline->actions) action.rank = static_cast<int>(rank);
+  }
+  auto plan = pipeline_plan();
+  plan.data = 2;
+  const auto job = course::job_pipeline(reports, plan, {});
+  EXPECT_NEAR(job.span_ms, (62 + 72) / 2.0, 1e-6);
+  EXPECT_NEAR(job.bubble, 1 - (80 / 124.0 + 80 / 144.0) / 2, 1e-6);
 }
 
 TEST(JobTrace, MovesOtherHostsToTheClockOfRankZero) {

@@ -70,7 +70,7 @@ TEST(CommandLine, EveryMistakeNamesTheWordAndTheRemedy) {
        "--split-devices \"999\" is not a number from 1 to 256",
        see_lab},
       {{"lab", "8"},
-       "there is no lab \"8\": this version has 5, 6, 7 and homework2",
+       "there is no lab \"8\": this version has 5, 6, 7, 10 and homework2",
        "run `lockstep lab 7`, or `lockstep lab all` for every one"},
       {{"explain", "LS0099"},
        "there is no error code \"LS0099\"",

@@ -159,7 +159,7 @@ TEST(LabCommand, LabsOfIssueFiveHaveTheirFlags) {
   const auto run = [](const LabRequest& request) {
     return [request] { run_lab_command(request, "lockstep lab"); };
   };
-  expect_error(Code::kUsage, {"there is no lab \"8\"", "5, 6, 7 and homework2", "lab all"},
+  expect_error(Code::kUsage, {"there is no lab \"8\"", "5, 6, 7, 10 and homework2", "lab all"},
                run({"8", {}}));
   expect_error(Code::kUsage, {"lab 7 has no --ranks", "belongs to lab 6"},
                run({"7", {.ranks = {2}}}));

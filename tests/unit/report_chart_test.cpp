@@ -171,6 +171,27 @@ TEST(ReportChart, TimelineNamesItsSpans) {
   EXPECT_TRUE(is_wide(chart));
 }
 
+TEST(ReportChart, TimelineExplainsItsColours) {
+  Timeline chart{.title = "Step", .rows = {{"cpu:0", {{"F0", 0, 1, 0}, {"B0", 2, 3, 2}}}}};
+  EXPECT_EQ(count_text(drawn(chart), "forward"), 0U);
+  chart.legend = {"forward", "", "backward"};
+  EXPECT_EQ(count_text(drawn(chart), "forward"), 1U);
+  EXPECT_EQ(count_text(drawn(chart), "backward"), 1U);
+}
+
+TEST(ReportChart, TimelinePartsSpansThatTouch) {
+  const auto parting_lines = [](double second_begin) {
+    const Timeline chart{.rows = {{"a", {{"F0", 0, 1, 0}, {"F1", second_begin, 3, 0}}}}};
+    const Drawing drawing = drawn(chart);
+    return std::count_if(drawing.marks().begin(), drawing.marks().end(), [](const auto& mark) {
+      const auto* lines = std::get_if<Drawing::Segments>(&mark);
+      return lines != nullptr && lines->stroke.colour.role == Role::kPaper;
+    });
+  };
+  EXPECT_EQ(parting_lines(1), 1);
+  EXPECT_EQ(parting_lines(2), 0);
+}
+
 TEST(ReportChart, SvgIsAccessibleAndSelectable) {
   const std::string svg = render_svg(two_by_two(), "figure-7", SvgPlace::kFile);
   for (const char* part :
