@@ -29,7 +29,7 @@ TEST(Error, EveryCodeIsExplainedOnceInAscendingOrder) {
     EXPECT_FALSE(info.title.empty());
     EXPECT_TRUE(info.explanation.ends_with(".")) << info.explanation;
   }
-  EXPECT_EQ(expected, static_cast<int>(Code::kScalerMisuse) + 1);
+  EXPECT_EQ(expected, static_cast<int>(Code::kStageMismatch) + 1);
 }
 
 TEST(Error, CodeNamesHaveFourDigits) {
@@ -41,7 +41,8 @@ TEST(Error, ExitCodeTellsMisuseFromFailure) {
   const std::set<Code> failures = {
       Code::kInternal,     Code::kReplicaFailed,  Code::kProgramFailed, Code::kOutOfMemory,
       Code::kCallMismatch, Code::kRankAbsent,     Code::kRankFailed,    Code::kUnusedParameter,
-      Code::kSyncMisuse,   Code::kReplicasDiffer, Code::kScalerMisuse};
+      Code::kSyncMisuse,   Code::kReplicasDiffer, Code::kScalerMisuse,  Code::kStageFailed,
+      Code::kStageMismatch};
   for (const auto& info : all_codes()) {
     EXPECT_EQ(exit_code(info.code), failures.contains(info.code) ? 1 : 2) << code_name(info.code);
   }
