@@ -109,6 +109,13 @@ std::string answer_when(const Lab10Results& results) {
     if (sync.rank == 0) syncs.push_back(sync);
   }
   if (syncs.empty()) return "The trace of this run has no synchronisation, so it cannot show it.";
+  int64_t trained = 0;
+  int64_t all = 0;
+  for (const auto& stage : pipeline_of(results.base).stages) {
+    if (stage.rank != 0) continue;
+    ++all;
+    if (stage.parameters > 0) ++trained;
+  }
   std::vector<std::string> stages;
   int64_t early = 0;
   double hidden = 0;
@@ -119,8 +126,14 @@ std::string answer_when(const Lab10Results& results) {
     if (sync.begin_ms < sync.last_backward_ms) ++early;
     hidden += sync.hidden_ms;
   }
-  std::string text =
-      fmt::format("Once per step for each stage, on rank 0: {}.", fmt::join(stages, "; "));
+  const bool once = static_cast<int64_t>(syncs.size()) == trained;
+  std::string text = fmt::format(
+      "{}, on rank 0: {}.",
+      once ? fmt::format("Once per step for each stage{}", trained < all ? " with weights" : "")
+           : fmt::format("{} in a step for {} with weights",
+                         plural(static_cast<int64_t>(syncs.size()), "synchronisation"),
+                         plural(trained, "stage")),
+      fmt::join(stages, "; "));
   text += early > 0 ? fmt::format(" {} began before the stage's last backward had ended.",
                                   plural(early, "synchronisation"))
                     : fmt::format(" Until then gradients only add up over the {} micro-batches.",
@@ -166,6 +179,7 @@ std::string answer_batches(const Lab10Results& results) {
   const auto& all = results.batches;
   const auto base_order = order_of(pipeline_of(results.base));
   if (base_order.empty()) return kNoTrace;
+  if (all.size() < 2) return "This run had batches of one size only, so it cannot show it.";
   std::vector<std::string> others;
   for (const auto& [rows, runs] : all) {
     if (order_of(pipeline_of(runs)) != base_order) others.push_back(std::to_string(rows));
@@ -252,13 +266,14 @@ std::string answer_same_device(const Lab10Results& results) {
       fmt::join(ranks, "; "), plural(devices_used(same), "device"), devices_used(base),
       counts.forwards, counts.backwards, one_each ? ", but all of a rank name one device" : "");
   const double overlap = overlap_of(same);
-  text +=
-      overlap > 0
-          ? fmt::format(" Still {} of rank 0's computing time overlapped", format_share(overlap))
-          : std::string(" No two actions of rank 0 ran at the same time: the overlap is gone");
-  text += fmt::format(", against {} with a device for each stage; a step took {} instead of {}.",
-                      format_share(overlap_of(base)), step_of(results.same_device),
-                      step_of(results.base));
+  const double before = overlap_of(base);
+  text += overlap > 0 ? fmt::format(" Still {} of rank 0's computing time overlapped",
+                                    format_share(overlap))
+                      : fmt::format(" No two actions of rank 0 ran at the same time{}",
+                                    before > 0 ? ": the overlap is gone" : "");
+  text += fmt::format(", {} with a device for each stage; a step took {} instead of {}.",
+                      before > 0 ? "against " + format_share(before) : "nor did they",
+                      step_of(results.same_device), step_of(results.base));
   return text + sharing_text(results.base);
 }
 

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "cli/lab10_measures.hpp"
+#include "cli/lab10_tables.hpp"
 #include "cli/lab_text.hpp"
 
 namespace lockstep::cli {
@@ -14,6 +15,7 @@ namespace {
 constexpr int kSynchronisationColour = 3;
 const std::vector<std::string> kLegend = {"F: forward", "B: backward", "W: weight gradient",
                                           "S: synchronisation"};
+constexpr const char* kInputLegend = "I: input gradient";  // as a backward that is split
 
 int colour_of(const ActionRecord& action) {
   if (action.kind == "F") return 0;
@@ -67,7 +69,7 @@ std::vector<std::string> legend_for(const std::vector<TimelineRow>& rows) {
   for (const auto& row : rows) {
     for (const auto& span : row.spans) {
       const auto colour = static_cast<size_t>(span.colour);
-      legend[colour] = kLegend[colour];
+      legend[colour] = span.name.starts_with("I") ? kInputLegend : kLegend[colour];
     }
   }
   return legend;
@@ -122,9 +124,10 @@ Figure time_figure(const Lab10Results& results) {
   BarChart chart{
       .title = "Time of a step by schedule",
       .unit = Unit::kMilliseconds,
-      .categories = {"sequential", "gpipe", "1f1b"},
+      .categories = {},
       .series = {{.name = "span, predicted"}, {.name = "span, measured"}, {.name = "whole step"}}};
-  for (const RunSet* set_up : {&results.sequential, &results.gpipe, &results.one_f_one_b}) {
+  for (const auto& [name, set_up] : schedules_of(results)) {
+    chart.categories.push_back(name);
     chart.series[0].values.push_back(mean_of(*set_up, &PipelineRecord::predicted_span_ms));
     chart.series[1].values.push_back(mean_of(*set_up, &PipelineRecord::span_ms));
     chart.series[2].values.push_back(pooled_step_ms(*set_up).mean);
@@ -139,10 +142,13 @@ Figure time_figure(const Lab10Results& results) {
 }  // namespace
 
 std::vector<Figure> lab10_figures(const Lab10Results& results) {
-  return {timeline_figure("The base: predicted and measured", results.base),
-          timeline_figure("gpipe in one process: predicted and measured", results.gpipe),
-          timeline_figure("1f1b in one process: predicted and measured", results.one_f_one_b),
-          bubble_figure(results), time_figure(results)};
+  return {
+      timeline_figure("The base: predicted and measured", results.base),
+      timeline_figure("gpipe in one process: predicted and measured", results.gpipe),
+      timeline_figure("1f1b in one process: predicted and measured", results.one_f_one_b),
+      timeline_figure("zero-bubble in one process: predicted and measured", results.zero_bubble),
+      bubble_figure(results),
+      time_figure(results)};
 }
 
 std::vector<std::string> lab10_drawings(const Lab10Results& results) {
@@ -151,8 +157,8 @@ std::vector<std::string> lab10_drawings(const Lab10Results& results) {
   for (const auto& [schedule, simulation] : simulate_schedules(results.gpipe)) {
     GridOptions options;
     if (static_cast<int>(names.size()) == schedule.places()) options.place_names = names;
-    drawings.push_back(fmt::format("{}, simulated with the measured stage times\n{}", schedule.name,
-                                   format_grid(schedule, simulation, options)));
+    drawings.push_back(fmt::format("{}, simulated with the stage times of gpipe's runs, in ms\n{}",
+                                   schedule.name, format_grid(schedule, simulation, options)));
   }
   return drawings;
 }

@@ -200,7 +200,7 @@ std::vector<SimulatedSchedule> simulate_schedules(const RunSet& set_up) {
   };
   add(gpipe(places, micro_batches), times);
   add(one_f_one_b(places, micro_batches), times);
-  if (micro_batches <= places || micro_batches % places == 0) {
+  if (micro_batches % std::max(1, micro_batches / places) == 0) {
     add(interleaved(places, micro_batches, 2), halves(times));
   }
   add(zero_bubble(places, micro_batches), times);

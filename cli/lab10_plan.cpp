@@ -14,7 +14,7 @@ constexpr int kRanks = 2;
 constexpr int64_t kBaseMicroBatches = 4;
 const std::vector<int> kCourseMicroBatches = {2, 4, 8};
 const std::vector<int> kCourseBatches = {32, 64, 128};
-constexpr const char* kSchedules[] = {"sequential", "gpipe", "1f1b"};
+constexpr const char* kSchedules[] = {"sequential", "gpipe", "1f1b", "zero-bubble"};
 
 std::vector<int> ascending(const std::vector<int>& asked, const std::vector<int>& standard) {
   const std::vector<int>& list = asked.empty() ? standard : asked;
@@ -71,6 +71,16 @@ void require_rows(const HybridVariant& variant, const char* flag) {
               fmt::format("give a larger {}, or fewer --micro-batches", flag));
 }
 
+// The programs would refuse it too, but only when the first of them runs.
+void require_layers(int64_t stages, int64_t depth) {
+  const int64_t layers = 2 * depth + 3;  // of the mlp, with a ReLU between two linear ones
+  if (stages <= layers) return;
+  throw Error(
+      Code::kUsage,
+      fmt::format("--stages {} is more than the {} layers of --depth {}", stages, layers, depth),
+      fmt::format("give --depth {} or more, or leave it out", (stages - 2) / 2));
+}
+
 Experiment hybrid_experiment(const HybridVariant& variant, Sizes sizes,
                              const std::vector<SlotPlan>& named) {
   Experiment experiment;
@@ -125,6 +135,7 @@ LabPlan plan_lab10(const LabOptions& options, const Hardware& hardware) {
   const auto batches = ascending(options.batches, kCourseBatches);
   const int stages = static_cast<int>(options.stages.value_or(2));
   const auto sizes = choose_lab10_sizes(options, named[0].kind, stages, micro_batches.back());
+  require_layers(stages, sizes.parts.depth);
 
   HybridVariant base{.ranks = kRanks, .stages = stages, .rows = sizes.parts.batch};
   const bool usual = std::find(micro_batches.begin(), micro_batches.end(), kBaseMicroBatches) !=

@@ -5,7 +5,8 @@ namespace {
 
 RunSet& schedule_set(Lab10Results& results, const std::string& schedule) {
   if (schedule == "sequential") return results.sequential;
-  return schedule == "gpipe" ? results.gpipe : results.one_f_one_b;
+  if (schedule == "gpipe") return results.gpipe;
+  return schedule == "1f1b" ? results.one_f_one_b : results.zero_bubble;
 }
 
 RunSet& set_for(Lab10Results& results, const HybridVariant& variant) {

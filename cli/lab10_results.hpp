@@ -26,6 +26,7 @@ struct Lab10Results {
   RunSet sequential;
   RunSet gpipe;
   RunSet one_f_one_b;
+  RunSet zero_bubble;
 
   double others_busy_cores = 0;  ///< when the lab began
 };

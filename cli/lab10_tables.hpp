@@ -12,6 +12,12 @@ namespace lockstep::cli {
 /// Every set-up of parts 10.1 to 10.5 with its name, in their order.
 std::vector<NamedSet> parts_of(const Lab10Results& results);
 
+/// The schedules that ran against each other, sequential first.
+std::vector<NamedSet> schedules_of(const Lab10Results& results);
+
+/// The comparison with sequential in which runs varied most.
+Comparison noisiest_of(const Lab10Results& results);
+
 /// Which stage of which rank lies on which device, in parts 10.1, 10.4 and 10.5.
 Table placement_table(const Lab10Results& results);
 

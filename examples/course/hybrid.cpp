@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <charconv>
 #include <numeric>
+#include <optional>
 
 #include "course/layers.hpp"
 #include "lockstep/error.hpp"
@@ -41,7 +42,7 @@ std::vector<int64_t> parse_list(const char* flag, const std::string& text, const
   throw Error(Code::kUsage,
               fmt::format("{} {} has {} numbers, but there are {} stages", flag, text,
                           numbers.size(), stages),
-              fmt::format("give a number for each stage, or change --stages"));
+              "give a number for each stage, or change --stages");
 }
 
 // Devices of a rank, numbered from 0 without a gap: an unused one would only take cores.
@@ -67,6 +68,27 @@ Schedule place_schedule(const Options& options) {
                           ? std::vector<int>(static_cast<size_t>(options.stages), 0)
                           : parse_places(options);
   return lockstep::on_places(schedule, places);
+}
+
+// --cut for a model of so many layers; none where it is to be measured.
+std::optional<std::vector<int64_t>> planned_cut(const Options& options, int64_t layers) {
+  if (options.stages > layers) {
+    throw Error(Code::kUsage,
+                fmt::format("--stages {} is more than the {} layer{} of this model", options.stages,
+                            layers, layers == 1 ? "" : "s"),
+                fmt::format("give --stages {}{}, or a larger --depth", layers,
+                            layers == 1 ? "" : " or fewer"));
+  }
+  if (options.cut == "time") return std::nullopt;
+  const auto equal = lockstep::cut_by_count(layers, options.stages);
+  if (options.cut == "count") return equal;
+  const auto cut = parse_list("--cut", options.cut, "count, time", 1, options.stages);
+  const int64_t sum = std::accumulate(cut.begin(), cut.end(), int64_t{0});
+  if (sum == layers) return cut;
+  throw Error(
+      Code::kUsage,
+      fmt::format("--cut {} has {} layers, but the model has {}", options.cut, sum, layers),
+      fmt::format("give numbers that add up to {}, such as {}", layers, fmt::join(equal, ",")));
 }
 
 void require_rows(const Options& options, int pipelines) {
@@ -112,6 +134,7 @@ HybridPlan plan_hybrid(const Options& options, int ranks) {
   }
   require_rows(options, plan.data);
   require_tensor_parallel_sizes(options, plan.tensor);
+  planned_cut(options, count_layers(options, plan.tensor));  // refuses what does not fit
   return plan;
 }
 
@@ -122,26 +145,11 @@ HybridPlan plan_hybrid(const Options& options) {
 std::vector<int64_t> choose_cut(const Options& options, const torch::nn::Sequential& layers,
                                 const torch::Tensor& rows, const lockstep::Communicator& world) {
   const auto count = static_cast<int64_t>(layers->size());
-  if (options.stages > count) {
-    throw Error(
-        Code::kUsage,
-        fmt::format("--stages {} is more than the {} layers of this model", options.stages, count),
-        fmt::format("give --stages {} or fewer, or a larger --depth", count));
-  }
-  if (options.cut == "count") return lockstep::cut_by_count(count, options.stages);
-  if (options.cut == "time") {
-    auto cost = lockstep::measure_layers(layers, rows);
-    world.broadcast(torch::from_blob(cost.data(), {count}, torch::kDouble), 0,
-                    {.label = "time of each layer"});
-    return lockstep::cut_by_cost(cost, options.stages);
-  }
-  const auto cut = parse_list("--cut", options.cut, "count, time", 1, options.stages);
-  const int64_t sum = std::accumulate(cut.begin(), cut.end(), int64_t{0});
-  if (sum == count) return cut;
-  throw Error(Code::kUsage,
-              fmt::format("--cut {} has {} layers, but the model has {}", options.cut, sum, count),
-              fmt::format("numbers that add up to {}, such as {}", count,
-                          fmt::join(lockstep::cut_by_count(count, options.stages), ",")));
+  if (const auto cut = planned_cut(options, count)) return *cut;
+  auto cost = lockstep::measure_layers(layers, rows);
+  world.broadcast(torch::from_blob(cost.data(), {count}, torch::kDouble), 0,
+                  {.label = "time of each layer"});
+  return lockstep::cut_by_cost(cost, options.stages);
 }
 
 }  // namespace course

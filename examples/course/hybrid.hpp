@@ -25,8 +25,8 @@ struct HybridPlan {
   std::vector<lockstep::MeshAxis> axes() const;
 };
 
-/// --stages, --micro-batches, --schedule, --place and --tensor-parallel for that many ranks. What
-/// does not fit is an Error, before anything is started.
+/// --stages, --micro-batches, --schedule, --place, --tensor-parallel and --cut for that many ranks.
+/// What does not fit is an Error, before anything is started.
 HybridPlan plan_hybrid(const Options& options, int ranks);
 HybridPlan plan_hybrid(const Options& options);  ///< for the ranks of this job
 

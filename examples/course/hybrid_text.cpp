@@ -67,7 +67,7 @@ void print_placement(const lockstep::Pipeline& pipeline, const HybridPlan& plan,
   if (world.rank() == 0) {
     const int64_t rows = options.batch / plan.data + (options.batch % plan.data > 0 ? 1 : 0);
     text += fmt::format("Processes: {} | {}\n", world.size(), axes_text(plan));
-    text += fmt::format("Micro-batches: {} of {} rows each\n", options.micro_batches,
+    text += fmt::format("Micro-batches: {} of {} rows\n", options.micro_batches,
                         fmt::join(lockstep::tensor_split_rows(rows, options.micro_batches), ", "));
     text += fmt::format("Schedule: {}\n{}\n", plan.schedule.name, unit_grid(plan, world));
   }
@@ -96,8 +96,11 @@ std::string describe_call(const lockstep::Pipeline& pipeline, const HybridPlan& 
                      fmt::format("{}{} | {} | {} | {}\n", head, home, what, about, times(span))});
   };
   const auto& trace = pipeline.last_step();
+  size_t widest = 0;
+  for (const auto& span : trace.actions)
+    widest = std::max(widest, action_name(span.action.kind).size());
   for (const auto& span : trace.actions) {
-    add(span, span.action.stage, fmt::format("{:<8}", action_name(span.action.kind)),
+    add(span, span.action.stage, fmt::format("{:<{}}", action_name(span.action.kind), widest),
         fmt::format("micro-batch {}", span.action.micro_batch));
   }
   for (const auto& sync : trace.syncs) {
@@ -161,6 +164,8 @@ Table axis_table(const PipelineRecord& pipeline) {
                    lockstep::format_bytes(axis.bytes), lockstep::format_bytes(axis.predicted_bytes),
                    fmt::format("{:.3f}", axis.ms), fmt::format("{:.3f}", axis.predicted_ms)});
   }
+  table.add_note(
+      "ms of the pipeline: its messages times the median wait for one, while others compute too");
   return table;
 }
 

@@ -97,6 +97,13 @@ void require_tensor_parallel_sizes(const Options& options, int64_t tensor_parall
                           unit, fitting));
 }
 
+int64_t count_layers(const Options& options, int64_t tensor_parallel) {
+  if (options.model == "transformer") return options.depth + 2;
+  const int64_t linear = options.depth + 2;
+  const int64_t units = tensor_parallel == 1 ? linear : (linear + 1) / 2;  // alone, or in pairs
+  return 2 * units - 1;                                                    // a ReLU between them
+}
+
 Layers::Layers(const Options& options, const lockstep::Communicator& tensor_axis)
     : tensor_axis_(tensor_axis), net_(nullptr), layers_(nullptr) {
   require_tensor_parallel_sizes(options, tensor_axis_.size());

@@ -16,6 +16,9 @@ namespace course {
 /// Refuses a --hidden that cannot be divided over that many ranks, with one that can.
 void require_tensor_parallel_sizes(const Options& options, int64_t tensor_parallel);
 
+/// How many layers `Layers` will have with that many ranks of tensor parallelism.
+int64_t count_layers(const Options& options, int64_t tensor_parallel);
+
 /// The net that --model names as a list of layers, for a pipeline to cut anywhere.
 ///
 /// On one rank the layers are the net's own modules: training them trains net(). Over several ranks

@@ -17,9 +17,9 @@ using lockstep::RunRecord;
 using lockstep::Table;
 
 std::string device_label(const DeviceRecord& device) {
-  return device.shared_by > 1
-             ? fmt::format("{} ({}, shared by {})", device.name, device.physical, device.shared_by)
-             : fmt::format("{} ({})", device.name, device.physical);
+  if (device.shared_by <= 1) return fmt::format("{} ({})", device.name, device.physical);
+  const char* shared = device.physical.ends_with("shared") ? "" : ", shared";
+  return fmt::format("{} ({}{} by {})", device.name, device.physical, shared, device.shared_by);
 }
 
 // Rows of a batch that pass through a device: a pipeline's all pass through each of its.

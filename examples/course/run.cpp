@@ -118,8 +118,9 @@ void Run::print_start_line() const {
   std::vector<std::string> names;
   for (size_t i = 0; i < devices_.size(); ++i) {
     const auto& plan = devices_[i].plan();
-    names.push_back(fmt::format("{} ({}{})", plan.name(), plan.physical(),
-                                plan.shared_by > 1 ? ", shared" : ""));
+    const bool say_shared = plan.shared_by > 1 && !plan.physical().ends_with("shared");
+    names.push_back(
+        fmt::format("{} ({}{})", plan.name(), plan.physical(), say_shared ? ", shared" : ""));
   }
   const std::string where =
       world_ == nullptr

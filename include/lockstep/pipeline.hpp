@@ -124,7 +124,7 @@ class Pipeline {
   /// per stage. `name` appears in the timeline.
   void for_each_stage(const char* name, const std::function<void(int stage)>& work);
 
-  /// Of the last step() that returned. Waits for GPUs.
+  /// Of the last step(); empty where that failed. Waits for GPUs.
   const StepTrace& last_step() const;
   LinkStats links() const;
 

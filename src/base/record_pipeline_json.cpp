@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 
 namespace lockstep {
 namespace {
@@ -83,10 +84,10 @@ AxisRecord axis_from_json(const json& value) {
 }  // namespace
 
 void add_pipeline(const PipelineRecord& pipeline, json& record) {
+  std::map<int, std::string> first;  // [stage] on the lowest rank that has it
+  for (const auto& stage : pipeline.stages) first.emplace(stage.stage, stage.device);
   json device_of_stage = json::array();
-  for (const auto& stage : pipeline.stages) {
-    if (stage.rank == 0) device_of_stage.push_back(stage.device);
-  }
+  for (const auto& [stage, device] : first) device_of_stage.push_back(device);
   record["micro_batches"] = pipeline.micro_batches;
   record["schedule"] = pipeline.schedule;
   record["bubble"] = {{"predicted", number_to_json(pipeline.predicted_bubble)},

@@ -4,6 +4,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -90,11 +91,11 @@ class ShmEngine {
   /// call throws it again.
   void guarded(const std::function<void()>& action);
 
-  /// This rank gives up; see Backend::abort.
+  /// This rank gives up; see Backend::abort. While collectives are in flight from their thread
+  /// only.
   void abort(std::string_view reason) noexcept;
   /// This rank's communicator is destroyed.
   void leave() noexcept;
-  bool broken() const { return broken_ != nullptr; }
 
   // For collectives.
 
@@ -144,6 +145,11 @@ class ShmEngine {
 
   friend class ShmCollective;
 
+  // The error that ended this communicator; null while none has.
+  std::exception_ptr broken() const;
+  // False: there was one already.
+  bool keep_first(const std::exception_ptr& error) noexcept;
+
   ShmMembership membership_;
   ShmControl control_;
   pid_t owner_;  // a forked child holds a copy, but the rank is not its own
@@ -155,6 +161,7 @@ class ShmEngine {
   std::vector<Segment> segments_;
   int64_t swept_segments_ = 0;
   int64_t processes_seen_ns_ = 0;
+  mutable std::mutex broken_mutex_;  // abort() may come from another thread than a message
   std::exception_ptr broken_;
 };
 

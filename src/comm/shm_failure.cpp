@@ -11,13 +11,24 @@
 
 namespace lockstep {
 
+std::exception_ptr ShmEngine::broken() const {
+  const std::lock_guard lock(broken_mutex_);
+  return broken_;
+}
+
+bool ShmEngine::keep_first(const std::exception_ptr& error) noexcept {
+  const std::lock_guard lock(broken_mutex_);
+  if (broken_) return false;
+  broken_ = error;
+  return true;
+}
+
 void ShmEngine::guarded(const std::function<void()>& action) {
-  if (broken_) std::rethrow_exception(broken_);
+  if (const auto error = broken()) std::rethrow_exception(error);
   try {
     action();
   } catch (...) {
-    if (!broken_) {
-      broken_ = std::current_exception();
+    if (keep_first(std::current_exception())) {
       record_current_exception();
       in_flight_.clear();
     }
@@ -93,16 +104,16 @@ void ShmEngine::record_current_exception() noexcept {
 }
 
 void ShmEngine::abort(std::string_view reason) noexcept {
-  if (broken_ || owner_ != ::getpid()) return;
+  if (broken() || owner_ != ::getpid()) return;
   record(Code::kRankFailed, rank(), reason);
   try {
-    broken_ = std::make_exception_ptr(RankError(
+    keep_first(std::make_exception_ptr(RankError(
         Code::kRankFailed, group().world_ranks[static_cast<size_t>(rank())],
-        fmt::format("this rank gave up: {}", reason), "make a new communicator after an abort"));
+        fmt::format("this rank gave up: {}", reason), "make a new communicator after an abort")));
   } catch (...) {
-    broken_ = std::current_exception();
+    keep_first(std::current_exception());
   }
-  in_flight_.clear();
+  if (!in_flight_.empty()) in_flight_.clear();
 }
 
 void ShmEngine::leave() noexcept {

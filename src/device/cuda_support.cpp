@@ -170,11 +170,17 @@ struct Epoch {
   int64_t host_ns = 0;
 };
 
-const Epoch& epoch_of(int gpu) {
+// A recent one: CUDA gives the time between two events as a float, which is fine for seconds only.
+std::shared_ptr<const Epoch> epoch_of(int gpu) {
+  constexpr int64_t kFreshNs = 5'000'000'000;
   static std::mutex mutex;
-  static auto* epochs = new std::map<int, Epoch>();
+  static auto* epochs = new std::map<int, std::shared_ptr<const Epoch>>();
   const std::lock_guard lock(mutex);
-  return epochs->try_emplace(gpu, gpu).first->second;
+  auto& epoch = (*epochs)[gpu];
+  if (!epoch || monotonic_ns() - epoch->host_ns > kFreshNs) {
+    epoch = std::make_shared<const Epoch>(gpu);
+  }
+  return epoch;
 }
 
 }  // namespace
@@ -213,10 +219,10 @@ std::shared_ptr<void> record_time(c10::Stream stream) {
 int64_t time_ns(const std::shared_ptr<void>& event) {
   const auto& timed = *static_cast<const TimedEvent*>(event.get());
   C10_CUDA_CHECK(cudaEventSynchronize(timed.event));
-  const Epoch& epoch = epoch_of(timed.gpu);
-  float since_ms = 0;
-  C10_CUDA_CHECK(cudaEventElapsedTime(&since_ms, epoch.start.event, timed.event));
-  return epoch.host_ns + static_cast<int64_t>(static_cast<double>(since_ms) * 1e6);
+  const auto epoch = epoch_of(timed.gpu);
+  float since_ms = 0;  // below 0 where the event is older
+  C10_CUDA_CHECK(cudaEventElapsedTime(&since_ms, epoch->start.event, timed.event));
+  return epoch->host_ns + static_cast<int64_t>(static_cast<double>(since_ms) * 1e6);
 }
 
 }  // namespace lockstep::cuda

@@ -140,6 +140,15 @@ void RowLinearImpl::pretty_print(std::ostream& stream) const {
                         weight.size(1), shard_->split.features(), weight.size(0), bias.defined());
 }
 
+void abort_tensor_axes(const torch::nn::Module& module, std::string_view reason) {
+  const auto abort = [&](const Communicator& axis) {
+    if (axis.size() > 1) axis.abort(reason);
+  };
+  if (const auto* column = module.as<ColumnLinearImpl>()) abort(column->axis());
+  if (const auto* row = module.as<RowLinearImpl>()) abort(row->axis());
+  for (const auto& child : module.children()) abort_tensor_axes(*child, reason);
+}
+
 void set_tensor_axis(torch::nn::Module& module, const Communicator& axis) {
   // modules() would ask for a shared pointer to the outermost, which may live on the stack.
   if (auto* column = module.as<ColumnLinearImpl>()) column->set_axis(axis);

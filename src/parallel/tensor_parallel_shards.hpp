@@ -1,5 +1,6 @@
 #pragma once
 
+#include <torch/nn/module.h>
 #include <torch/types.h>
 
 #include <cstdint>
@@ -57,5 +58,8 @@ torch::Tensor gather_features(const torch::Tensor& own, const ShardAxisPtr& shar
 /// `partial` summed over the ranks; its gradient is that of the sum. `partial` is the product just
 /// made and is overwritten, see Note [Sum behind autograd].
 torch::Tensor sum_partial(const torch::Tensor& partial, const ShardAxis& shard);
+
+/// This rank gives up on every axis that a layer in `module` is divided over.
+void abort_tensor_axes(const torch::nn::Module& module, std::string_view reason);
 
 }  // namespace lockstep

@@ -42,6 +42,17 @@ torch::Device host() {
 
 }  // namespace
 
+template <class Call>
+auto Pipeline::State::or_abort(const Call& call) const {
+  try {
+    return call();
+  } catch (const std::exception& error) {
+    if (axis_) axis_->abort(describe(error));
+    for (const auto& place : places_) place->give_up(describe(error));
+    throw;
+  }
+}
+
 Pipeline::State::State(std::vector<torch::nn::Sequential> modules, const Devices& devices,
                        Schedule given, PipelineOptions options)
     : schedule(std::move(given)),
@@ -63,7 +74,13 @@ Pipeline::State::State(std::vector<torch::nn::Sequential> modules, const Devices
         *places_.emplace_back(std::make_unique<Place>(index, schedule, device, world_rank()));
     wires_.push_back(std::make_unique<LocalWire>(exchange_, device));
     place.connect(*wires_.back());
-    device.run("place stages", [&] { add_stages(place, modules); });
+    const StreamOrder caller = StreamOrder::now(device);
+    device.run("place stages", [&] {
+      caller.hold_back(device);  // a GPU may not have made the weights yet
+      add_stages(place, modules);
+      place.mark_end();
+    });
+    place.end().hold_back(device);
   }
   std::sort(local_stages.begin(), local_stages.end());
 }
@@ -79,12 +96,19 @@ Pipeline::State::State(std::vector<torch::nn::Sequential> modules, const Communi
                 "make the schedule for as many places as the pipeline's axis has ranks");
   }
   require_same_schedule();
-  const UseDevice home(device);
-  auto& place =
-      *places_.emplace_back(std::make_unique<Place>(axis.rank(), schedule, device, world_rank()));
-  wires_.push_back(std::make_unique<RankWire>(axis, schedule, device));
-  place.connect(*wires_.back());
-  add_stages(place, modules);
+  or_abort([&] { require_modules_apart(modules); });
+  const StreamOrder caller = StreamOrder::now(device);
+  {
+    const UseDevice home(device);
+    caller.hold_back(device);
+    auto& place =
+        *places_.emplace_back(std::make_unique<Place>(axis.rank(), schedule, device, world_rank()));
+    wires_.push_back(std::make_unique<RankWire>(axis, schedule, device));
+    place.connect(*wires_.back());
+    or_abort([&] { add_stages(place, modules); });
+    place.mark_end();
+  }
+  places_.front()->end().hold_back(device);
 }
 
 void Pipeline::State::require_options(size_t modules) const {
@@ -125,6 +149,7 @@ void Pipeline::State::require_modules_apart(
     const std::vector<torch::nn::Sequential>& modules) const {
   std::unordered_map<const c10::TensorImpl*, size_t> owner;
   for (size_t stage = 0; stage < modules.size(); ++stage) {
+    if (modules[stage].is_empty()) continue;
     for (const auto& item : modules[stage]->named_parameters()) {
       const auto [place, is_new] = owner.emplace(item.value().unsafeGetTensorImpl(), stage);
       if (is_new || place->second == stage) continue;
@@ -194,16 +219,6 @@ void Pipeline::State::agree_on_rows(int64_t& rows, bool trains) const {
         "give all ranks of one pipeline the same batch");
   }
   rows = first;
-}
-
-template <class Call>
-auto Pipeline::State::or_abort(const Call& call) const {
-  try {
-    return call();
-  } catch (const std::exception& error) {
-    if (axis_) axis_->abort(describe(error));
-    throw;
-  }
 }
 
 StepPlan Pipeline::State::plan_rows(const torch::Tensor& x, const torch::Tensor& y, bool trains) {
@@ -356,6 +371,7 @@ void Pipeline::State::run_on_workers(const char* name, const std::function<void(
         work(place);
       } catch (...) {
         exchange_.fail(std::current_exception());  // unless that is what stopped this one
+        place.mark_end();
       }
     }));
   }
@@ -365,7 +381,11 @@ void Pipeline::State::run_on_workers(const char* name, const std::function<void(
   try {
     std::rethrow_exception(error);
   } catch (const std::exception& caught) {
-    for (const auto& place : places_) place->give_up(describe(caught));
+    for (const auto& place : places_) {
+      place->give_up(describe(caught));
+      place->end().hold_back(place->device());  // gradients may be cleared now
+    }
+    exchange_.clear();
     throw;
   }
 }

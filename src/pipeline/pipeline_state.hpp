@@ -43,7 +43,7 @@ class Pipeline::State {
   torch::Tensor share_loss(const torch::Tensor& mine) const;
   const Device& last_device() const;
 
-  // The other ranks of the axis shall not wait for one that left a call with an error.
+  // Other ranks shall not wait for one that left a call with an error.
   template <class Call>
   auto or_abort(const Call& call) const;
 

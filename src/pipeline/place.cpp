@@ -8,6 +8,7 @@
 
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
+#include "parallel/tensor_parallel_shards.hpp"
 
 namespace lockstep {
 namespace {
@@ -203,7 +204,10 @@ void Place::give_up(const std::string& reason) {
   for (const auto& each : stages_) {
     each->stage.drop_micro_batches();
     if (each->sync) each->sync->abort(reason);
+    abort_tensor_axes(*each->stage.module(), reason);
   }
+  timed_.clear();
+  syncs_.clear();
 }
 
 void Place::add_spans(StepTrace& trace) const {

@@ -6,6 +6,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
 #include "net/quiet_thread.hpp"
+#include "torch_compat.hpp"
 
 namespace lockstep {
 namespace {
@@ -39,9 +40,15 @@ RankChannel::~RankChannel() {
   postman_.join();
 }
 
+// The ranks of an axis step inside the same Autocast or outside any: both ends come to the same.
+RankChannel::Circumstances RankChannel::circumstances(int64_t rows) const {
+  const auto autocast = compat::AutocastSwitch::get(device_.torch_device().type());
+  return {rows, autocast.enabled ? static_cast<int>(autocast.dtype) : -1};
+}
+
 void RankChannel::send(const ParcelName& name, const torch::Tensor& tensor, int64_t rows) {
   const Shape shape{tensor.scalar_type(), tensor.sizes().vec()};
-  const auto [known, is_new] = agreed_.emplace(rows, shape);
+  const auto [known, is_new] = agreed_.emplace(circumstances(rows), shape);
   if (known->second != shape) {
     throw Error(Code::kStageMismatch,
                 fmt::format("the {} is {}; for {} rows it was {} before", label_of(name),
@@ -108,8 +115,9 @@ RankChannel::Shape RankChannel::receive_shape(const std::string& label) const {
 
 torch::Tensor RankChannel::receive(const ParcelName& name, int64_t rows) {
   const std::string label = label_of(name);
-  auto known = agreed_.find(rows);
-  if (known == agreed_.end()) known = agreed_.emplace(rows, receive_shape(label)).first;
+  const Circumstances now = circumstances(rows);
+  auto known = agreed_.find(now);
+  if (known == agreed_.end()) known = agreed_.emplace(now, receive_shape(label)).first;
   const auto& [dtype, sizes] = known->second;
   const torch::Tensor tensor =
       torch::empty(sizes, torch::TensorOptions(dtype).device(device_.torch_device()));

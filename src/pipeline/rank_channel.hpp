@@ -9,6 +9,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "lockstep/communicator.hpp"
@@ -17,8 +18,8 @@
 namespace lockstep {
 
 /// One end of a one-way line between two ranks of a pipeline: what one stage sends another. The
-/// shape of what comes is agreed on with the first message of each number of rows; later messages
-/// are bare data.
+/// shape of what comes is agreed on with the first message of each number of rows, inside and
+/// outside Autocast apart; later messages are bare data.
 ///
 /// Note [A thread for each line]
 /// A send may have to wait for its receiver, who may himself be about to send the other way, and
@@ -47,6 +48,7 @@ class RankChannel {
     std::vector<int64_t> sizes;
     bool operator==(const Shape&) const = default;
   };
+  using Circumstances = std::pair<int64_t, int>;  // rows, and what autocast makes of them
   struct Letter {
     Parcel parcel;
     std::string label;
@@ -55,13 +57,14 @@ class RankChannel {
   };
 
   int peer() const { return 1 - pair_.rank(); }
+  Circumstances circumstances(int64_t rows) const;
   void deliver_letters();
   void send_shape(const Shape& shape, const std::string& label) const;
   Shape receive_shape(const std::string& label) const;
 
   const Communicator pair_;
   Device& device_;
-  std::map<int64_t, Shape> agreed_;  // [rows of a micro-batch]
+  std::map<Circumstances, Shape> agreed_;
   int64_t bytes_ = 0;
   int64_t messages_ = 0;
 

@@ -1,5 +1,6 @@
 #include "pipeline/stage.hpp"
 
+#include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #define XXH_INLINE_ALL
@@ -8,7 +9,9 @@
 #include <array>
 #include <utility>
 
+#include "device/stream_order.hpp"
 #include "lockstep/autocast.hpp"
+#include "lockstep/error.hpp"
 
 namespace lockstep {
 namespace {
@@ -19,6 +22,7 @@ void move_to(const Device& device, torch::nn::Module& module) {
   const auto move = [&](torch::Tensor& tensor) {
     if (!tensor.defined() || device.owns(tensor)) return;
     const auto moved = [&](const torch::Tensor& from) {
+      keep_for_current_stream(from);  // it is let go while this stream still copies
       return from.detach().to(device.torch_device(), from.scalar_type(), /*non_blocking=*/false,
                               /*copy=*/true);
     };
@@ -57,6 +61,25 @@ class KeepBuffers {
   std::vector<torch::Tensor> values_;  // [buffer]
 };
 
+// Guard: a pass without gradients leaves no casts of weights behind. A later pass inside the same
+// Autocast would take them, and they lead to no weight.
+class NoCastsKept {
+ public:
+  NoCastsKept() : before_(at::autocast::is_autocast_cache_enabled()) {
+    at::autocast::set_autocast_cache_enabled(false);
+  }
+  ~NoCastsKept() { at::autocast::set_autocast_cache_enabled(before_); }
+  NoCastsKept(const NoCastsKept&) = delete;
+  NoCastsKept& operator=(const NoCastsKept&) = delete;
+
+ private:
+  bool before_;
+};
+
+bool may_have_gradient(const torch::Tensor& tensor) {
+  return tensor.is_floating_point() || tensor.is_complex();
+}
+
 }  // namespace
 
 Stage::Stage(int index, torch::nn::Sequential module, Device& device, bool recompute,
@@ -80,12 +103,28 @@ torch::Tensor Stage::compute(const MicroBatchFacts& facts, const torch::Tensor& 
 torch::Tensor Stage::forward(const MicroBatchFacts& facts, const torch::Tensor& input) {
   Held held;
   held.input = input.detach();
-  if (!is_first() && held.input.is_floating_point()) held.input.requires_grad_();
-  const torch::AutoGradMode grad_mode(!recompute_);
-  const torch::Tensor output = compute(facts, held.input);
-  if (!recompute_) held.output = output;
+  if (!is_first() && may_have_gradient(held.input)) held.input.requires_grad_();
+  torch::Tensor output;
+  if (recompute_) {
+    output = compute_for_later(facts, held.input);
+  } else {
+    const torch::AutoGradMode grad_mode(true);
+    output = held.output = compute(facts, held.input);
+  }
   held_[facts.index] = std::move(held);
   return output.detach();
+}
+
+// Nothing but the input is kept, so that must stay what it is.
+torch::Tensor Stage::compute_for_later(const MicroBatchFacts& facts, const torch::Tensor& input) {
+  const torch::NoGradGuard no_grad;
+  const NoCastsKept casts;
+  const auto version = input._version();
+  const torch::Tensor output = compute(facts, input);
+  if (input._version() == version) return output;
+  throw Error(Code::kUsage, "a stage that is computed again changed its input in place",
+              "let its first layer make a new tensor, or take the stage out of "
+              "PipelineOptions::recompute");
 }
 
 Stage::Held Stage::take(const MicroBatchFacts& facts) {
@@ -137,6 +176,7 @@ void Stage::backward_weight(int micro_batch) {
 
 torch::Tensor Stage::evaluate(const torch::Tensor& input) {
   const torch::NoGradGuard no_grad;
+  const NoCastsKept casts;
   return module_->forward(input);
 }
 

@@ -62,6 +62,7 @@ class Stage {
   };
 
   torch::Tensor compute(const MicroBatchFacts& facts, const torch::Tensor& input);
+  torch::Tensor compute_for_later(const MicroBatchFacts& facts, const torch::Tensor& input);
   Held take(const MicroBatchFacts& facts);
   torch::Tensor root_gradient(const MicroBatchFacts& facts, const Held& held,
                               const torch::Tensor& gradient) const;

@@ -28,15 +28,16 @@ void require_cut(int64_t layers, std::span<const int64_t> layers_per_stage) {
 
 // Forward and backward of one layer on its own, in nanoseconds; replaces `rows` by its output.
 int64_t time_layer(torch::nn::AnyModule& layer, torch::Tensor& rows) {
-  torch::Tensor input = rows.detach();
-  if (input.is_floating_point()) input.requires_grad_();
+  const torch::Tensor leaf = rows.detach();
+  if (leaf.is_floating_point()) leaf.requires_grad_();
+  const torch::Tensor input = leaf.clone();  // a layer may work in place, but not on a leaf
   const int64_t begin_ns = monotonic_ns();
   const torch::Tensor output = layer.forward(input);
   std::vector<torch::Tensor> wanted;
   for (const auto& parameter : layer.ptr()->parameters()) {
     if (parameter.requires_grad()) wanted.push_back(parameter);
   }
-  if (input.requires_grad()) wanted.push_back(input);
+  if (leaf.requires_grad()) wanted.push_back(leaf);
   if (output.requires_grad() && !wanted.empty()) {
     torch::autograd::grad({output}, wanted, {torch::ones_like(output)}, /*retain_graph=*/false,
                           /*create_graph=*/false, /*allow_unused=*/true);

@@ -229,6 +229,26 @@ TEST(Practical10, TheRecordIsThatOfTheWholeJob) {
   }
 }
 
+TEST(Practical10, TheRecordNamesTheDeviceOfEveryStageOnRanksToo) {
+  const ScratchFolder folder;
+  const ChildResult result =
+      run_hybrid(2, {"--place", "ranks", "--quiet", "--json", folder.file("record.json")});
+  ASSERT_EQ(result.exit_code, 0) << result.errors;
+  const auto record = nlohmann::json::parse(test::read_bytes(folder.file("record.json")));
+  EXPECT_EQ(record.at("device_of_stage"), (nlohmann::json{"cpu:0", "cpu:1"}));
+}
+
+TEST(Practical10, LinesOfASplitBackwardStandInColumns) {
+  const ChildResult result =
+      run_hybrid(0, {"--schedule", "zero-bubble", "--batch", "13", "--steps", "2"});
+  ASSERT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_EQ(count(result.output, "Micro-batches: 4 of 4, 3, 3, 3 rows\n"), 1U) << result.output;
+  for (const std::string action : {"forward        ", "input gradient ", "weight gradient"}) {
+    EXPECT_EQ(count(result.output, "on cpu:1 | " + action + " | micro-batch "), 4U)
+        << result.output;
+  }
+}
+
 TEST(Practical10, TheRecordHasTheTrafficOfEachAxis) {
   const auto axes_of = [](int ranks, const Arguments& flags) {
     return record_of(ranks, flags).pipeline.value().axes;
@@ -389,6 +409,8 @@ TEST(Practical10Refuses, WhatDoesNotFitTheRanks) {
   refused(2, {"--place", "ranks", "--tensor-parallel", "2"}, "x --tensor-parallel 2");
   refused(2, {"--devices", "cpu:3"},
           "makes 3 logical devices, but this host has 2 ranks with 2 devices each");
+  refused(2, {"--stages", "16"}, "no collective yet");
+  refused(2, {"--cut", "3,2"}, "no collective yet");
 }
 
 class Practical10Failure : public test::LaunchTest {};

@@ -59,6 +59,7 @@ TEST(CourseLayers, OnOneRankAreTheNetItself) {
     auto layers = made.layers();
     EXPECT_EQ(layers->size(), static_cast<size_t>(options.model == "mlp" ? 2 * options.depth + 3
                                                                          : options.depth + 2));
+    EXPECT_EQ(course::count_layers(options, 1), static_cast<int64_t>(layers->size()));
     EXPECT_TRUE(torch::equal(layers->forward(x), net->forward(x)));
     EXPECT_EQ(layers->parameters().size(), net->parameters().size());
     train(layers, options.dim, 2);
@@ -101,6 +102,7 @@ TEST(CourseLayers, DividedTrainAsOneDevice) {
       auto made = make_layers(each.options, axis);
       auto layers = made.layers();
       ASSERT_EQ(layers->size(), each.layers);
+      EXPECT_EQ(course::count_layers(each.options, each.ranks), static_cast<int64_t>(each.layers));
       train(layers, each.options.dim, 5);
       EXPECT_GT(made.tensor_traffic().all_reduces, 0);
       const std::vector<int64_t> stages = {static_cast<int64_t>(each.layers)};

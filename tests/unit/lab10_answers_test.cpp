@@ -39,7 +39,7 @@ TEST(Lab10Answers, EveryQuestionIsAnsweredWhateverTheRunHas) {
       EXPECT_TRUE(test::reads_well(answer.text)) << answer.question << "\n" << answer.text;
     }
     EXPECT_EQ(lab10_report(results).tables.size(), 7U);
-    EXPECT_EQ(lab10_report(results).figures.size(), 5U);
+    EXPECT_EQ(lab10_report(results).figures.size(), 6U);
   }
   for (const char* question : {"MICRO_BATCHES", "pattern", "rank 1", "several devices"}) {
     EXPECT_TRUE(mentions(answer_to(no_actions, question), "recorded no actions")) << question;
@@ -83,6 +83,18 @@ TEST(Lab10Answers, SynchronisationFollowsTheLastBackward) {
     if (action.kind == "S") action.begin_ms = 1;
   }
   EXPECT_TRUE(mentions(answer_to(results, "When"), "2 synchronisations began before"));
+  EXPECT_TRUE(text.starts_with("Once per step for each stage, on rank 0:")) << text;
+}
+
+TEST(Lab10Answers, SynchronisationsAreCountedAgainstStagesWithWeights) {
+  Lab10Results results = made_lab10();
+  auto& base = *results.base.runs[0].pipeline;
+  std::erase_if(base.actions, [](const auto& a) { return a.kind == "S" && a.stage == 0; });
+  EXPECT_TRUE(answer_to(results, "When").starts_with("1 synchronisation in a step for 2 stages"))
+      << answer_to(results, "When");
+  base.stages[0].parameters = 0;
+  EXPECT_TRUE(answer_to(results, "When").starts_with("Once per step for each stage with weights,"))
+      << answer_to(results, "When");
 }
 
 TEST(Lab10Answers, MicroBatchesAreCountedAndTheBubbleShrinks) {
@@ -108,6 +120,9 @@ TEST(Lab10Answers, ThePatternIsComparedActionByAction) {
   EXPECT_TRUE(mentions(text, "Micro-batches had 4, 8 and 16 rows")) << text;
   EXPECT_TRUE(mentions(text, "was 4.00 KiB, 8.00 KiB and 16.0 KiB, and")) << text;
   EXPECT_TRUE(mentions(text, "stays at 16.0 MiB per step")) << text;
+  Lab10Results one = made_lab10();
+  one.batches.resize(1);
+  EXPECT_TRUE(mentions(answer_to(one, "Batch 32"), "batches of one size only"));
   auto& actions = results.batches[2].runs.runs[0].pipeline->actions;
   std::swap(actions[0].micro_batch, actions[1].micro_batch);
   results.batches[0].runs.runs[0].all_reduces.bytes = 1024;
@@ -141,6 +156,13 @@ TEST(Lab10Answers, OneDeviceHasNoOverlap) {
                        "cpu:3, 2 devices in all instead of 4."))
       << text;
   EXPECT_TRUE(mentions(text, "the overlap is gone, against 60 % with a device for each")) << text;
+  auto& base = results.base.runs[0].pipeline->actions;
+  const auto measured = base;
+  std::erase_if(base, [](const auto& action) { return action.stage == 1; });
+  EXPECT_TRUE(mentions(answer_to(results, "several devices"),
+                       "ran at the same time, nor did they with a device for each stage;"))
+      << answer_to(results, "several devices");
+  base = measured;
   results.same_device = results.base;
   const std::string wrong = answer_to(results, "several devices");
   EXPECT_TRUE(wrong.starts_with("Against expectation several are still used:")) << wrong;
@@ -152,9 +174,15 @@ TEST(Lab10Answers, TheGainIsMeasuredAgainstSequential) {
   EXPECT_TRUE(mentions(text, "took 50.0 ms with one stage after the other, 29.0 ms with gpipe"))
       << text;
   EXPECT_TRUE(mentions(text, "gpipe was 1.72 times as fast as sequential")) << text;
+  EXPECT_TRUE(mentions(text, "29.0 ms with 1f1b and 27.0 ms with zero-bubble: gpipe was")) << text;
+  EXPECT_TRUE(mentions(text, "and zero-bubble was 1.85 times as fast as sequential.")) << text;
   EXPECT_TRUE(mentions(text, "allow gpipe 1.78 times")) << text;
+  Lab10Results noisy = made_lab10();
+  noisy.zero_bubble.runs[0].step_ms.mean = 60;
+  EXPECT_NE(answer_to(noisy, "pipelining gain"), text);
+  EXPECT_TRUE(mentions(answer_to(noisy, "pipelining gain"), "varied")) << "zero-bubble's runs";
   Lab10Results none = made_lab10({.shared_by = 2});
-  for (auto* set_up : {&none.gpipe, &none.one_f_one_b}) {
+  for (auto* set_up : {&none.gpipe, &none.one_f_one_b, &none.zero_bubble}) {
     for (auto& run : set_up->runs) run.step_ms.mean = 60;
   }
   const std::string slower = answer_to(none, "pipelining gain");
@@ -174,6 +202,9 @@ TEST(Lab10Answers, PredictionsAgreeOrNot) {
   Lab10Results apart = made_lab10();
   for (auto& run : apart.one_f_one_b.runs) run.pipeline->bubble = 0.4;
   EXPECT_TRUE(answer_to(apart, "predicted and measured").starts_with("Not here."));
+  apart = made_lab10();
+  for (auto& run : apart.zero_bubble.runs) run.pipeline->span_ms *= 2;
+  EXPECT_TRUE(answer_to(apart, "predicted and measured").starts_with("Not here."));
 }
 
 TEST(Lab10Answers, MemoryAndSimulation) {
@@ -185,6 +216,13 @@ TEST(Lab10Answers, MemoryAndSimulation) {
   const std::string others = answer_to(results, "other schedules");
   EXPECT_TRUE(mentions(others, "gpipe 27.0 ms with a bubble of 11 %, 1f1b 27.0 ms")) << others;
   EXPECT_TRUE(mentions(others, "shorter than 1f1b")) << others;
+  EXPECT_TRUE(mentions(others, "a step took 27.0 ms with a bubble of 4 %, with 1f1b 29.0"))
+      << others;
+  EXPECT_TRUE(mentions(others, "so it was 1.07 times as fast as 1f1b.")) << others;
+  EXPECT_TRUE(mentions(others, "Interleaved passes smaller stages on")) << others;
+  Lab10Results slower = made_lab10();
+  for (auto& run : slower.zero_bubble.runs) run.step_ms.mean = 58;
+  EXPECT_TRUE(mentions(answer_to(slower, "other schedules"), "2.00 times slower than 1f1b"));
   results.one_f_one_b = results.gpipe;
   EXPECT_TRUE(answer_to(results, "1f1b save").starts_with("Nothing that this run can show."));
 }
@@ -196,6 +234,9 @@ TEST(Lab10Answers, AxesAndLosses) {
                        "the data axis (2 wide) sent 8.00 KiB in 2 calls, predicted 8.00 KiB, "
                        "and took 1.50 ms, predicted 1.00 ms"))
       << axes;
+  EXPECT_FALSE(mentions(axes, "wait for the other side")) << axes;
+  results.base.runs[0].pipeline->axes[0].ms = 3;
+  EXPECT_TRUE(mentions(answer_to(results, "axis"), "wait for the other side"));
   const std::string same = answer_to(results, "numbers trained");
   EXPECT_TRUE(
       same.starts_with("No. The losses of 5 set-ups with 64 rows and those of one device "
@@ -203,6 +244,9 @@ TEST(Lab10Answers, AxesAndLosses) {
       << same;
   results.one_process.runs[0].losses[2] *= 1 + 1e-6;
   EXPECT_TRUE(mentions(answer_to(results, "numbers trained"), "which is rounding"));
+  Lab10Results split = made_lab10();
+  split.zero_bubble.runs[0].losses[2] = 1;
+  EXPECT_TRUE(answer_to(split, "numbers trained").starts_with("Not as it should be"));
   results.one_process.runs[0].losses[2] = 1;
   const std::string other = answer_to(results, "numbers trained");
   EXPECT_TRUE(other.starts_with("Not as it should be in this run.")) << other;

@@ -35,6 +35,7 @@ inline RunRecord made_hybrid(const MadeHybrid& made) {
   RunRecord record = made_run({.rows = made.rows, .ranks = made.ranks});
   record.devices.clear();
   record.split.assign(static_cast<size_t>(made.ranks), made.rows / made.ranks);
+  const bool split = made.schedule == "zero-bubble";
   PipelineRecord pipeline;
   pipeline.schedule = made.schedule;
   pipeline.micro_batches = made.micro_batches;
@@ -52,7 +53,8 @@ inline RunRecord made_hybrid(const MadeHybrid& made) {
            .layers = 4,
            .parameters = 1000,
            .forward_ms = 1,
-           .backward_ms = 2,
+           .backward_ms = split ? 1.0 : 2.0,
+           .weight_ms = split ? 1.0 : 0.0,
            .peak_micro_batches = simulation.peak_micro_batches[static_cast<size_t>(stage)],
            .message_bytes = stage + 1 < made.stages ? pipeline.rows.front() * 1024 : 0});
       if (stage == 0 || !made.same_device) {
@@ -152,6 +154,7 @@ inline cli::Lab10Results made_lab10(const MadeHybrid& like = {}) {
   results.sequential = scheduled("sequential", 6_MiB);
   results.gpipe = scheduled("gpipe", 16_MiB);
   results.one_f_one_b = scheduled("1f1b", 8_MiB);
+  results.zero_bubble = scheduled("zero-bubble", 9_MiB);
   return results;
 }
 
@@ -159,7 +162,7 @@ inline cli::Lab10Results made_lab10(const MadeHybrid& like = {}) {
 inline std::vector<cli::RunSet*> all_sets(cli::Lab10Results& results) {
   std::vector<cli::RunSet*> all = {&results.single,      &results.base,       &results.one_process,
                                    &results.same_device, &results.sequential, &results.gpipe,
-                                   &results.one_f_one_b};
+                                   &results.one_f_one_b, &results.zero_bubble};
   for (auto& sized : results.micro_batches) all.push_back(&sized.runs);
   for (auto& sized : results.batches) all.push_back(&sized.runs);
   return all;

@@ -29,7 +29,8 @@ TEST(Lab10Plan, QuickRunsEveryPartOnceAndTheSchedulesInTurns) {
   EXPECT_EQ(names_of(plan),
             (Words{"single", "base", "micro-batches-2", "micro-batches-8", "batch-32", "batch-128",
                    "one-process", "same-device", "sequential-run1", "gpipe-run1", "1f1b-run1",
-                   "sequential-run2", "gpipe-run2", "1f1b-run2"}));
+                   "zero-bubble-run1", "sequential-run2", "gpipe-run2", "1f1b-run2",
+                   "zero-bubble-run2"}));
   for (const auto& experiment : plan.experiments) {
     EXPECT_EQ(experiment.program, "practical10_hybrid") << experiment.name;
     EXPECT_TRUE(experiment.cores.empty()) << experiment.name;
@@ -102,6 +103,9 @@ TEST(Lab10Plan, BadValuesAreNamedWithARemedy) {
   expect_error(Code::kSplit, {"--batches 4", "larger --batches"}, [] {
     plan_lab10({.batches = {4, 64}}, cores(2));
   });
+  expect_error(Code::kUsage, {"--stages 6", "5 layers of --depth 1", "--depth 2 or more"},
+               [] { plan_lab10({.depth = 1, .stages = 6}, cores(2)); });
+  EXPECT_NO_THROW(plan_lab10({.depth = 1, .stages = 5}, cores(2)));
   const auto run = [](const LabRequest& request) {
     return [request] { run_lab_command(request, "lockstep lab"); };
   };
@@ -122,6 +126,7 @@ TEST(Lab10Results, CollectsEveryRecordToItsSetUp) {
   EXPECT_EQ(first(results.sequential), "sequential-run1");
   EXPECT_EQ(first(results.gpipe), "gpipe-run1");
   EXPECT_EQ(first(results.one_f_one_b), "1f1b-run1");
+  EXPECT_EQ(first(results.zero_bubble), "zero-bubble-run1");
   EXPECT_EQ(results.gpipe.runs.size(), 3U);
   EXPECT_EQ(results.gpipe.devices, 2);
   EXPECT_EQ(results.base.devices, 4);
@@ -193,6 +198,8 @@ TEST(Lab10Measures, SimulatesWithMeasuredTimes) {
   EXPECT_DOUBLE_EQ(ideal_bubble(2, 8), 1.0 / 9);
   RunSet odd = test::made_hybrid_set({.ranks = 1, .micro_batches = 7, .rows = 70});
   EXPECT_EQ(simulate_schedules(odd).size(), 3U) << "7 micro-batches cannot be interleaved on 2";
+  const RunSet rounds = test::made_hybrid_set({.ranks = 1, .stages = 3, .micro_batches = 8});
+  EXPECT_EQ(simulate_schedules(rounds).size(), 4U) << "8 micro-batches go through 3 in two rounds";
   odd.runs[0].pipeline->stages[0].forward_ms = 0;
   EXPECT_TRUE(simulate_schedules(odd).empty());
   odd.runs[0].pipeline.reset();
@@ -249,6 +256,9 @@ TEST(Lab10Tables, SchedulesRunAndSimulated) {
             (Words{"gpipe", "29.0 ± 0.0 ms", "1.72 ± 0.00", "11 %", "11 %", "27.0 ms", "27.0 ms",
                    "100 %", "8", "16.0 MiB / 16.0 MiB"}));
   EXPECT_EQ(row_with(schedules, "1f1b")[8], "2");
+  EXPECT_EQ(schedules.rows().size(), 4U);
+  EXPECT_EQ(row_with(schedules, "zero-bubble")[1], "27.0 ± 0.0 ms");
+  EXPECT_EQ(row_with(schedules, "zero-bubble")[9], "9.00 MiB / 9.00 MiB");
   EXPECT_TRUE(mentions(schedules.title(), "2 stages in one process, 8 micro-batches, 512 rows"));
   const Table simulated = simulated_table(results);
   EXPECT_EQ(row_with(simulated, "gpipe"), (Words{"gpipe", "2", "27.0 ms", "±0 %", "11 %", "8"}));
@@ -258,6 +268,9 @@ TEST(Lab10Tables, SchedulesRunAndSimulated) {
   noisy.others_busy_cores = 1;
   EXPECT_TRUE(mentions(schedules_table(noisy).terminal(false), "Warning: step times varied"));
   EXPECT_TRUE(mentions(schedules_table(noisy).terminal(false), "kept 1.0 cores busy"));
+  noisy = made_lab10();
+  noisy.zero_bubble.runs[0].step_ms.mean = 60;
+  EXPECT_TRUE(mentions(schedules_table(noisy).terminal(false), "Warning: step times varied"));
 }
 
 TEST(Lab10Tables, CommunicationPerAxis) {
@@ -275,7 +288,7 @@ TEST(Lab10Tables, CommunicationPerAxis) {
 
 TEST(Lab10Figures, PredictedStandsAboveMeasuredOnOneScale) {
   const auto figures = lab10_figures(made_lab10());
-  ASSERT_EQ(figures.size(), 5U);
+  ASSERT_EQ(figures.size(), 6U);
   const auto& base = std::get<Timeline>(figures[0].chart);
   ASSERT_EQ(base.rows.size(), 7U);
   EXPECT_EQ(base.rows[0].label, "predicted cpu:0");
@@ -287,12 +300,15 @@ TEST(Lab10Figures, PredictedStandsAboveMeasuredOnOneScale) {
   EXPECT_EQ(base.rows[3].spans.back().name, "S");
   EXPECT_EQ(base.legend, (Words{"F: forward", "B: backward", "", "S: synchronisation"}));
   EXPECT_EQ(std::get<Timeline>(figures[1].chart).rows[3].label, "measured cpu:0");
-  const auto& bubble = std::get<LineChart>(figures[3].chart);
+  EXPECT_EQ(std::get<Timeline>(figures[3].chart).legend,
+            (Words{"F: forward", "I: input gradient", "W: weight gradient", ""}));
+  const auto& bubble = std::get<LineChart>(figures[4].chart);
   ASSERT_EQ(bubble.series.size(), 3U);
   EXPECT_EQ(bubble.series[0].x, (std::vector<double>{2, 4, 8}));
   EXPECT_NEAR(bubble.series[0].y[1], 20, 1e-9);
   EXPECT_NEAR(bubble.series[2].y[1], 20, 1e-9);
-  const auto& time = std::get<BarChart>(figures[4].chart);
+  const auto& time = std::get<BarChart>(figures[5].chart);
+  EXPECT_EQ(time.categories, (Words{"sequential", "gpipe", "1f1b", "zero-bubble"}));
   EXPECT_DOUBLE_EQ(time.series[0].values[1], 27);
   EXPECT_DOUBLE_EQ(time.series[2].values[0], 50);
 }

@@ -334,7 +334,11 @@ TEST(Record, KeepsWhatAPipelineDid) {
   EXPECT_EQ(value.at("micro_batches"), 3);
   EXPECT_EQ(value.at("schedule"), "1f1b");
   EXPECT_EQ(value.at("bubble"), (json{{"predicted", 0.25}, {"measured", 0.375}}));
-  EXPECT_EQ(value.at("device_of_stage"), (json{"cpu:0", "cpu:2"})) << "rank 0's";
+  EXPECT_EQ(value.at("device_of_stage"), (json{"cpu:0", "cpu:2"})) << "the lowest rank's";
+  RunRecord over_ranks = record;
+  over_ranks.pipeline->stages = {{.rank = 0, .stage = 0, .device = "cpu:0"},
+                                 {.rank = 1, .stage = 1, .device = "cpu:1"}};
+  EXPECT_EQ(to_json(over_ranks).at("device_of_stage"), (json{"cpu:0", "cpu:1"}));
   const RunRecord again = record_from_json(json::parse(value.dump()));
   EXPECT_EQ(to_json(again), value);
   ASSERT_TRUE(again.pipeline);
