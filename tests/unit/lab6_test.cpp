@@ -159,7 +159,8 @@ TEST(LabCommand, RefusesWhatALabDoesNotHave) {
   const auto run = [](const LabRequest& request) {
     return [request] { run_lab_command(request, "lockstep lab"); };
   };
-  expect_error(Code::kUsage, {"there is no lab \"8\"", "5, 6, 7, 10 and homework2"}, run({"8", {}}));
+  expect_error(Code::kUsage, {"there is no lab \"8\"", "5, 6, 7, 10 and homework2"},
+               run({"8", {}}));
   expect_error(Code::kUsage, {"lab 5 has no --ranks", "belongs to lab 6"},
                run({"5", {.ranks = {2}}}));
   expect_error(Code::kUsage, {"lab 5 has no --bucket-mib"}, run({"5", {.bucket_mib = 1}}));
