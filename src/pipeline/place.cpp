@@ -72,6 +72,7 @@ void Place::do_action(const Action& action, const StepPlan& plan) {
   pass_on(action, plan, result);
   auto& left = backwards_left_[static_cast<size_t>(action.stage)];
   if (completes(action.kind) && --left == 0) {
+    gradients_complete_[action.stage] = timed_.back().end;
     auto& sync = at(action.stage).sync;
     if (sync) sync->launch(plan.synchronise, plan.weight);
   }
@@ -214,7 +215,12 @@ void Place::add_spans(StepTrace& trace) const {
   for (const auto& [action, begin, end] : timed_) {
     trace.actions.push_back({action, index_, begin.ns(), end.ns()});
   }
-  trace.syncs.insert(trace.syncs.end(), syncs_.begin(), syncs_.end());
+  for (SyncSpan sync : syncs_) {
+    // The host launches ahead of a GPU, whose gradients it then waits for.
+    sync.begin_ns = std::max(sync.begin_ns, gradients_complete_.at(sync.stage).ns());
+    sync.end_ns = std::max(sync.end_ns, sync.begin_ns);
+    trace.syncs.push_back(sync);
+  }
 }
 
 }  // namespace lockstep

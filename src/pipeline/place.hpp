@@ -1,5 +1,6 @@
 #pragma once
 
+#include <map>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -92,7 +93,8 @@ class Place {
   // Of the last run.
   std::vector<Timed> timed_;
   std::vector<SyncSpan> syncs_;
-  std::vector<int> backwards_left_;  // [stage] until its gradients are complete
+  std::map<int, Moment> gradients_complete_;  // [stage]
+  std::vector<int> backwards_left_;           // [stage] until its gradients are complete
   torch::Tensor loss_;
   StreamOrder end_;
 };

@@ -230,6 +230,12 @@ TEST_F(CudaPipeline, RanksWithTheirOwnStagesTrainAsTheCpu) {
         optimizer.zero_grad();
       }
       EXPECT_EQ(pipeline.last_step().syncs.size(), 2u);
+      for (const auto& sync : pipeline.last_step().syncs) {
+        for (const auto& span : pipeline.last_step().actions) {
+          if (span.action.stage != sync.stage) continue;
+          EXPECT_LE(span.end_ns, sync.begin_ns) << "averaged when its gradients are complete";
+        }
+      }
       found[rank] = weights_of(pipeline.parameters());
     });
   }
