@@ -12,10 +12,6 @@
 namespace lockstep {
 namespace {
 
-std::vector<torch::nn::Sequential> cut(const torch::nn::Sequential& net, int stages) {
-  return split_stages(net, cut_by_count(static_cast<int64_t>(net->size()), stages));
-}
-
 /// Throws at its call number `at`, from 0; in backward where `backward`.
 torch::nn::Functional thrower(int at, bool backward = false) {
   return torch::nn::Functional(
@@ -40,8 +36,8 @@ torch::nn::Sequential net_with(const torch::nn::Functional& part) {
 
 TEST(PipelineErrors, AForwardThatThrowsIsNamed) {
   for (const std::string name : {"gpipe", "1f1b", "zero-bubble"}) {
-    Pipeline pipeline(cut(net_with(thrower(2)), 2), Devices("cpu:2"), make_schedule(name, 2, 4),
-                      {.loss = test::mse});
+    Pipeline pipeline(test::cut(net_with(thrower(2)), 2), Devices("cpu:2"),
+                      make_schedule(name, 2, 4), {.loss = test::mse});
     const auto batch = test::draw_rows(8, 1);
     test::expect_error(Code::kStageFailed,
                        {"forward of micro-batch 2 in stage 1 on cpu:1 of rank 0", "[2, 12] float32",
@@ -53,7 +49,7 @@ TEST(PipelineErrors, AForwardThatThrowsIsNamed) {
 }
 
 TEST(PipelineErrors, ABackwardThatThrowsIsNamed) {
-  Pipeline pipeline(cut(net_with(thrower(1, true)), 2), Devices("cpu:2"), gpipe(2, 4),
+  Pipeline pipeline(test::cut(net_with(thrower(1, true)), 2), Devices("cpu:2"), gpipe(2, 4),
                     {.loss = test::mse});
   const auto batch = test::draw_rows(8, 1);
   test::expect_error(Code::kStageFailed, {"backward of micro-batch 1 in stage 1 on cpu:1"},
@@ -62,7 +58,7 @@ TEST(PipelineErrors, ABackwardThatThrowsIsNamed) {
 
 TEST(PipelineErrors, StagesThatDoNotFitAreNamedWithTheShape) {
   torch::nn::Sequential net(torch::nn::Linear(test::kWidth, 5), torch::nn::Linear(6, test::kWidth));
-  Pipeline pipeline(cut(net, 2), Devices("cpu:2"), one_f_one_b(2, 2), {.loss = test::mse});
+  Pipeline pipeline(test::cut(net, 2), Devices("cpu:2"), one_f_one_b(2, 2), {.loss = test::mse});
   const auto batch = test::draw_rows(8, 1);
   test::expect_error(Code::kStageFailed, {"forward of micro-batch 0 in stage 1", "[4, 5] float32"},
                      [&] { pipeline.step(batch.x, batch.y); });
@@ -75,7 +71,7 @@ TEST(PipelineErrors, ImpossibleRequestsAreRefused) {
                        Schedule schedule, PipelineOptions options) {
     Pipeline pipeline(std::move(stages), Devices(devices), std::move(schedule), std::move(options));
   };
-  const auto stages = [] { return cut(test::deep_mlp(2), 2); };
+  const auto stages = [] { return test::cut(test::deep_mlp(2), 2); };
   test::expect_error(Code::kUsage, {"without a loss"},
                      [&] { make(stages(), "cpu:2", gpipe(2, 2), {}); });
   test::expect_error(Code::kPlacement, {"2 places", "1 devices"},
@@ -100,7 +96,8 @@ TEST(PipelineErrors, ImpossibleRequestsAreRefused) {
 }
 
 TEST(PipelineErrors, BatchesThatDoNotFitAreRefused) {
-  Pipeline pipeline(cut(test::deep_mlp(2), 2), Devices("cpu:2"), gpipe(2, 4), {.loss = test::mse});
+  Pipeline pipeline(test::cut(test::deep_mlp(2), 2), Devices("cpu:2"), gpipe(2, 4),
+                    {.loss = test::mse});
   const auto few = test::draw_rows(3, 1);
   const auto some = test::draw_rows(8, 1);
   test::expect_error(Code::kStageMismatch, {"3 rows", "4 micro-batches"},
@@ -134,7 +131,7 @@ TEST(PipelineErrors, AFailedStageStopsAllRanks) {
 TEST(PipelineErrors, ARankThatLeavesStopsTheOthers) {
   const auto outcomes = test::outcomes_of_ranks(2, [](const Communicator& comm) {
     const Devices devices("cpu:1");
-    Pipeline pipeline(cut(test::deep_mlp(4), 2), comm, devices[0], one_f_one_b(2, 4),
+    Pipeline pipeline(test::cut(test::deep_mlp(4), 2), comm, devices[0], one_f_one_b(2, 4),
                       {.loss = test::mse});
     const auto batch = test::draw_rows(8, 1);
     pipeline.step(batch.x, batch.y);
@@ -154,7 +151,7 @@ TEST(PipelineErrors, AShapeThatChangesBetweenRanksIsNamed) {
                                 return (*calls)++ < 3 ? x : x.reshape({x.size(0), 2, -1});
                               }),
                               torch::nn::Flatten(), torch::nn::Linear(test::kWidth, test::kWidth));
-    Pipeline pipeline(cut(net, 2), comm, devices[0], gpipe(2, 4), {.loss = test::mse});
+    Pipeline pipeline(test::cut(net, 2), comm, devices[0], gpipe(2, 4), {.loss = test::mse});
     const auto batch = test::draw_rows(8, 1);
     pipeline.step(batch.x, batch.y);
   });
@@ -167,7 +164,7 @@ TEST(PipelineErrors, AShapeThatChangesBetweenRanksIsNamed) {
 TEST(PipelineErrors, RanksWithDifferentSchedulesAreRefused) {
   const auto outcomes = test::outcomes_of_ranks(2, [](const Communicator& comm) {
     const Devices devices("cpu:1");
-    Pipeline pipeline(cut(test::deep_mlp(2), 2), comm, devices[0], gpipe(2, 2 + comm.rank()),
+    Pipeline pipeline(test::cut(test::deep_mlp(2), 2), comm, devices[0], gpipe(2, 2 + comm.rank()),
                       {.loss = test::mse});
   });
   for (const auto& outcome : outcomes) {
@@ -179,7 +176,7 @@ TEST(PipelineErrors, RanksWithDifferentSchedulesAreRefused) {
 TEST(PipelineErrors, RanksWithDifferentBatchesAreRefused) {
   const auto outcomes = test::outcomes_of_ranks(2, [](const Communicator& comm) {
     const Devices devices("cpu:1");
-    Pipeline pipeline(cut(test::deep_mlp(2), 2), comm, devices[0], gpipe(2, 2),
+    Pipeline pipeline(test::cut(test::deep_mlp(2), 2), comm, devices[0], gpipe(2, 2),
                       {.loss = test::mse});
     const auto batch = test::draw_rows(8 + comm.rank(), 1);
     pipeline.step(batch.x, batch.y);

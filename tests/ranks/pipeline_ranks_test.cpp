@@ -17,10 +17,6 @@ using test::Trained;
 
 constexpr int kSteps = 10;
 
-std::vector<torch::nn::Sequential> cut(const torch::nn::Sequential& net, int stages) {
-  return split_stages(net, cut_by_count(static_cast<int64_t>(net->size()), stages));
-}
-
 // Nets are made one after the other: libtorch's generator is shared by ranks that are threads.
 std::mutex& seeding() {
   static std::mutex mutex;
@@ -106,7 +102,7 @@ TEST_P(HybridParity, RanksOfAMeshTrainAsOneDevice) {
     const Mesh mesh(world, {{"dp", shape.data}, {"pp", schedule.places()}});
     const Devices devices("cpu:1");
     const auto net = make_net(shape);
-    Pipeline pipeline(cut(net, shape.stages), mesh.axis("pp"), devices[0], schedule,
+    Pipeline pipeline(test::cut(net, shape.stages), mesh.axis("pp"), devices[0], schedule,
                       {.loss = test::mse, .data = mesh.axis("dp")});
     std::vector<double> losses;
     train(pipeline, mesh.axis("dp"), shape, losses);
@@ -123,7 +119,7 @@ TEST_P(HybridParity, RanksWithTheirOwnStagesTrainAsOneDevice) {
   test::run_ranks(shape.data, [&](const Communicator& world) {
     const Devices devices("cpu:" + std::to_string(schedule.places()));
     const auto net = make_net(shape);
-    Pipeline pipeline(cut(net, shape.stages), devices, schedule,
+    Pipeline pipeline(test::cut(net, shape.stages), devices, schedule,
                       {.loss = test::mse, .data = world});
     std::vector<double> losses;
     train(pipeline, world, shape, losses);
@@ -164,7 +160,7 @@ TEST(PipelineRanks, LargeMessagesDoNotWaitForEachOther) {
       torch::manual_seed(1);
       for (int i = 0; i < 3; ++i) net->push_back(torch::nn::Linear(512, 512));
     }
-    Pipeline pipeline(cut(net, 3), comm, devices[0], one_f_one_b(3, 6), {.loss = test::mse});
+    Pipeline pipeline(test::cut(net, 3), comm, devices[0], one_f_one_b(3, 6), {.loss = test::mse});
     const auto x = torch::ones({6 * 2048, 512});
     EXPECT_GT(pipeline.step(x, x).item<double>(), 0);
     const int64_t neighbours = comm.rank() == 1 ? 2 : 1;
@@ -177,7 +173,7 @@ TEST(PipelineRanks, OnlyTheEndsNeedTheBatch) {
   test::run_ranks(3, [](const Communicator& comm) {
     const Devices devices("cpu:1");
     torch::nn::Sequential net = make_net({"1f1b", 1, 3, 4, 8});
-    auto stages = cut(net, 3);
+    auto stages = test::cut(net, 3);
     for (int stage = 0; stage < 3; ++stage) {
       if (stage != comm.rank()) stages[static_cast<size_t>(stage)] = nullptr;
     }
@@ -199,7 +195,7 @@ TEST(PipelineRanks, StagesSkipAStepTogether) {
   test::run_ranks(2, [](const Communicator& comm) {
     const Devices devices("cpu:1");
     auto net = make_net({"1f1b", 1, 2, 2, 8});
-    Pipeline pipeline(cut(net, 2), comm, devices[0], one_f_one_b(2, 2), {.loss = test::mse});
+    Pipeline pipeline(test::cut(net, 2), comm, devices[0], one_f_one_b(2, 2), {.loss = test::mse});
     Sgd optimizer(pipeline.parameters(), {.lr = 0.1});
     GradScaler scaler({.init_scale = 8, .model_parallel = comm});
     const auto before = test::copies(pipeline.parameters());
@@ -220,7 +216,8 @@ TEST(PipelineRanks, AnUpdateFromUnaveragedGradientsIsRefused) {
   const auto outcomes = test::outcomes_of_ranks(2, [](const Communicator& comm) {
     const Devices devices("cpu:2");
     auto net = make_net({"1f1b", 2, 2, 2, 8});
-    Pipeline pipeline(cut(net, 2), devices, one_f_one_b(2, 2), {.loss = test::mse, .data = comm});
+    Pipeline pipeline(test::cut(net, 2), devices, one_f_one_b(2, 2),
+                      {.loss = test::mse, .data = comm});
     torch::optim::SGD optimizer(pipeline.parameters(), 0.1);
     const auto batch = draw(8, 0);
     pipeline.step(batch.x, batch.y, {.synchronise = false});
@@ -237,7 +234,7 @@ TEST(PipelineRanks, GradientsLieInBuckets) {
   test::run_ranks(2, [](const Communicator& comm) {
     const Devices devices("cpu:1");
     auto net = make_net({"gpipe", 2, 2, 2, 8});
-    Pipeline pipeline(cut(net, 1), devices, gpipe(1, 2),
+    Pipeline pipeline(test::cut(net, 1), devices, gpipe(1, 2),
                       {.loss = test::mse, .data = comm, .bucket_cap_bytes = 64});
     const auto batch = draw(8, comm.rank());
     pipeline.step(batch.x, batch.y);

@@ -18,10 +18,6 @@
 namespace lockstep {
 namespace {
 
-std::vector<torch::nn::Sequential> cut(const torch::nn::Sequential& net, int stages) {
-  return split_stages(net, cut_by_count(static_cast<int64_t>(net->size()), stages));
-}
-
 torch::nn::Functional step_of(std::function<torch::Tensor(const torch::Tensor&)> work) {
   return torch::nn::Functional(std::move(work));
 }
@@ -44,7 +40,7 @@ TEST(PipelineReview, AutocastFindsNoCastsWithoutHistory) {
   const auto train = [&](const torch::nn::Sequential& net, PipelineOptions options, bool evaluate) {
     options.loss = test::mse;
     const Devices devices("cpu:1");
-    Pipeline pipeline(cut(net, 2), Communicator::self(), devices[0],
+    Pipeline pipeline(test::cut(net, 2), Communicator::self(), devices[0],
                       on_places(one_f_one_b(2, 2), std::vector<int>{0, 0}), options);
     const Autocast amp(torch::kCPU, torch::kBFloat16);
     if (evaluate) pipeline.evaluate(batch.x);
@@ -96,7 +92,7 @@ TEST(PipelineReview, ComplexActivationsCarryGradients) {
   auto alone = make();
   test::mse(alone->forward(batch.x), batch.y).backward();
   const auto net = make();
-  Pipeline pipeline(cut(net, 2), Devices("cpu:2"), gpipe(2, 2), {.loss = test::mse});
+  Pipeline pipeline(test::cut(net, 2), Devices("cpu:2"), gpipe(2, 2), {.loss = test::mse});
   pipeline.step(batch.x, batch.y);
   expect_gradients(net, alone, "complex");
 }

@@ -57,6 +57,11 @@ inline torch::nn::Sequential small_transformer(int64_t blocks, uint64_t seed = 8
   return net;
 }
 
+/// Into stages of as many layers each.
+inline std::vector<torch::nn::Sequential> cut(const torch::nn::Sequential& net, int stages) {
+  return split_stages(net, cut_by_count(static_cast<int64_t>(net->size()), stages));
+}
+
 struct Rows {
   torch::Tensor x;
   torch::Tensor y;

@@ -37,10 +37,6 @@ Trained train(Pipeline& pipeline, int64_t rows, int accumulate = 1) {
   return trained;
 }
 
-std::vector<torch::nn::Sequential> cut(const torch::nn::Sequential& net, int stages) {
-  return split_stages(net, cut_by_count(static_cast<int64_t>(net->size()), stages));
-}
-
 struct Case {
   std::string schedule;
   int stages;
@@ -62,7 +58,7 @@ TEST_P(PipelineParity, WeightsAndLossesAreThoseOfOneDevice) {
     const auto make = [&] { return transformer ? test::small_transformer(4) : test::deep_mlp(4); };
     const Trained alone = test::train_alone(make(), kSteps, rows);
     const Devices devices("cpu:" + std::to_string(schedule.places()));
-    Pipeline pipeline(cut(make(), stages), devices, schedule, {.loss = test::mse});
+    Pipeline pipeline(test::cut(make(), stages), devices, schedule, {.loss = test::mse});
     test::expect_same(train(pipeline, rows), alone, transformer ? "transformer" : "mlp");
   }
 }
@@ -83,14 +79,15 @@ TEST(Pipeline, StagesMayShareADevice) {
   const Trained alone = test::train_alone(test::deep_mlp(4), kSteps, 8);
   for (const std::vector<int>& places : {std::vector<int>{0, 0, 0}, {0, 1, 0}, {1, 0, 0}}) {
     const auto schedule = on_places(one_f_one_b(3, 4), places);
-    Pipeline pipeline(cut(test::deep_mlp(4), 3), Devices("cpu:2"), schedule, {.loss = test::mse});
+    Pipeline pipeline(test::cut(test::deep_mlp(4), 3), Devices("cpu:2"), schedule,
+                      {.loss = test::mse});
     test::expect_same(train(pipeline, 8), alone, "shared");
   }
 }
 
 TEST(Pipeline, AccumulatesOverCalls) {
   const Trained alone = test::train_alone(test::deep_mlp(4), kSteps, 8, 3);
-  Pipeline pipeline(cut(test::deep_mlp(4), 2), Devices("cpu:2"), one_f_one_b(2, 4),
+  Pipeline pipeline(test::cut(test::deep_mlp(4), 2), Devices("cpu:2"), one_f_one_b(2, 4),
                     {.loss = test::mse});
   test::expect_same(train(pipeline, 8, 3), alone, "accumulated");
 }
@@ -98,13 +95,13 @@ TEST(Pipeline, AccumulatesOverCalls) {
 TEST(Pipeline, RecomputedStagesGiveTheSameAndHoldLess) {
   const Trained alone = test::train_alone(test::deep_mlp(4), kSteps, 8);
   for (const std::string name : {"1f1b", "zero-bubble"}) {
-    Pipeline pipeline(cut(test::deep_mlp(4), 2), Devices("cpu:2"), make_schedule(name, 2, 4),
+    Pipeline pipeline(test::cut(test::deep_mlp(4), 2), Devices("cpu:2"), make_schedule(name, 2, 4),
                       {.loss = test::mse, .recompute = {0, 1}});
     test::expect_same(train(pipeline, 8), alone, "recomputed, " + name);
   }
   const auto peak_of = [](const std::vector<int>& recompute) {
     const Devices devices("cpu:2");
-    Pipeline pipeline(cut(test::deep_mlp(12), 2), devices, gpipe(2, 8),
+    Pipeline pipeline(test::cut(test::deep_mlp(12), 2), devices, gpipe(2, 8),
                       {.loss = test::mse, .recompute = recompute});
     const auto batch = test::draw_rows(512, 1);
     pipeline.step(batch.x, batch.y);
@@ -118,7 +115,7 @@ TEST(Pipeline, RecomputedStagesGiveTheSameAndHoldLess) {
 TEST(Pipeline, OneFOneBHoldsLessThanGpipe) {
   const auto peak_of = [](const Schedule& schedule) {
     const Devices devices("cpu:2");
-    Pipeline pipeline(cut(test::deep_mlp(8), 2), devices, schedule, {.loss = test::mse});
+    Pipeline pipeline(test::cut(test::deep_mlp(8), 2), devices, schedule, {.loss = test::mse});
     const auto batch = test::draw_rows(1024, 1);
     pipeline.step(batch.x, batch.y);
     devices[0].reset_peak_memory();
@@ -142,7 +139,8 @@ TEST(Pipeline, RandomNumbersDoNotDependOnTheSchedule) {
       net->push_back(torch::nn::Dropout(0.5));
     }
     const Devices devices("cpu:2");
-    Pipeline pipeline(cut(net, 2), devices, schedule, {.loss = test::mse, .recompute = recompute});
+    Pipeline pipeline(test::cut(net, 2), devices, schedule,
+                      {.loss = test::mse, .recompute = recompute});
     torch::manual_seed(11);
     Trained trained;
     torch::optim::SGD optimizer(pipeline.parameters(), 0.1);
@@ -178,7 +176,7 @@ TEST(Pipeline, BatchNormSeesEachMicroBatchOnce) {
   for (const auto& part : batch.x.tensor_split(3)) expected->forward(part);
   for (const auto& recompute : {std::vector<int>{}, std::vector<int>{0}}) {
     auto net = make();
-    Pipeline pipeline(cut(net, 2), Devices("cpu:2"), gpipe(2, 3),
+    Pipeline pipeline(test::cut(net, 2), Devices("cpu:2"), gpipe(2, 3),
                       {.loss = test::mse, .recompute = recompute});
     pipeline.step(batch.x, batch.y);
     for (const auto& item : expected->named_buffers()) {
@@ -199,7 +197,7 @@ TEST(Pipeline, AutocastHoldsInEveryForward) {
   torch::nn::Sequential net(
       torch::nn::Linear(test::kWidth, test::kWidth), torch::nn::Functional(spy),
       torch::nn::Linear(test::kWidth, test::kWidth), torch::nn::Functional(spy));
-  Pipeline pipeline(cut(net, 2), Devices("cpu:2"), one_f_one_b(2, 4), {.loss = test::mse});
+  Pipeline pipeline(test::cut(net, 2), Devices("cpu:2"), one_f_one_b(2, 4), {.loss = test::mse});
   const auto batch = test::draw_rows(8, 3);
   torch::Tensor loss;
   {
@@ -227,7 +225,7 @@ TEST(Pipeline, Bf16GradientsAreThoseOfOneDevice) {
       loss.backward();
     }
     auto other = test::deep_mlp(4);
-    Pipeline pipeline(cut(other, 2), Devices("cpu:2"), make_schedule(name, 2, 1),
+    Pipeline pipeline(test::cut(other, 2), Devices("cpu:2"), make_schedule(name, 2, 1),
                       {.loss = test::mse});
     {
       const Autocast amp(torch::kCPU, torch::kBFloat16);
@@ -242,7 +240,7 @@ TEST(Pipeline, Bf16GradientsAreThoseOfOneDevice) {
 }
 
 TEST(Pipeline, AScalerScalesWhatGoesBackwardOnly) {
-  Pipeline pipeline(cut(test::deep_mlp(4), 2), Devices("cpu:2"), one_f_one_b(2, 4),
+  Pipeline pipeline(test::cut(test::deep_mlp(4), 2), Devices("cpu:2"), one_f_one_b(2, 4),
                     {.loss = test::mse});
   GradScaler scaler({.init_scale = 1024});
   Sgd optimizer(pipeline.parameters(), {.lr = 0.1});
@@ -261,7 +259,8 @@ TEST(Pipeline, AScalerScalesWhatGoesBackwardOnly) {
 TEST(Pipeline, OptimizersMayRunOnTheStagesDevices) {
   const Trained alone = test::train_alone(test::deep_mlp(4), kSteps, 8);
   const Devices devices("cpu:2");
-  Pipeline pipeline(cut(test::deep_mlp(4), 2), devices, one_f_one_b(2, 4), {.loss = test::mse});
+  Pipeline pipeline(test::cut(test::deep_mlp(4), 2), devices, one_f_one_b(2, 4),
+                    {.loss = test::mse});
   std::vector<std::unique_ptr<Sgd>> optimizers;
   for (const int stage : pipeline.local_stages()) {
     optimizers.push_back(
@@ -287,7 +286,7 @@ TEST(Pipeline, EvaluatesWithoutGradients) {
   auto net = test::deep_mlp(4);
   const auto batch = test::draw_rows(10, 4);
   const auto expected = net->forward(batch.x).detach();
-  Pipeline pipeline(cut(net, 3), Devices("cpu:3"), one_f_one_b(3, 4), {.loss = test::mse});
+  Pipeline pipeline(test::cut(net, 3), Devices("cpu:3"), one_f_one_b(3, 4), {.loss = test::mse});
   const auto out = pipeline.evaluate(batch.x);
   EXPECT_FALSE(out.requires_grad());
   test::expect_close(out, expected, "output");
@@ -303,7 +302,7 @@ TEST(Pipeline, SumsOfRowsAreNotWeighted) {
   const auto loss = sum(net->forward(batch.x), batch.y);
   loss.backward();
   auto other = test::deep_mlp(4);
-  Pipeline pipeline(cut(other, 2), Devices("cpu:2"), one_f_one_b(2, 3),
+  Pipeline pipeline(test::cut(other, 2), Devices("cpu:2"), one_f_one_b(2, 3),
                     {.loss = sum, .reduction = LossReduction::kSum});
   EXPECT_NEAR(pipeline.step(batch.x, batch.y).item<double>(), loss.item<double>(), 1e-4);
   const auto expected = net->parameters();
@@ -318,7 +317,7 @@ TEST(Pipeline, RunsExactlyTheScheduleGiven) {
   for (const std::string& name : schedule_names()) {
     const auto schedule = make_schedule(name, 4, 4);
     const Devices devices("cpu:" + std::to_string(schedule.places()));
-    Pipeline pipeline(cut(test::deep_mlp(4), 4), devices, schedule, {.loss = test::mse});
+    Pipeline pipeline(test::cut(test::deep_mlp(4), 4), devices, schedule, {.loss = test::mse});
     const auto batch = test::draw_rows(8, 4);
     pipeline.step(batch.x, batch.y);
     std::vector<std::vector<Action>> ran(schedule.actions.size());
@@ -337,7 +336,7 @@ TEST(Pipeline, RunsExactlyTheScheduleGiven) {
 TEST(Pipeline, WeightsLieOnTheirStagesDevices) {
   const Devices devices("cpu:2");
   auto net = test::deep_mlp(4);
-  Pipeline pipeline(cut(net, 2), devices, one_f_one_b(2, 2), {.loss = test::mse});
+  Pipeline pipeline(test::cut(net, 2), devices, one_f_one_b(2, 2), {.loss = test::mse});
   for (const int stage : {0, 1}) {
     EXPECT_EQ(&pipeline.device_of(stage), &devices[static_cast<size_t>(stage)]);
     for (const auto& parameter : pipeline.stage(stage)->parameters()) {
@@ -360,7 +359,7 @@ TEST(Pipeline, FrozenStagesAreLeftAlone) {
   }
   const auto before = test::copies(net->parameters());
   for (const std::string name : {"1f1b", "zero-bubble"}) {
-    Pipeline pipeline(cut(net, 2), Devices("cpu:2"), make_schedule(name, 2, 2),
+    Pipeline pipeline(test::cut(net, 2), Devices("cpu:2"), make_schedule(name, 2, 2),
                       {.loss = test::mse});
     EXPECT_EQ(pipeline.parameters().size(), 4u);
     const auto batch = test::draw_rows(8, 4);
