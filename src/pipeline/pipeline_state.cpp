@@ -2,6 +2,9 @@
 
 #include <fmt/format.h>
 
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
 #include <algorithm>
 #include <future>
 #include <numeric>
@@ -16,24 +19,16 @@
 namespace lockstep {
 namespace {
 
-constexpr uint64_t kHashStart = 0xcbf29ce484222325;
-
 // Of who does what in which order: ranks of one pipeline must agree on it.
 int64_t fingerprint(const Schedule& schedule) {
-  uint64_t hash = kHashStart;
-  const auto mix = [&hash](int value) {
-    hash = (hash ^ static_cast<uint64_t>(value)) * 0x100000001b3;
-  };
-  mix(schedule.micro_batches);
-  for (const int place : schedule.place_of_stage) mix(place);
+  std::vector<int> parts = {schedule.micro_batches};
+  parts.insert(parts.end(), schedule.place_of_stage.begin(), schedule.place_of_stage.end());
   for (const auto& actions : schedule.actions) {
     for (const auto& [kind, stage, micro_batch] : actions) {
-      mix(static_cast<int>(kind));
-      mix(stage);
-      mix(micro_batch);
+      parts.insert(parts.end(), {static_cast<int>(kind), stage, micro_batch});
     }
   }
-  return static_cast<int64_t>(hash >> 1);
+  return static_cast<int64_t>(XXH3_64bits(parts.data(), parts.size() * sizeof(int)) >> 1);
 }
 
 torch::Device host() {
@@ -251,10 +246,6 @@ StepPlan Pipeline::State::plan_rows(const torch::Tensor& x, const torch::Tensor&
     plan.loss_shares.push_back(mean ? static_cast<double>(count) / static_cast<double>(rows) : 1.0);
   }
   plan.weight = mean ? static_cast<double>(rows) : 1.0;
-  plan.callers.resize(static_cast<size_t>(schedule.places()));
-  for (const auto& place : places_) {
-    plan.callers[static_cast<size_t>(place->index())] = StreamOrder::now(place->device());
-  }
   return plan;
 }
 
@@ -274,9 +265,6 @@ torch::Tensor Pipeline::State::step(const torch::Tensor& x, const torch::Tensor&
   if (how.scaler != nullptr) {
     plan.loss_scale = how.scaler->scale(
         torch::ones({}, torch::TensorOptions().device(last_device().torch_device())));
-    for (const auto& place : places_) {  // what it was made with lies before the step too
-      plan.callers[static_cast<size_t>(place->index())] = StreamOrder::now(place->device());
-    }
   }
   last_step.reset();
   run_places("pipeline", [&](Place& place) { place.run(plan); });
@@ -312,12 +300,8 @@ torch::Tensor Pipeline::State::evaluate(const torch::Tensor& x) {
 }
 
 void Pipeline::State::for_each_stage(const char* name, const std::function<void(int)>& work) {
-  std::vector<StreamOrder> callers;
-  for (const auto& place : places_) callers.push_back(StreamOrder::now(place->device()));
   run_places(name, [&](Place& place) {
-    callers[axis_ ? 0 : static_cast<size_t>(place.index())].hold_back(place.device());
     for (const auto& each : place.stages()) work(each->stage.index());
-    place.mark_end();
   });
 }
 
@@ -351,14 +335,11 @@ void Pipeline::State::run_places(const char* name, const std::function<void(Plac
 
 void Pipeline::State::run_here(const std::function<void(Place&)>& work) {
   Place& place = *places_.front();
+  const StreamOrder caller = StreamOrder::now(place.device());
   const UseDevice home(place.device());
-  try {
-    work(place);
-  } catch (const std::exception& error) {
-    place.give_up(describe(error));
-    axis_->abort(describe(error));
-    throw;
-  }
+  caller.hold_back(place.device());
+  or_abort([&] { work(place); });
+  place.mark_end();
 }
 
 void Pipeline::State::run_on_workers(const char* name, const std::function<void(Place&)>& work) {
@@ -366,14 +347,17 @@ void Pipeline::State::run_on_workers(const char* name, const std::function<void(
   exchange_.clear();
   std::vector<std::future<void>> running;
   for (const auto& place : places_) {
-    running.push_back(place->device().submit(name, [this, &work, &place = *place] {
-      try {
-        work(place);
-      } catch (...) {
-        exchange_.fail(std::current_exception());  // unless that is what stopped this one
-        place.mark_end();
-      }
-    }));
+    auto caller = StreamOrder::now(place->device());
+    running.push_back(
+        place->device().submit(name, [this, &work, &place = *place, caller = std::move(caller)] {
+          caller.hold_back(place.device());
+          try {
+            work(place);
+          } catch (...) {
+            exchange_.fail(std::current_exception());  // unless that is what stopped this one
+          }
+          place.mark_end();
+        }));
   }
   for (const auto& each : running) each.wait();
   const std::exception_ptr error = exchange_.error();

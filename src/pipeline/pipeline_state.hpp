@@ -47,8 +47,8 @@ class Pipeline::State {
   template <class Call>
   auto or_abort(const Call& call) const;
 
-  // Runs `work` for every local place, on its device; all of it has ended when this returns or
-  // throws.
+  // Runs `work` for every local place, on its device, after the caller's work there and before what
+  // the caller does next; all of it has ended when this returns or throws.
   void run_places(const char* name, const std::function<void(Place&)>& work);
   void run_on_workers(const char* name, const std::function<void(Place&)>& work);
   void run_here(const std::function<void(Place&)>& work);

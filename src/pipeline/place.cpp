@@ -42,7 +42,6 @@ void Place::run(const StepPlan& plan) {
   syncs_.clear();
   loss_ = torch::Tensor();
   backwards_left_.assign(static_cast<size_t>(schedule_.stages()), schedule_.micro_batches);
-  plan.callers[static_cast<size_t>(index_)].hold_back(device_);
   for (const auto& each : stages_) {
     if (each->sync) each->sync->begin_step(plan.share_buffers);
   }
@@ -54,20 +53,24 @@ void Place::run(const StepPlan& plan) {
     if (!each->sync) continue;
     if (const auto span = each->sync->finish()) syncs_.push_back(*span);
   }
-  mark_end();
 }
 
-void Place::do_action(const Action& action, const StepPlan& plan) {
-  const torch::Tensor input = input_of(action, plan);
-  const Moment begin = Moment::now(device_);
-  torch::Tensor result;
+template <class Work>
+torch::Tensor Place::attempt(const Action& action, const torch::Tensor& input,
+                             const Work& work) const {
   try {
-    result = compute(action, plan, input);
+    return work();
   } catch (const RankError&) {
     throw;  // another rank's fault, which a layer's own communication met
   } catch (const std::exception& error) {
     fail(action, input, error);
   }
+}
+
+void Place::do_action(const Action& action, const StepPlan& plan) {
+  const torch::Tensor input = input_of(action, plan);
+  const Moment begin = Moment::now(device_);
+  const torch::Tensor result = attempt(action, input, [&] { return compute(action, plan, input); });
   timed_.push_back({action, begin, Moment::now(device_)});
   pass_on(action, plan, result);
   auto& left = backwards_left_[static_cast<size_t>(action.stage)];
@@ -161,18 +164,11 @@ void Place::advance_syncs() {
 
 std::vector<torch::Tensor> Place::evaluate(const StepPlan& plan) {
   std::vector<torch::Tensor> outputs(static_cast<size_t>(schedule_.micro_batches));
-  plan.callers[static_cast<size_t>(index_)].hold_back(device_);
   for (const Action& action : schedule_.actions[static_cast<size_t>(index_)]) {
     if (action.kind != ActionKind::kForward) continue;
     const torch::Tensor input = input_of(action, plan);
-    torch::Tensor output;
-    try {
-      output = at(action.stage).stage.evaluate(input);
-    } catch (const RankError&) {
-      throw;
-    } catch (const std::exception& error) {
-      fail(action, input, error);
-    }
+    const torch::Tensor output =
+        attempt(action, input, [&] { return at(action.stage).stage.evaluate(input); });
     const auto micro_batch = static_cast<size_t>(action.micro_batch);
     if (is_last(action.stage)) {
       outputs[micro_batch] = output;
@@ -181,7 +177,6 @@ std::vector<torch::Tensor> Place::evaluate(const StepPlan& plan) {
                   plan.rows[micro_batch]);
     }
   }
-  mark_end();
   return outputs;
 }
 

@@ -25,8 +25,7 @@ struct StepPlan {
   uint64_t seed = 0;
   bool synchronise = true;
   bool share_buffers = true;
-  double weight = 1;                 ///< of this rank on the data axis
-  std::vector<StreamOrder> callers;  ///< [place]: the caller's work that it follows
+  double weight = 1;  ///< of this rank on the data axis
 };
 
 /// A stage as a place has it.
@@ -59,7 +58,7 @@ class Place {
 
   /// Of the last run: the batch's loss, where the last stage is here.
   const torch::Tensor& loss() const { return loss_; }
-  /// The point its device had reached at the end.
+  /// The point its device had reached when work for it ended.
   const StreamOrder& end() const { return end_; }
   void mark_end() { end_ = StreamOrder::now(device_); }
   void add_spans(StepTrace& trace) const;
@@ -80,6 +79,9 @@ class Place {
   torch::Tensor compute(const Action& action, const StepPlan& plan, const torch::Tensor& input);
   void pass_on(const Action& action, const StepPlan& plan, const torch::Tensor& result);
   void advance_syncs();
+  // Runs what a module does in an action; its errors become kStageFailed.
+  template <class Work>
+  torch::Tensor attempt(const Action& action, const torch::Tensor& input, const Work& work) const;
   [[noreturn]] void fail(const Action& action, const torch::Tensor& input,
                          const std::exception& error) const;
 

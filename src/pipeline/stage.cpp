@@ -12,6 +12,7 @@
 #include "device/stream_order.hpp"
 #include "lockstep/autocast.hpp"
 #include "lockstep/error.hpp"
+#include "pipeline/keep_buffers.hpp"
 
 namespace lockstep {
 namespace {
@@ -39,27 +40,6 @@ uint64_t seed_of(const MicroBatchFacts& facts, int stage) {
                                          static_cast<uint64_t>(facts.index)};
   return XXH3_64bits(parts.data(), sizeof(parts));
 }
-
-// Guard: a forward that is run again leaves no second mark on buffers such as running means.
-class KeepBuffers {
- public:
-  explicit KeepBuffers(const torch::nn::Module& module) : buffers_(module.buffers()) {
-    const torch::NoGradGuard no_grad;
-    for (const auto& buffer : buffers_) values_.push_back(buffer.detach().clone());
-  }
-  ~KeepBuffers() {
-    const torch::NoGradGuard no_grad;
-    // Through an alias with a version of its own: the graph has saved the buffer, but a training
-    // backward does not read it.
-    for (size_t i = 0; i < buffers_.size(); ++i) buffers_[i].variable_data().copy_(values_[i]);
-  }
-  KeepBuffers(const KeepBuffers&) = delete;
-  KeepBuffers& operator=(const KeepBuffers&) = delete;
-
- private:
-  std::vector<torch::Tensor> buffers_;
-  std::vector<torch::Tensor> values_;  // [buffer]
-};
 
 // Guard: a pass without gradients leaves no casts of weights behind. A later pass inside the same
 // Autocast would take them, and they lead to no weight.

@@ -8,6 +8,7 @@
 
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
+#include "pipeline/keep_buffers.hpp"
 
 namespace lockstep {
 namespace {
@@ -68,9 +69,7 @@ std::vector<torch::nn::Sequential> split_stages(const torch::nn::Sequential& mod
 }
 
 std::vector<double> measure_layers(const torch::nn::Sequential& model, const torch::Tensor& rows) {
-  std::vector<torch::Tensor> buffers = model->buffers();
-  std::vector<torch::Tensor> values;
-  for (const auto& buffer : buffers) values.push_back(buffer.detach().clone());
+  const KeepBuffers buffers(*model);
   const torch::AutoGradMode grad_mode(true);
   std::vector<double> seconds(model->size(), std::numeric_limits<double>::infinity());
   for (int attempt = 0; attempt < kTries; ++attempt) {
@@ -82,8 +81,6 @@ std::vector<double> measure_layers(const torch::nn::Sequential& model, const tor
       ++number;
     }
   }
-  const torch::NoGradGuard no_grad;
-  for (size_t i = 0; i < buffers.size(); ++i) buffers[i].copy_(values[i]);
   return seconds;
 }
 
