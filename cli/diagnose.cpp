@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <filesystem>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <set>
 
-#include "cli/doctor.hpp"
+#include "cli/diagnose_gpu.hpp"
+#include "cli/doctor_facts.hpp"
 #include "lockstep/loaded_libraries.hpp"
 #include "lockstep/units.hpp"
 
@@ -24,23 +24,6 @@ constexpr int64_t kFewOpenFiles = 1024;
 constexpr int64_t kFewProcesses = 512;
 constexpr const char* kInstallBlas =
     "apt-get install libopenblas0-openmp, then build lockstep again";
-
-// A value of the wanted type at a JSON pointer, or nothing.
-template <class T>
-std::optional<T> fact(const json& facts, const char* pointer) {
-  const json::json_pointer where(pointer);
-  if (!facts.contains(where) || facts.at(where).is_null()) return std::nullopt;
-  try {
-    return facts.at(where).get<T>();
-  } catch (const json::exception&) {
-    return std::nullopt;
-  }
-}
-
-Finding unknown(const char* check) {
-  return {check, Level::kWarn, "could not be found out",
-          "`lockstep doctor --json` shows the facts there are"};
-}
 
 Finding check_lockstep(const json& facts) {
   const auto command = fact<std::string>(facts, "/lockstep").value_or("?");
@@ -193,44 +176,6 @@ Finding check_host(const json& facts) {
           fmt::format("add a line \"127.0.1.1 {}\" to /etc/hosts", *name)};
 }
 
-std::string describe_gpus(const json& facts) {
-  std::vector<std::string> names;
-  for (const auto& gpu : facts.value(json::json_pointer("/machine/driver/gpus"), json::array())) {
-    names.push_back(fmt::format("{} ({})", gpu.value("name", "?"),
-                                format_bytes(gpu.value("memory_bytes", int64_t{0}))));
-  }
-  return fmt::format("{}, driver {}", fmt::join(names, ", "),
-                     fact<std::string>(facts, "/machine/driver/version").value_or("?"));
-}
-
-Finding check_cuda(const json& facts) {
-  const auto built = fact<bool>(facts, "/probe/torch/cuda_built");
-  const auto usable = fact<int64_t>(facts, "/probe/gpus_usable");
-  if (!built || !usable) return unknown("CUDA");
-  const auto gpus = fact<json>(facts, "/machine/driver/gpus").value_or(json::array()).size();
-  const auto visible = fact<std::string>(facts, "/machine/environment/CUDA_VISIBLE_DEVICES");
-  if (!*built && gpus > 0) {
-    return {"CUDA", Level::kWarn,
-            fmt::format("this libtorch has no CUDA, so these stay idle: {}", describe_gpus(facts)),
-            "build lockstep with a CUDA libtorch: scripts/quickstart --torch python"};
-  }
-  if (!*built)
-    return {"CUDA", Level::kPass, "not built in, and no GPU is here: devices are cores", ""};
-  if (gpus == 0)
-    return {"CUDA", Level::kPass, "built in, but no GPU is here: devices are cores", ""};
-  const std::string value =
-      fmt::format("libtorch can use {} of {}: {}", *usable, gpus, describe_gpus(facts));
-  if (*usable == static_cast<int64_t>(gpus)) return {"CUDA", Level::kPass, value, ""};
-  if (visible) {
-    return {"CUDA", *usable > 0 ? Level::kPass : Level::kWarn,
-            fmt::format("{}; CUDA_VISIBLE_DEVICES=\"{}\"", value, *visible),
-            *usable > 0 ? "" : "unset CUDA_VISIBLE_DEVICES, or name a GPU that exists"};
-  }
-  return {"CUDA", *usable > 0 ? Level::kWarn : Level::kFail, value,
-          "the driver may be too old for this libtorch, or the GPU is held by another process "
-          "(nvidia-smi)"};
-}
-
 Finding check_environment(const json& facts) {
   std::vector<std::string> set;
   for (const char* name : {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}) {
@@ -275,6 +220,10 @@ std::vector<Finding> diagnose(const json& facts) {
     for (const auto check :
          {check_libtorch, check_abi, check_blas, check_thread_budget, check_cuda}) {
       findings.push_back(check(facts));
+    }
+    if (fact<bool>(facts, "/probe/torch/cuda_built").value_or(false)) {
+      findings.push_back(check_gpu_code(facts));
+      findings.push_back(check_gpu_ranks(facts));
     }
   }
   for (const auto check : {check_cores, check_memory, check_shared_memory}) {

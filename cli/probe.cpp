@@ -6,6 +6,10 @@
 #include <ATen/Version.h>
 #include <torch/torch.h>
 
+#if LOCKSTEP_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -63,6 +67,39 @@ double measure_threads_used() {
   return (cpu_seconds(CLOCK_PROCESS_CPUTIME_ID) - process) / of_thread;
 }
 
+// Whether processes may share memory and events on every GPU that can be used; null without one.
+json ipc_support() {
+  json supported;
+#if LOCKSTEP_CUDA
+  const int gpus = torch::cuda::is_available() ? static_cast<int>(torch::cuda::device_count()) : 0;
+  for (int gpu = 0; gpu < gpus; ++gpu) {
+    int value = 0;
+    const bool told =
+        cudaDeviceGetAttribute(&value, cudaDevAttrIpcEventSupport, gpu) == cudaSuccess;
+    supported =
+        supported.is_null() ? told && value != 0 : supported.get<bool>() && told && value != 0;
+  }
+#endif
+  return supported;
+}
+
+// What of lockstep was built for GPUs.
+json cuda_facts() {
+#if LOCKSTEP_CUDA
+  const bool code = true;
+  const json architectures = LOCKSTEP_CUDA_ARCHITECTURES;
+#else
+  const bool code = false;
+  const json architectures = nullptr;
+#endif
+#if LOCKSTEP_NCCL
+  const bool nccl = true;
+#else
+  const bool nccl = false;
+#endif
+  return {{"code", code}, {"architectures", architectures}, {"nccl", nccl}, {"ipc", ipc_support()}};
+}
+
 int probe(int argc, char** argv) {
   const bool measure = argc < 2 || std::string_view(argv[1]) != "--no-measure";
   torch::NoGradGuard no_grad;
@@ -79,6 +116,7 @@ int probe(int argc, char** argv) {
                     {"cuda_built", !lockstep::loaded_libraries({"libtorch_cuda"}).empty()},
                     {"config", config}};
   facts["blas"] = {{"libraries", lockstep::loaded_libraries({"blas", "mkl", "blis"})}};
+  facts["cuda"] = cuda_facts();
   facts["gpus_usable"] = torch::cuda::is_available() ? torch::cuda::device_count() : 0;
   if (measure) {
     facts["blas"]["gflops_one_thread"] = measure_gflops();

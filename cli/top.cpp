@@ -27,14 +27,20 @@ class Watch {
     const auto all = read_runs();
     const auto chosen = select_runs(all, selection_);
     if (!selection_.empty() && chosen.empty()) fail_no_run(selection_, all);
-    view_ = rates_.update(chosen, monotonic_ns());
+    update(chosen);
   }
 
-  void sample() { view_ = rates_.update(select_runs(read_runs(), selection_), monotonic_ns()); }
+  void sample() { update(select_runs(read_runs(), selection_)); }
   const TopView& view() const { return view_; }
 
  private:
+  void update(const std::vector<RunReading>& readings) {
+    view_ = rates_.update(readings, monotonic_ns());
+    view_.gpus = nvml_.sample();
+  }
+
   std::string selection_;
+  Nvml nvml_;  // opened once: that takes longer than to ask it
   TopRates rates_;
   TopView view_;
 };
@@ -75,9 +81,8 @@ int show_once(const TopOptions& options, int64_t interval_ns, const Interrupts& 
   }
   if (options.json) {
     print_json(watch.view());
-  } else if (watch.view().runs.empty()) {
-    fmt::print("{}\n", no_run_text());
   } else {
+    if (watch.view().runs.empty()) fmt::print("{}\n", no_run_text());
     print_lines(draw_runs(
         watch.view(),
         {.width = output_width(), .utf8 = locale_is_utf8(), .colour = may_style(STDOUT_FILENO)}));

@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 
+#include "cli/top_gpus.hpp"
 #include "cli/top_line.hpp"
 #include "lockstep/table.hpp"
 #include "lockstep/units.hpp"
@@ -248,7 +249,7 @@ std::string sparkline(const std::vector<double>& fractions, size_t width, bool u
 }
 
 std::vector<std::string> draw_runs(const TopView& view, const DrawStyle& style) {
-  std::vector<Line> lines;
+  std::vector<Line> lines = gpu_lines(view.gpus, style.width, style.utf8);
   for (const auto& run : view.runs) {
     if (!lines.empty()) lines.emplace_back();
     add_run(lines, run, style);
@@ -274,6 +275,7 @@ std::vector<std::string> draw_screen(const TopView& view, double interval_s, siz
       texts.push_back(text.substr(begin, end - begin));
       begin = end + 1;
     }
+    if (!view.gpus.empty()) texts.emplace_back();
   }
   for (auto& line : draw_runs(view, style)) texts.push_back(std::move(line));
   if (texts.size() > height && height > 0) {
@@ -289,6 +291,9 @@ std::vector<std::string> draw_screen(const TopView& view, double interval_s, siz
 
 std::vector<std::string> rank_lines(const TopView& view) {
   std::vector<std::string> texts;
+  for (const auto& line : gpu_lines(view.gpus, std::string::npos, true)) {
+    texts.push_back(line.text(std::string::npos, false));
+  }
   for (const auto& run : view.runs) {
     for (const auto& rank : run.ranks) {
       Flow fields(std::string::npos, 0);

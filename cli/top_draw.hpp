@@ -15,15 +15,15 @@ struct DrawStyle {
   bool colour = true;  ///< ANSI colours
 };
 
-/// Every run with its ranks and devices, a line each or a few, none with a line break. Memory bars
-/// of one run share a scale, its largest peak, so that uneven devices stand out.
+/// The GPUs, then every run with its ranks and devices, a line each or a few, none with a line
+/// break. Memory bars of one run share a scale, its largest peak, so that uneven devices stand out.
 std::vector<std::string> draw_runs(const TopView& view, const DrawStyle& style);
 
 /// The same under a title, for a screen of `height` lines: what does not fit is counted.
 std::vector<std::string> draw_screen(const TopView& view, double interval_s, size_t height,
                                      const DrawStyle& style);
 
-/// One plain line per rank, for output that is not a terminal.
+/// One plain line per GPU and per rank, for output that is not a terminal.
 std::vector<std::string> rank_lines(const TopView& view);
 
 /// What is shown where no run is going on.

@@ -3,6 +3,8 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "cli/top_gpus.hpp"
+
 namespace lockstep::cli {
 namespace {
 
@@ -81,7 +83,7 @@ json top_json(const TopView& view) {
                     {"age_s", run.age_s},
                     {"ranks", ranks}});
   }
-  return {{"schema", kSchema}, {"runs", runs}};
+  return {{"schema", kSchema}, {"runs", runs}, {"gpus", gpus_json(view.gpus)}};
 }
 
 }  // namespace lockstep::cli

@@ -6,8 +6,8 @@
 
 namespace lockstep::cli {
 
-/// One object: {"schema", "runs": [{…, "ranks": [{…, "devices": […]}]}]}. What is not known is
-/// null; a loss that is not finite is the text "nan", "inf" or "-inf", as in records.
+/// One object: {"schema", "runs": [{…, "ranks": [{…, "devices": […]}]}], "gpus": […]}. What is not
+/// known is null; a loss that is not finite is the text "nan", "inf" or "-inf", as in records.
 nlohmann::json top_json(const TopView& view);
 
 }  // namespace lockstep::cli

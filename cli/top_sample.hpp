@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "cli/nvml.hpp"
 #include "lockstep/board.hpp"
 
 namespace lockstep::cli {
@@ -73,6 +74,7 @@ struct RunView {
 /// What `lockstep top` shows: all that is drawn or printed is made from this.
 struct TopView {
   std::vector<RunView> runs = {};
+  std::vector<GpuSample> gpus = {};  ///< of this machine; none without a driver
 };
 
 /// Turns readings into rates. Boards are written step by step, so rates are taken between readings

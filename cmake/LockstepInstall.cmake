@@ -14,6 +14,10 @@ install(TARGETS lockstep lockstep_core lockstep_torch lockstep_flags EXPORT lock
 install(TARGETS lockstep-cli lockstep-probe practical5_single practical5_dp practical6_ddp
   practical7_accumulation practical7_amp homework2_combined
   RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
+if(LOCKSTEP_CUDA)
+  install(TARGETS lockstep_cuda lockstep_cuda_runtime EXPORT lockstepTargets
+    ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
+endif()
 if(LOCKSTEP_GLOO)
   install(TARGETS lockstep_gloo LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}/lockstep")
 endif()

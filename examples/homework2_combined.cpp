@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <optional>
+#include <vector>
 
 #include "course/batches.hpp"
 #include "course/model.hpp"
@@ -11,6 +12,7 @@
 #include "course/precision.hpp"
 #include "course/rank_program.hpp"
 #include "course/run.hpp"
+#include "course/setup.hpp"
 #include "lockstep/lockstep.hpp"
 
 namespace {
@@ -34,7 +36,8 @@ int train(int argc, char** argv) {
   course::Model net(options);
   net->to(world.device().torch_device());
   course::load_initial_weights(*net, options);
-  const auto optimizer = course::make_optimizer(net->parameters(), options);
+  const auto masters = course::make_masters(*net, options);  // float32, with --master-weights
+  const auto optimizer = course::make_optimizer(net->parameters(), options, masters);
   lockstep::DistributedDataParallel ddp(net, world.comm(), course::ddp_options(options));
   lockstep::GradScaler scaler({.enabled = precision.lower && !options.no_scaler});
   scaler.name_parameters(*net);
@@ -50,38 +53,49 @@ int train(int argc, char** argv) {
   run.watch(ddp);
   run.watch(scaler);
   run.set_split({rows.count});
-  for (int64_t step = 0; step < options.steps; ++step) {
+
+  // On a GPU all micro-steps and the update are recorded once and replayed as CUDA graphs.
+  const auto capture = course::capture_options(options, world.device());
+  int64_t step = 0;
+  lockstep::CapturedStep train_step(
+      [&](const std::vector<torch::Tensor>& all) {
+        torch::Tensor loss_sum;
+        for (int64_t micro = 0; micro < options.accum_steps; ++micro) {
+          const bool last = micro + 1 == options.accum_steps;
+          std::optional<lockstep::NoSync> no_sync;
+          if (!last && !options.sync_every_step) no_sync.emplace(ddp);  // nothing is sent
+          const auto [x, y] = micro_batches.get(all, micro);
+
+          run.phase("forward");
+          torch::Tensor loss;
+          {
+            const lockstep::Autocast amp(world.device(), precision.dtype, precision.lower);
+            const auto out = ddp(x);
+            if (last && course::plants_overflow(options, step, world)) course::plant_overflow(out);
+            loss = torch::mse_loss(out, y);
+          }
+          run.note_forward(loss);
+          run.phase("backward");
+          scaler.scale(loss / divisor).backward();  // outside autocast; all-reduces if last
+          loss_sum = loss_sum.defined() ? loss_sum + loss.detach() : loss.detach();
+        }
+        run.note_gradients(*net);
+        run.phase("optimizer");
+        scaler.step(*optimizer);  // unscales; skips the update where a gradient is not finite
+        scaler.update();
+        net->zero_grad(/*set_to_none=*/true);
+        return loss_sum / options.accum_steps;
+      },
+      capture);
+  run.watch(train_step);
+
+  for (; step < options.steps; ++step) {
     micro_batches.draw(step);
     run.begin_step();
-    torch::Tensor loss_sum;
-    for (int64_t micro = 0; micro < options.accum_steps; ++micro) {
-      const bool last = micro + 1 == options.accum_steps;
-      std::optional<lockstep::NoSync> no_sync;
-      if (!last && !options.sync_every_step) no_sync.emplace(ddp);  // nothing is sent
-      const auto [x, y] = micro_batches.get(micro);
-
-      run.phase("forward");
-      torch::Tensor loss;
-      {
-        const lockstep::Autocast amp(world.device(), precision.dtype, precision.lower);
-        const auto out = ddp(x);
-        if (last && course::plants_overflow(options, step, world)) course::plant_overflow(out);
-        loss = torch::mse_loss(out, y);
-      }
-      run.note_forward(loss);
-      run.phase("backward");
-      scaler.scale(loss / divisor).backward();  // outside autocast; all-reduces if last
-      loss_sum = loss_sum.defined() ? loss_sum + loss.detach() : loss.detach();
-    }
-    run.note_gradients(*net);
-    run.phase("optimizer");
-    scaler.step(*optimizer);  // unscales; skips the update where a gradient is not finite
-    scaler.update();
-    net->zero_grad(/*set_to_none=*/true);
-
-    run.end_step(loss_sum / options.accum_steps);
+    const auto loss = train_step(micro_batches.all(capture.enabled));
+    run.end_step(loss);
   }
-  run.finish(*net, optimizer.get());
+  run.finish(*net, *optimizer, masters);
   return 0;
 }
 

@@ -15,6 +15,7 @@
 #include "course/precision.hpp"
 #include "course/rank_program.hpp"
 #include "course/run.hpp"
+#include "course/setup.hpp"
 #include "lockstep/lockstep.hpp"
 
 namespace {
@@ -25,7 +26,8 @@ int train(int argc, char** argv) {
        .about = "Trains in stages, data parallel over processes: "
                 "lockstep run -n 2 practical10_hybrid --stages 2 --micro-batches 4",
        .has_ranks = true,
-       .has_pipeline = true},
+       .has_pipeline = true,
+       .never_captured = "a pipeline works on threads and streams of its own"},
       argc, argv);
   const auto plan = course::plan_hybrid(options);
 

@@ -6,6 +6,7 @@
 #include "course/mlp.hpp"
 #include "course/options.hpp"
 #include "course/run.hpp"
+#include "course/setup.hpp"
 #include "lockstep/lockstep.hpp"
 
 namespace {
@@ -14,7 +15,8 @@ int train(int argc, char** argv) {
   const auto options = course::parse_options(
       {.name = "practical5_dp",
        .about = "Trains through DataParallel on all logical devices of --devices.",
-       .has_print_shapes = true},
+       .has_print_shapes = true,
+       .never_captured = "DataParallel works on threads and streams of its own"},
       argc, argv);
 
   const lockstep::Devices devices(options.devices);

@@ -8,6 +8,7 @@
 #include "course/options.hpp"
 #include "course/rank_program.hpp"
 #include "course/run.hpp"
+#include "course/setup.hpp"
 #include "lockstep/lockstep.hpp"
 
 namespace {
@@ -42,19 +43,27 @@ int train(int argc, char** argv) {
   course::Run run(options, world);
   run.watch(ddp);
   run.set_split({rows.count});
+
+  // On a GPU the step is recorded once and replayed as CUDA graphs, with the all-reduces between.
+  lockstep::CapturedStep train_step(
+      [&](const torch::Tensor& x, const torch::Tensor& y) {
+        run.phase("forward");
+        net->zero_grad(/*set_to_none=*/true);
+        const auto out = ddp(x);
+        const auto loss = torch::mse_loss(out, y);  // of this rank's rows
+        run.phase("backward");
+        loss.backward();  // buckets of gradients are all-reduced while this runs
+        run.phase("optimizer");
+        optimizer->step();  // the same update on every rank
+        return loss;
+      },
+      course::capture_options(options, world.device()));
+  run.watch(train_step);
+
   for (int64_t step = 0; step < options.steps; ++step) {
     const auto [x, y] = batches.get_rows(step, rows.first, rows.count);
     run.begin_step();
-
-    run.phase("forward");
-    net->zero_grad(/*set_to_none=*/true);
-    const auto out = ddp(x);
-    const auto loss = torch::mse_loss(out, y);  // of this rank's rows
-    run.phase("backward");
-    loss.backward();  // buckets of gradients are all-reduced while this runs
-    run.phase("optimizer");
-    optimizer->step();  // the same update on every rank
-
+    const auto loss = train_step(x, y);
     run.end_step(loss);
   }
   run.finish(*net);

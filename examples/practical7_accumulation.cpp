@@ -4,12 +4,14 @@
 #include <torch/torch.h>
 
 #include <optional>
+#include <vector>
 
 #include "course/batches.hpp"
 #include "course/model.hpp"
 #include "course/options.hpp"
 #include "course/rank_program.hpp"
 #include "course/run.hpp"
+#include "course/setup.hpp"
 #include "lockstep/lockstep.hpp"
 
 namespace {
@@ -44,28 +46,38 @@ int train(int argc, char** argv) {
   course::Run run(options, world);
   run.watch(ddp);
   run.set_split({rows.count});
+
+  // On a GPU all micro-steps and the update are recorded once and replayed as CUDA graphs.
+  const auto capture = course::capture_options(options, world.device());
+  lockstep::CapturedStep train_step(
+      [&](const std::vector<torch::Tensor>& all) {
+        torch::Tensor loss_sum;
+        for (int64_t micro = 0; micro < options.accum_steps; ++micro) {
+          const bool last = micro + 1 == options.accum_steps;
+          std::optional<lockstep::NoSync> no_sync;
+          if (!last && !options.sync_every_step) no_sync.emplace(ddp);  // nothing is sent
+          const auto [x, y] = micro_batches.get(all, micro);
+
+          run.phase("forward");
+          const auto loss = torch::mse_loss(ddp(x), y);
+          run.phase("backward");
+          (loss / divisor).backward();  // adds to the gradients; all-reduces them if last
+          loss_sum = loss_sum.defined() ? loss_sum + loss.detach() : loss.detach();
+        }
+        run.note_gradients(*net);
+        run.phase("optimizer");
+        optimizer->step();  // one update for all micro-steps
+        net->zero_grad(/*set_to_none=*/true);
+        return loss_sum / options.accum_steps;
+      },
+      capture);
+  run.watch(train_step);
+
   for (int64_t step = 0; step < options.steps; ++step) {
     micro_batches.draw(step);
     run.begin_step();
-    torch::Tensor loss_sum;
-    for (int64_t micro = 0; micro < options.accum_steps; ++micro) {
-      const bool last = micro + 1 == options.accum_steps;
-      std::optional<lockstep::NoSync> no_sync;
-      if (!last && !options.sync_every_step) no_sync.emplace(ddp);  // nothing is sent
-      const auto [x, y] = micro_batches.get(micro);
-
-      run.phase("forward");
-      const auto loss = torch::mse_loss(ddp(x), y);
-      run.phase("backward");
-      (loss / divisor).backward();  // adds to the gradients; all-reduces them if last
-      loss_sum = loss_sum.defined() ? loss_sum + loss.detach() : loss.detach();
-    }
-    run.note_gradients(*net);
-    run.phase("optimizer");
-    optimizer->step();  // one update for all micro-steps
-    net->zero_grad(/*set_to_none=*/true);
-
-    run.end_step(loss_sum / options.accum_steps);
+    const auto loss = train_step(micro_batches.all(capture.enabled));
+    run.end_step(loss);
   }
   run.finish(*net, optimizer.get());
   return 0;

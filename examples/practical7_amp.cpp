@@ -9,6 +9,7 @@
 #include "course/precision.hpp"
 #include "course/rank_program.hpp"
 #include "course/run.hpp"
+#include "course/setup.hpp"
 #include "lockstep/lockstep.hpp"
 
 namespace {
@@ -30,7 +31,8 @@ int train(int argc, char** argv) {
   course::Model net(options);
   net->to(world.device().torch_device());
   course::load_initial_weights(*net, options);
-  const auto optimizer = course::make_optimizer(net->parameters(), options);
+  const auto masters = course::make_masters(*net, options);  // float32, with --master-weights
+  const auto optimizer = course::make_optimizer(net->parameters(), options, masters);
   lockstep::DistributedDataParallel ddp(net, world.comm(), course::ddp_options(options));
   lockstep::GradScaler scaler({.enabled = precision.lower && !options.no_scaler});
   scaler.name_parameters(*net);
@@ -44,31 +46,41 @@ int train(int argc, char** argv) {
   run.watch(ddp);
   run.watch(scaler);
   run.set_split({rows.count});
-  for (int64_t step = 0; step < options.steps; ++step) {
+
+  // On a GPU the step is recorded once and replayed as CUDA graphs; the GPU itself decides there
+  // whether an update is skipped.
+  int64_t step = 0;
+  lockstep::CapturedStep train_step(
+      [&](const torch::Tensor& x, const torch::Tensor& y) {
+        run.phase("forward");
+        torch::Tensor loss;
+        {
+          const lockstep::Autocast amp(world.device(), precision.dtype, precision.lower);
+          const auto out = ddp(x);
+          if (course::plants_overflow(options, step, world)) course::plant_overflow(out);
+          loss = torch::mse_loss(out, y);  // in full precision, as autocast decides
+        }
+        run.note_forward(loss);
+        run.phase("backward");
+        scaler.scale(loss).backward();  // small gradients survive a short exponent
+        run.note_gradients(*net);
+        run.phase("optimizer");
+        scaler.step(*optimizer);  // unscales; skips the update where a gradient is not finite
+        scaler.update();          // a smaller scale after a skipped step, a larger one now and then
+        net->zero_grad(/*set_to_none=*/true);
+        return loss;
+      },
+      course::capture_options(options, world.device()));
+  run.watch(train_step);
+
+  for (; step < options.steps; ++step) {
     micro_batches.draw(step);
     run.begin_step();
     const auto [x, y] = micro_batches.get(0);
-
-    run.phase("forward");
-    torch::Tensor loss;
-    {
-      const lockstep::Autocast amp(world.device(), precision.dtype, precision.lower);
-      const auto out = ddp(x);
-      if (course::plants_overflow(options, step, world)) course::plant_overflow(out);
-      loss = torch::mse_loss(out, y);  // in full precision, as autocast decides
-    }
-    run.note_forward(loss);
-    run.phase("backward");
-    scaler.scale(loss).backward();  // small gradients survive a short exponent
-    run.note_gradients(*net);
-    run.phase("optimizer");
-    scaler.step(*optimizer);  // unscales; skips the update where a gradient is not finite
-    scaler.update();          // a smaller scale after a skipped step, a larger one now and then
-    net->zero_grad(/*set_to_none=*/true);
-
+    const auto loss = train_step(x, y);
     run.end_step(loss);
   }
-  run.finish(*net, optimizer.get());
+  run.finish(*net, *optimizer, masters);
   return 0;
 }
 

@@ -163,11 +163,6 @@ inline constexpr bool kReuseCpuBlocks = true;
 }  // namespace lockstep::compat
 
 // What the fused optimizers need.
-#if LOCKSTEP_TORCH_AT_LEAST(2, 4)
-#include <ATen/ops/_fused_adamw.h>
-#include <ATen/ops/_fused_sgd.h>
-#endif
-
 namespace lockstep::compat {
 
 /// Keys of Optimizer::state(): text that shows the parameter's address in 1.13, the address in 2.x.
@@ -185,52 +180,38 @@ Key optimizer_state_key(c10::TensorImpl* parameter) {
   }
 }
 
-/// Whether fused_sgd_ and fused_adamw_ are there.
-inline constexpr bool kFusedCudaUpdates = LOCKSTEP_TORCH_AT_LEAST(2, 4);
+}  // namespace lockstep::compat
 
-/// PyTorch's fused updates of tensor lists on one GPU. Gradients are divided by grad_scale, and
-/// nothing changes where found_inf is 1; both are float scalars on that GPU, or undefined.
-struct FusedScaling {
-  at::Tensor grad_scale;
-  at::Tensor found_inf;
-};
+// What ranks need that are threads on one GPU.
+#include <c10/core/AutogradState.h>
 
-#if LOCKSTEP_TORCH_AT_LEAST(2, 4)
+namespace lockstep::compat {
 
-inline std::optional<at::Tensor> if_defined(const at::Tensor& tensor) {
-  return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
-}
+/// Guard: backward runs on the thread that calls it, on GPUs too. Otherwise all ranks of a process
+/// that share a GPU would share the engine's one thread for it, and wait for each other there.
+/// libtorch 1.13 cannot do so.
+class BackwardOnThisThread {
+ public:
+#if LOCKSTEP_TORCH_AT_LEAST(2, 0)
+  BackwardOnThisThread() : before_(state().get_multithreading_enabled()) {
+    state().set_multithreading_enabled(false);
+  }
+  ~BackwardOnThisThread() {
+    state().set_multithreading_enabled(before_);
+  }
 
-inline void fused_sgd_(at::TensorList weights, at::TensorList gradients, at::TensorList momenta,
-                       double weight_decay, double momentum, double lr, double dampening,
-                       bool nesterov, bool is_first_step, const FusedScaling& scaling) {
-  at::_fused_sgd_(weights, gradients, momenta, weight_decay, momentum, lr, dampening, nesterov,
-                  /*maximize=*/false, is_first_step, if_defined(scaling.grad_scale),
-                  if_defined(scaling.found_inf));
-}
+ private:
+  static c10::AutogradState& state() {
+    return c10::AutogradState::get_tls_state();
+  }
+  bool before_;
 
-inline void fused_adamw_(at::TensorList weights, at::TensorList gradients, at::TensorList exp_avgs,
-                         at::TensorList exp_avg_sqs, at::TensorList steps, double lr, double beta1,
-                         double beta2, double weight_decay, double eps,
-                         const FusedScaling& scaling) {
-  at::_fused_adamw_(weights, gradients, exp_avgs, exp_avg_sqs, /*max_exp_avg_sqs=*/{}, steps, lr,
-                    beta1, beta2, weight_decay, eps, /*amsgrad=*/false, /*maximize=*/false,
-                    if_defined(scaling.grad_scale), if_defined(scaling.found_inf));
-}
-
+ public:
 #else
-
-inline void fused_sgd_(at::TensorList, at::TensorList, at::TensorList, double, double, double,
-                       double, bool, bool, const FusedScaling&) {
-  TORCH_INTERNAL_ASSERT(kFusedCudaUpdates);
-}
-
-inline void fused_adamw_(at::TensorList, at::TensorList, at::TensorList, at::TensorList,
-                         at::TensorList, double, double, double, double, double,
-                         const FusedScaling&) {
-  TORCH_INTERNAL_ASSERT(kFusedCudaUpdates);
-}
-
+  BackwardOnThisThread() {}  // not defaulted: a guard is never an unused variable
 #endif
+  BackwardOnThisThread(const BackwardOnThisThread&) = delete;
+  BackwardOnThisThread& operator=(const BackwardOnThisThread&) = delete;
+};
 
 }  // namespace lockstep::compat

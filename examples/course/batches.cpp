@@ -122,19 +122,29 @@ RowBlock rows_of_rank(int64_t batch, int rank, int ranks) {
 
 void MicroBatches::draw(int64_t step) {
   const lockstep::ChargeHost host;
-  const auto accum_steps = static_cast<int64_t>(drawn_.size());
+  const auto accum_steps = static_cast<int64_t>(drawn_.size() / 2);
   for (int64_t micro = 0; micro < accum_steps; ++micro) {
-    drawn_[static_cast<size_t>(micro)] =
+    const Batch batch =
         batches_.get_host_rows(step * accum_steps + micro, rows_.first, rows_.count);
+    drawn_[static_cast<size_t>(2 * micro)] = batch.x;
+    drawn_[static_cast<size_t>(2 * micro + 1)] = batch.y;
   }
 }
 
-Batch MicroBatches::get(int64_t micro_step) const {
-  const Batch& drawn = drawn_.at(static_cast<size_t>(micro_step));
-  const auto to_device = [&](const torch::Tensor& tensor) {
-    return tensor.to(batches_.device_, tensor.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+std::vector<torch::Tensor> MicroBatches::all(bool on_device) const {
+  if (!on_device) return drawn_;
+  std::vector<torch::Tensor> copies;
+  for (const auto& tensor : drawn_) copies.push_back(tensor.to(batches_.device_));
+  return copies;
+}
+
+Batch MicroBatches::get(const std::vector<torch::Tensor>& all, int64_t micro_step) const {
+  const auto on_device = [&](int64_t place) {
+    const torch::Tensor& tensor = all.at(static_cast<size_t>(2 * micro_step + place));
+    return tensor.to(batches_.device_, tensor.scalar_type(), /*non_blocking=*/false,
+                     /*copy=*/tensor.is_cpu());
   };
-  return {to_device(drawn.x), to_device(drawn.y)};
+  return {on_device(0), on_device(1)};
 }
 
 }  // namespace course

@@ -57,18 +57,23 @@ RowBlock rows_of_rank(int64_t batch, int rank, int ranks);
 class MicroBatches {
  public:
   MicroBatches(const Batches& batches, RowBlock rows, int64_t accum_steps)
-      : batches_(batches), rows_(rows), drawn_(static_cast<size_t>(accum_steps)) {}
+      : batches_(batches), rows_(rows), drawn_(2 * static_cast<size_t>(accum_steps)) {}
 
   /// Draws those of this step.
   void draw(int64_t step);
 
   /// A copy on the device.
-  Batch get(int64_t micro_step) const;
+  Batch get(int64_t micro_step) const { return get(drawn_, micro_step); }
+
+  /// All of them, for a step that is given them together: in the host's memory, from where get()
+  /// takes one after the other; or on the device, since a captured step cannot fetch them.
+  std::vector<torch::Tensor> all(bool on_device) const;
+  Batch get(const std::vector<torch::Tensor>& all, int64_t micro_step) const;
 
  private:
   const Batches& batches_;
   RowBlock rows_;
-  std::vector<Batch> drawn_;  // [micro-step]
+  std::vector<torch::Tensor> drawn_;  // x and y of each micro-step in turn
 };
 
 }  // namespace course

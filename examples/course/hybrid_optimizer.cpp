@@ -2,7 +2,7 @@
 
 #include <torch/torch.h>
 
-#include "course/run.hpp"
+#include "course/setup.hpp"
 
 namespace course {
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "course/run.hpp"
+#include "course/setup.hpp"
 #include "course/transformer.hpp"
 #include "lockstep/error.hpp"
 

@@ -57,7 +57,7 @@ void check_model(const Options& options) {
 
 // Before any rank waits for another, so that a mistake costs nothing.
 void check_ranks(const Options& options) {
-  require_one_of("--backend", options.backend, {"auto", "self", "shm", "gloo"});
+  require_one_of("--backend", options.backend, {"auto", "self", "shm", "gloo", "nccl", "ipc"});
   if (!options.has_pipeline) {
     require_one_of("--compress", options.compress, {"off", "bf16", "fp16"});
     require_range("--check-replicas", options.check_replicas, 0, 100'000'000);
@@ -80,8 +80,28 @@ void check_ranks(const Options& options) {
   }
 }
 
+void check_capture(const Options& options) {
+  require_one_of("--capture", options.capture, {"auto", "on", "off"});
+  if (options.capture != "on") return;
+  if (!options.never_captured.empty()) {
+    throw Error(Code::kUsage, fmt::format("--capture on: {}", options.never_captured),
+                "leave --capture out");
+  }
+  const std::string seen = host_work_of_steps(options);
+  if (seen.empty()) return;
+  throw Error(Code::kUsage,
+              fmt::format("--capture on and {}, which looks into single steps: a captured one runs "
+                          "without the host",
+                          seen),
+              "leave one of them out");
+}
+
 void check_amp(const Options& options) {
   if (!options.amp.empty()) require_one_of("--amp", options.amp, {"off", "bf16", "fp16"});
+  if (options.master_weights && options.amp == "off") {
+    throw Error(Code::kUsage, "--master-weights needs a lower precision to copy the weights to",
+                "add --amp bf16 or --amp fp16");
+  }
   if (options.overflow_at < 0 || options.overflow_at > options.steps) {
     throw Error(
         Code::kUsage,
@@ -106,6 +126,7 @@ void check(const Options& options) {
     throw Error(Code::kUsage, fmt::format("--optimizer \"{}\" is unknown", options.optimizer),
                 "use sgd or adamw");
   }
+  check_capture(options);
   if (options.has_ranks) check_ranks(options);
   if (options.has_accumulation) require_range("--accum-steps", options.accum_steps, 1, 1 << 20);
   if (options.has_amp) check_amp(options);
@@ -156,12 +177,16 @@ CLI::Option* add_shared_flags(CLI::App& app, Options& options) {
   app.add_option("--init", options.init, "start from these weights (safetensors)");
   app.add_option("--save", options.save, "write the trained weights here (safetensors)");
   app.add_option("--data", options.data, "train on tensors x and y of this file (safetensors)");
+  app.add_option("--capture", options.capture,
+                 "replay the step as CUDA graphs: auto (on a GPU, where it is safe), on or off")
+      ->capture_default_str();
   app.add_flag("--quiet", options.quiet, "print nothing but errors");
   return lr;
 }
 
 void add_rank_flags(CLI::App& app, Options& options) {
-  app.add_option("--backend", options.backend, "auto, self, shm or gloo")->capture_default_str();
+  app.add_option("--backend", options.backend, "auto, self, shm, gloo, nccl or ipc")
+      ->capture_default_str();
   app.add_option("--timeout", options.timeout_s,
                  "seconds to wait for other ranks (default: the launcher's, or 300)");
   app.add_option("--bucket-mib", options.bucket_mib, "gradients that travel together, in MiB")
@@ -195,6 +220,9 @@ void add_amp_flags(CLI::App& app, Options& options) {
   app.add_option("--amp", options.amp,
                  "off, bf16 or fp16 (default: fp16 on a GPU, bf16 on the CPU)");
   app.add_flag("--no-scaler", options.no_scaler, "train without GradScaler");
+  app.add_flag(
+      "--master-weights", options.master_weights,
+      "keep the weights in float32 beside low-precision ones that the model computes with");
   app.add_option("--overflow-at", options.overflow_at,
                  "plant an infinite gradient on the last rank in this step, counted from 1");
 }
@@ -216,6 +244,14 @@ void require_one_of(const char* flag, const std::string& value,
                           near.empty() ? "" : fmt::format("; did you mean {}?", near)));
 }
 
+std::string host_work_of_steps(const Options& options) {
+  if (!options.trace.empty()) return "--trace";
+  if (options.print_shapes) return "--print-shapes";
+  if (options.check_replicas > 0) return "--check-replicas";
+  if (options.overflow_at > 0) return "--overflow-at";
+  return "";
+}
+
 Options parse_options(const Program& program, int argc, char** argv) {
   Options options;
   options.program = program.name;
@@ -223,6 +259,7 @@ Options parse_options(const Program& program, int argc, char** argv) {
   options.has_accumulation = program.has_accumulation || program.has_pipeline;
   options.has_amp = program.has_amp || program.has_pipeline;
   options.has_pipeline = program.has_pipeline;
+  options.never_captured = program.never_captured;
   CLI::App app(program.about, program.name);
   // As in most commands: a wrapper's defaults can be overridden by what follows them.
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
@@ -253,7 +290,8 @@ std::map<std::string, std::string> Options::as_text() const {
                                              {"optimizer", optimizer},
                                              {"devices", devices},
                                              {"init", init},
-                                             {"data", data}};
+                                             {"data", data},
+                                             {"capture", capture}};
   if (has_ranks) {
     text.insert({{"backend", backend},
                  {"timeout", timeout_s ? fmt::format("{}", *timeout_s) : ""},
@@ -269,7 +307,9 @@ std::map<std::string, std::string> Options::as_text() const {
   }
   if (has_amp) text.insert({"amp", amp});
   if (has_amp && !has_pipeline) {
-    text.insert({{"no-scaler", yes_no(no_scaler)}, {"overflow-at", std::to_string(overflow_at)}});
+    text.insert({{"no-scaler", yes_no(no_scaler)},
+                 {"master-weights", yes_no(master_weights)},
+                 {"overflow-at", std::to_string(overflow_at)}});
   }
   if (has_pipeline) {
     text.insert({{"micro-batches", std::to_string(micro_batches)},

@@ -27,7 +27,8 @@ struct Options {
   std::string save;
   std::string data;
   bool quiet = false;
-  bool print_shapes = false;  // practical5_dp only
+  std::string capture = "auto";  // of the step into CUDA graphs: auto, on or off
+  bool print_shapes = false;     // practical5_dp only
 
   // Of programs that are started once for each rank.
   std::string backend = "auto";
@@ -44,6 +45,7 @@ struct Options {
   // Of programs that compute in a lower precision.
   std::string amp;  // off, bf16 or fp16; empty: what suits the device
   bool no_scaler = false;
+  bool master_weights = false;
   int64_t overflow_at = 0;  // plants an infinite gradient in this step, from 1; 0: never
 
   // Of programs that train in stages.
@@ -62,6 +64,8 @@ struct Options {
   bool has_accumulation = false;
   bool has_amp = false;
   bool has_pipeline = false;
+  std::string never_captured;  // why the program's step cannot be; "": it can
+
   /// Every flag with its value, as the record keeps them.
   std::map<std::string, std::string> as_text() const;
 
@@ -78,10 +82,15 @@ struct Program {
   bool has_accumulation = false;  ///< several micro-steps in one optimizer step
   bool has_amp = false;           ///< lower precision
   bool has_pipeline = false;      ///< stages; with accumulation and lower precision where asked for
+  const char* never_captured = "";  ///< why its step cannot be; "": it can
 };
 
 /// Reads the command line. A bad flag, value or folder is an Error before anything is started.
 Options parse_options(const Program& program, int argc, char** argv);
+
+/// The flag that makes the host look into single steps, which a captured one does not let it; ""
+/// where none does.
+std::string host_work_of_steps(const Options& options);
 
 /// Refuse a flag's value that is out of range or none of those known.
 void require_range(const char* flag, int64_t value, int64_t least, int64_t most);

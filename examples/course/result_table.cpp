@@ -86,6 +86,13 @@ std::string precision_note(const RunRecord& job) {
                      job.skipped_steps.size() == 1 ? "" : "s");
 }
 
+std::string capture_note(const lockstep::CaptureRecord& capture) {
+  if (!capture.captured) return fmt::format("the step was not captured: {}", capture.reason);
+  return fmt::format("captured into {} CUDA graph{}, replayed in {} steps; they hold {}",
+                     capture.graphs, capture.graphs == 1 ? "" : "s", capture.replays,
+                     lockstep::format_bytes(capture.memory_bytes));
+}
+
 std::string memory_note(const lockstep::MemorySplit& memory) {
   return fmt::format(
       "peak memory of rank 0: weights {}, gradients {}, optimizer {}, low-precision copies {}, "
@@ -115,6 +122,7 @@ Table device_table(const RunRecord& record) {
                    lockstep::format_bytes(device.received_bytes_per_step)});
   }
   table.add_note(step_note(record));
+  if (record.capture) table.add_note(capture_note(*record.capture));
   return table;
 }
 
@@ -140,6 +148,7 @@ Table rank_table(const RunRecord& job, const std::vector<RankReport>& reports) {
     }
   }
   table.add_note(step_note(job));
+  if (job.capture) table.add_note(capture_note(*job.capture));
   if (job.accum_steps > 1) table.add_note(accumulation_note(job));
   if (job.amp != "off") table.add_note(precision_note(job));
   if (job.memory) table.add_note(memory_note(*job.memory));

@@ -13,11 +13,10 @@
 #include "course/pipeline_job.hpp"
 #include "course/pipeline_meter.hpp"
 #include "course/result_table.hpp"
+#include "course/setup.hpp"
 #include "course/step_facts.hpp"
-#include "lockstep/adamw.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/engine.hpp"
-#include "lockstep/sgd.hpp"
 #include "lockstep/tensor_file.hpp"
 #include "lockstep/units.hpp"
 #include "lockstep/version.hpp"
@@ -219,14 +218,42 @@ void Run::note_precision() {
   }
 }
 
+void Run::note_capture() {
+  if (step_ == nullptr || !devices_.is_cuda()) return;
+  const lockstep::CaptureStats stats = step_->stats();
+  const std::string by_flags = why_not_captured(options_);
+  record_.capture = {.captured = step_->replayed(),
+                     .reason = by_flags.empty() ? step_->why_not() : by_flags,
+                     .graphs = stats.graphs,
+                     .replays = stats.replays,
+                     .memory_bytes = stats.memory_bytes};
+}
+
 void Run::finish(const torch::nn::Module& net, const torch::optim::Optimizer* optimizer) {
+  complete_record(net, optimizer, std::nullopt);
+  write_results(net);
+}
+
+void Run::finish(torch::nn::Module& net, const torch::optim::Optimizer& optimizer,
+                 const std::optional<lockstep::MasterWeights>& masters) {
+  complete_record(net, &optimizer, masters);
+  if (masters) masters->restore(net);  // what is saved is float32
+  write_results(net);
+}
+
+void Run::complete_record(const torch::nn::Module& net, const torch::optim::Optimizer* optimizer,
+                          const std::optional<lockstep::MasterWeights>& masters) {
   meter_.fill(record_);
   if (stages_) stages_->fill(record_);
   note_precision();
+  note_capture();
   if (optimizer != nullptr) {
     record_.memory = split_memory(net, *optimizer, low_precision_bytes_.value_or(0),
-                                  record_.devices.front().peak_bytes);
+                                  record_.devices.front().peak_bytes, masters);
   }
+}
+
+void Run::write_results(const torch::nn::Module& net) {
   if (world_ == nullptr) {
     finish_process(net);
   } else {
@@ -271,45 +298,6 @@ void Run::finish_job(const torch::nn::Module& net) {
     }
   }
   if (!options_.json.empty()) lockstep::write_record(job, options_.json);
-}
-
-std::unique_ptr<torch::optim::Optimizer> make_optimizer(std::vector<torch::Tensor> parameters,
-                                                        const Options& options) {
-  if (options.optimizer == "adamw") {
-    return std::make_unique<lockstep::AdamW>(std::move(parameters),
-                                             lockstep::AdamWOptions{.lr = options.lr});
-  }
-  return std::make_unique<lockstep::Sgd>(std::move(parameters),
-                                         lockstep::SgdOptions{.lr = options.lr});
-}
-
-void load_initial_weights(torch::nn::Module& net, const Options& options) {
-  if (!options.init.empty()) lockstep::load_weights(net, options.init);
-}
-
-lockstep::WorldOptions world_options(const Options& options, int devices_per_rank) {
-  lockstep::WorldOptions world{
-      .devices = options.devices, .devices_per_rank = devices_per_rank, .backend = options.backend};
-  if (options.timeout_s) {
-    world.timeout = std::chrono::milliseconds(static_cast<int64_t>(*options.timeout_s * 1e3));
-  }
-  return world;
-}
-
-int64_t bucket_cap_bytes(const Options& options) {
-  return std::max<int64_t>(1, static_cast<int64_t>(options.bucket_mib * (1 << 20)));
-}
-
-lockstep::DdpOptions ddp_options(const Options& options) {
-  lockstep::DdpOptions ddp;
-  ddp.bucket_cap_bytes = bucket_cap_bytes(options);
-  ddp.first_bucket_bytes = std::min(ddp.first_bucket_bytes, ddp.bucket_cap_bytes);
-  ddp.check_replicas_every = options.check_replicas;
-  if (options.compress != "off") {
-    ddp.hook =
-        lockstep::compress_gradients(options.compress == "bf16" ? torch::kBFloat16 : torch::kHalf);
-  }
-  return ddp;
 }
 
 }  // namespace course

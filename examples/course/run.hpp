@@ -9,9 +9,11 @@
 
 #include "course/job_record.hpp"
 #include "course/options.hpp"
+#include "lockstep/captured_step.hpp"
 #include "lockstep/device.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
 #include "lockstep/grad_scaler.hpp"
+#include "lockstep/master_weights.hpp"
 #include "lockstep/record.hpp"
 #include "lockstep/run_meter.hpp"
 #include "lockstep/trace.hpp"
@@ -47,6 +49,9 @@ class Run {
   /// Its skipped steps are printed and recorded; it must outlive the run.
   void watch(lockstep::GradScaler& scaler) { scaler_ = &scaler; }
 
+  /// The record says whether it was captured; it must live until finish().
+  void watch(const lockstep::CapturedStep& step) { step_ = &step; }
+
   /// Its stages are measured, drawn and recorded; it must outlive the run. note_call() after each
   /// of its steps.
   void watch(const lockstep::Pipeline& pipeline, HybridFacts facts);
@@ -71,6 +76,10 @@ class Run {
   /// optimizer the record says what the peak memory is made of.
   void finish(const torch::nn::Module& net, const torch::optim::Optimizer* optimizer = nullptr);
 
+  /// The same; masters go back into the net before it is saved.
+  void finish(torch::nn::Module& net, const torch::optim::Optimizer& optimizer,
+              const std::optional<lockstep::MasterWeights>& masters);
+
  private:
   Run(const Options& options, const lockstep::Devices& devices, const lockstep::World* world);
 
@@ -83,6 +92,10 @@ class Run {
   void trace_call();
   void print_skipped_steps();
   void note_precision();
+  void note_capture();
+  void complete_record(const torch::nn::Module& net, const torch::optim::Optimizer* optimizer,
+                       const std::optional<lockstep::MasterWeights>& masters);
+  void write_results(const torch::nn::Module& net);
   void finish_process(const torch::nn::Module& net);
   void finish_job(const torch::nn::Module& net);
 
@@ -90,9 +103,10 @@ class Run {
   const lockstep::Devices& devices_;
   const lockstep::World* world_;  // null: a program of one process
   int rank_;
-  lockstep::GradientSync* sync_ = nullptr;  // null: nothing is watched
-  lockstep::GradScaler* scaler_ = nullptr;  // null: none
-  std::unique_ptr<PipelineMeter> stages_;   // null: the model is not in stages
+  lockstep::GradientSync* sync_ = nullptr;        // null: nothing is watched
+  lockstep::GradScaler* scaler_ = nullptr;        // null: none
+  const lockstep::CapturedStep* step_ = nullptr;  // null: none
+  std::unique_ptr<PipelineMeter> stages_;         // null: the model is not in stages
   size_t skipped_printed_ = 0;
   std::optional<int64_t> low_precision_bytes_;  // autocast's copies of weights
   lockstep::Trace trace_;                       // of this rank
@@ -103,21 +117,5 @@ class Run {
   int64_t last_print_ns_ = 0;
   lockstep::RunMeter meter_;  // last: its clock starts when all else is ready
 };
-
-/// --optimizer.
-std::unique_ptr<torch::optim::Optimizer> make_optimizer(std::vector<torch::Tensor> parameters,
-                                                        const Options& options);
-
-/// Loads --init into the net where it was given.
-void load_initial_weights(torch::nn::Module& net, const Options& options);
-
-/// --devices, --backend and --timeout.
-lockstep::WorldOptions world_options(const Options& options, int devices_per_rank = 1);
-
-/// --bucket-mib in bytes.
-int64_t bucket_cap_bytes(const Options& options);
-
-/// --bucket-mib, --check-replicas and --compress.
-lockstep::DdpOptions ddp_options(const Options& options);
 
 }  // namespace course

@@ -101,16 +101,18 @@ lockstep::GradientCheck check_gradients(const torch::nn::Module& net, double sca
 
 lockstep::MemorySplit split_memory(const torch::nn::Module& net,
                                    const torch::optim::Optimizer& optimizer, int64_t low_precision,
-                                   int64_t peak_bytes) {
+                                   int64_t peak_bytes,
+                                   const std::optional<lockstep::MasterWeights>& masters) {
   lockstep::MemorySplit split;
+  split.low_precision = low_precision;
   for (const auto& parameter : net.parameters()) {
     const auto bytes = static_cast<int64_t>(parameter.nbytes());
-    split.weights += bytes;
+    (masters && masters->holds(parameter) ? split.low_precision : split.weights) += bytes;
     if (parameter.requires_grad()) split.gradients += bytes;
   }
+  if (masters) split.weights += masters->bytes();
   for (const auto& buffer : net.buffers()) split.weights += static_cast<int64_t>(buffer.nbytes());
   split.optimizer_state = state_bytes(optimizer);
-  split.low_precision = low_precision;
   const int64_t known =
       split.weights + split.gradients + split.optimizer_state + split.low_precision;
   split.activations = std::max<int64_t>(0, peak_bytes - known);

@@ -3,6 +3,7 @@
 #include <torch/types.h>
 
 #include <chrono>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,6 +16,7 @@
 namespace lockstep {
 
 class Backend;
+class Capture;
 struct CommState;
 
 /// What may accompany a call.
@@ -39,6 +41,10 @@ struct CommStats {
 
 /// An all_reduce that was begun. Keeps its tensor alive. Destroyed before it is done, it aborts the
 /// communicator.
+///
+/// On a GPU "done" is queued and not awaited: what the calling thread's current stream is given
+/// after wait() finds the result. advance() never holds that stream back, and so is not true
+/// before.
 class Work {
  public:
   struct State;
@@ -59,20 +65,25 @@ class Work {
 /// communicator. All ranks make the same calls in the same order; each call is compared with the
 /// peers' before data moves and ends at its deadline with an Error that names who is missing.
 ///
-/// Tensors are dense and contiguous. Those on a GPU go through the host's memory.
+/// Tensors are dense and contiguous. Those on the CPU go to the host's backend. Those on this
+/// rank's GPU go to the GPU's backend, in the order of the calling thread's current stream, and
+/// nothing waits for the GPU; where there is no such backend they go through the host's memory.
 class Communicator {
  public:
   /// A world of one.
   static Communicator self();
 
-  /// Ranks as threads of this process: [rank]. For tests, and to try things out.
-  static std::vector<Communicator> threads(int size);
+  /// Ranks as threads of this process: [rank]. For tests, and to try things out. On a GPU they
+  /// share it through the `ipc` backend; libtorch has one backward thread for each GPU, so that
+  /// calls inside backward need torch::autograd's multithreading off in each of the ranks' threads.
+  static std::vector<Communicator> threads(int size, torch::Device device = torch::kCPU);
 
   Communicator(std::unique_ptr<Backend> backend, std::chrono::milliseconds timeout);
+  explicit Communicator(std::shared_ptr<CommState> state);  ///< of World
 
   int rank() const;
   int size() const;
-  std::string_view backend() const;      ///< "shm"
+  std::string_view backend() const;      ///< what serves this rank's device: "shm", "ipc"
   std::vector<int> world_ranks() const;  ///< [rank here] -> rank of the world
 
   /// Reduces in place; every rank gets the same bits, in every run.
@@ -103,7 +114,8 @@ class Communicator {
   Communicator split(int colour, int key, std::string_view name) const;
 
   /// A zeroed tensor in memory that peers can reach, so that collectives on it, or on parts of it,
-  /// need no copy. Collective: the same count and dtype on every rank. On a GPU: ordinary memory.
+  /// need no copy. Collective: the same count and dtype on every rank. On a GPU without a backend:
+  /// ordinary memory.
   torch::Tensor allocate(int64_t count, const torch::TensorOptions& options) const;
 
   /// This rank gives up: peers that wait for it, now or later, fail with this reason.
@@ -119,6 +131,10 @@ class Communicator {
   std::chrono::milliseconds timeout() const;
 
  private:
+  Work begin(const torch::Tensor& tensor, ReduceOp op, const CallOptions& options,
+             bool on_side) const;
+  Capture* captures(const char* operation, std::initializer_list<torch::Tensor> tensors) const;
+
   std::shared_ptr<CommState> state_;
 };
 

@@ -40,6 +40,7 @@ enum class Code : int {
   kSchedule = 28,         ///< a pipeline schedule that does not exist, fit or end
   kStageFailed = 29,      ///< an exception inside a stage of a pipeline
   kStageMismatch = 30,    ///< stages, micro-batches or ranks of a pipeline that do not fit together
+  kCapture = 31,          ///< a training step that cannot be captured into a CUDA graph
 };
 
 /// What one code means, for `lockstep explain`.

@@ -17,6 +17,10 @@ struct ScaledGradients {
   /// Still to be multiplied in; 1 where they are unscaled already.
   double inverse_scale = 1;
 
+  /// The same as a number that only a GPU knows: a float scalar there, to be divided by.
+  /// Undefined: inverse_scale holds.
+  torch::Tensor scale = {};
+
   /// Of all gradients of the model as they are now, a double scalar on their device; undefined
   /// where it is not known.
   torch::Tensor sum_of_squares = {};
@@ -31,6 +35,10 @@ class FusedOptimizer {
  public:
   virtual ~FusedOptimizer() = default;
   virtual void step_fused(const ScaledGradients& gradients, const StepExtras& extras) = 0;
+
+  /// Whether this parameter is a rounded copy of a float32 weight (MasterWeights): its gradients
+  /// are multiplied in float32 then.
+  virtual bool has_master(const torch::Tensor& parameter) const = 0;
 };
 
 }  // namespace lockstep

@@ -4,6 +4,7 @@
 
 #include "lockstep/adamw.hpp"
 #include "lockstep/autocast.hpp"
+#include "lockstep/captured_step.hpp"
 #include "lockstep/communicator.hpp"
 #include "lockstep/data_parallel.hpp"
 #include "lockstep/device.hpp"
@@ -11,8 +12,10 @@
 #include "lockstep/distributed_sampler.hpp"
 #include "lockstep/engine.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/fused_layers.hpp"
 #include "lockstep/fused_step.hpp"
 #include "lockstep/grad_scaler.hpp"
+#include "lockstep/master_weights.hpp"
 #include "lockstep/memory.hpp"
 #include "lockstep/mesh.hpp"
 #include "lockstep/pipeline.hpp"

@@ -84,6 +84,15 @@ struct GradientCheck {
   double fp16_overflow_scaled = 0;  ///< elements too large for fp16 after that, of all
 };
 
+/// Whether the training step was captured into CUDA graphs, and what that cost. Of rank 0.
+struct CaptureRecord {
+  bool captured = false;     ///< the last step was replayed
+  std::string reason;        ///< why it was not; "" where it was
+  int64_t graphs = 0;        ///< of a step
+  int64_t replays = 0;       ///< of all steps
+  int64_t memory_bytes = 0;  ///< held for the graphs' intermediate results
+};
+
 /// One action of a pipeline, measured or predicted. Times are from the step's begin.
 struct ActionRecord {
   std::string kind;  ///< F, B, I or W as in schedules; S: a stage's gradients were averaged
@@ -172,6 +181,8 @@ struct RunRecord {
   int64_t nonfinite = 0;        ///< losses that were not finite
   std::optional<MemorySplit> memory;
   std::optional<GradientCheck> gradient_check;
+
+  std::optional<CaptureRecord> capture;  ///< only where capture was asked for or found safe
 
   std::optional<PipelineRecord> pipeline;  ///< only of programs that train in stages
 };

@@ -2,12 +2,16 @@
 
 #include <torch/optim/sgd.h>
 
+#include <memory>
+#include <optional>
 #include <vector>
 
 #include "lockstep/fused_step.hpp"
+#include "lockstep/master_weights.hpp"
 
 namespace lockstep {
 
+class GpuSlots;
 class StepItems;
 
 struct SgdOptions {
@@ -16,12 +20,16 @@ struct SgdOptions {
   double dampening = 0;
   double weight_decay = 0;
   bool nesterov = false;
+
+  /// Of the module whose parameters these are: they are updated in float32 and rounded.
+  std::optional<MasterWeights> masters = {};
 };
 
 /// torch::optim::SGD whose update is one pass over memory. Everything else is inherited: groups,
 /// schedulers, and a state that either optimizer can save and the other load. Weights are float32
-/// or float64, on a GPU half types too; what it cannot do is an Error that names torch::optim.
-/// A parameter that is listed twice, as parameters() lists a shared one, is updated once.
+/// or float64, with MasterWeights or on a GPU half types too; what it cannot do is an Error that
+/// names torch::optim. A parameter that is listed twice, as parameters() lists a shared one, is
+/// updated once.
 class Sgd final : public torch::optim::SGD, public FusedOptimizer {
  public:
   explicit Sgd(std::vector<torch::Tensor> parameters, const SgdOptions& options = {});
@@ -30,15 +38,23 @@ class Sgd final : public torch::optim::SGD, public FusedOptimizer {
   torch::Tensor step(LossClosure closure = nullptr) override;
   void step(const StepExtras& extras);
   void step_fused(const ScaledGradients& gradients, const StepExtras& extras) override;
+  bool has_master(const torch::Tensor& parameter) const override;
 
   /// Gradients are dropped, which costs nothing; false: filled with zeros.
   void zero_grad(bool set_to_none = true);
+
+  /// Master weights are part of it: training goes on with the same bits.
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
 
  private:
   void step_on_cpu(const StepItems& items, const ScaledGradients& gradients,
                    const StepExtras& extras);
   void step_on_cuda(const StepItems& items, const ScaledGradients& gradients,
                     const StepExtras& extras);
+
+  std::optional<MasterWeights> masters_;
+  std::shared_ptr<GpuSlots> slots_;  // made by the first step on a GPU
 };
 
 }  // namespace lockstep

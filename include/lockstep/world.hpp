@@ -19,7 +19,9 @@ struct WorldOptions {
   std::string devices = {};
   /// Of each rank, for models whose stages lie on devices of their own.
   int devices_per_rank = 1;
-  /// auto, self, shm or gloo. auto: self for one rank, shm on one host, gloo on several.
+  /// auto, self, shm, gloo, nccl or ipc. auto: self for one rank, shm on one host, gloo on several;
+  /// on top of these, for ranks on GPUs, nccl where each has its own, ipc where ranks of one host
+  /// share one. Asked for by name, shm and gloo take GPU tensors through the host's memory.
   std::string backend = "auto";
   /// Of every wait for other ranks; LOCKSTEP_TIMEOUT_S, or five minutes, where not given.
   std::optional<std::chrono::milliseconds> timeout = {};

@@ -109,7 +109,8 @@ const std::vector<CodeInfo>& all_codes() {
       {Code::kBackend, "no such communication backend",
        "The backend asked for is unknown, is not installed, or cannot reach all ranks: self serves "
        "one rank, "
-       "shm the ranks of one host, gloo several hosts. `lockstep doctor` lists what is here."},
+       "shm the ranks of one host, gloo several hosts, nccl ranks with a GPU each, ipc ranks that "
+       "share one. `lockstep doctor` lists what is here."},
       {Code::kRendezvous, "ranks or hosts did not meet",
        "Before training, all ranks meet at one address. Somebody did not come, came twice, came "
        "with another "
@@ -168,6 +169,11 @@ const std::vector<CodeInfo>& all_codes() {
        "fewer rows than micro-batches, or the ranks of a pipeline were given different numbers. "
        "The "
        "message says what was expected and what came."},
+      {Code::kCapture, "a step cannot be captured",
+       "A CUDA graph records what is queued on the GPU; what waits for the GPU (item(), cpu(), "
+       "printing a tensor), decides by its values, or uses another stream has no place in it. The "
+       "message names the operation. Move it out of the step function, or run the step without "
+       "capture (--capture off, CaptureOptions::enabled)."},
   };
   return codes;
 }
@@ -191,6 +197,7 @@ int exit_code(Code code) {
     case Code::kScalerMisuse:
     case Code::kStageFailed:
     case Code::kStageMismatch:
+    case Code::kCapture:
       return 1;
     default:
       return 2;

@@ -60,6 +60,12 @@ std::vector<int64_t> Fields::integers(const char* name) const {
   return values;
 }
 
+bool Fields::boolean(const char* name) const {
+  const json& value = raw(name);
+  if (!value.is_boolean()) fail(name);
+  return value.get<bool>();
+}
+
 int Fields::small_integer(const char* name) const {
   const int64_t value = integer(name);
   if (value != static_cast<int>(value)) fail(name);

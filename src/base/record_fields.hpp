@@ -28,6 +28,7 @@ class Fields {
   int64_t integer(const char* name) const { return integer(name, raw(name)); }
   std::vector<int64_t> integers(const char* name) const;
   int small_integer(const char* name) const;
+  bool boolean(const char* name) const;
 
   template <class T>  // a text, a list of texts, or a map of texts
   T get(const char* name) const {

@@ -68,6 +68,14 @@ json gradients_to_json(const GradientCheck& check) {
           {"fp16_overflow_scaled", number_to_json(check.fp16_overflow_scaled)}};
 }
 
+json capture_to_json(const CaptureRecord& capture) {
+  return {{"captured", capture.captured},
+          {"reason", capture.reason},
+          {"graphs", capture.graphs},
+          {"replays", capture.replays},
+          {"memory_bytes", capture.memory_bytes}};
+}
+
 Stats stats_from_json(const json& value) {
   const Fields fields(value, "step_ms");
   return {.mean = fields.number("mean"),
@@ -133,6 +141,15 @@ GradientCheck gradients_from_json(const json& value) {
           .fp16_overflow_scaled = fields.number("fp16_overflow_scaled")};
 }
 
+CaptureRecord capture_from_json(const json& value) {
+  const Fields fields(value, "capture");
+  return {.captured = fields.boolean("captured"),
+          .reason = fields.get<std::string>("reason"),
+          .graphs = fields.integer("graphs"),
+          .replays = fields.integer("replays"),
+          .memory_bytes = fields.integer("memory_bytes")};
+}
+
 // Accumulation and lower precision: records of other programs are written without these fields.
 void add_precision(const RunRecord& record, json& value) {
   if (record.accum_steps != 1) value["accum_steps"] = record.accum_steps;
@@ -188,6 +205,7 @@ json to_json(const RunRecord& record) {
   if (record.backward_ms != 0) value["backward_ms"] = number_to_json(record.backward_ms);
   if (!record.ranks.empty()) value["ranks"] = list_to_json(record.ranks, rank_to_json);
   add_precision(record, value);
+  if (record.capture) value["capture"] = capture_to_json(*record.capture);
   if (record.pipeline) add_pipeline(*record.pipeline, value);
   return value;
 }
@@ -223,6 +241,7 @@ RunRecord record_from_json(const json& value) {
   if (fields.has("backward_ms")) record.backward_ms = fields.number("backward_ms");
   if (fields.has("ranks")) record.ranks = list_from_json(fields, "ranks", rank_from_json);
   read_precision(fields, record);
+  if (fields.has("capture")) record.capture = capture_from_json(fields.raw("capture"));
   record.pipeline = read_pipeline(fields);
   return record;
 }

@@ -4,6 +4,7 @@
 #include <memory>
 #include <string_view>
 
+#include "base/cuda_stream.hpp"
 #include "comm/call.hpp"
 
 namespace lockstep {
@@ -28,8 +29,9 @@ struct ConstBuffer {
 
 /// What accompanies every call.
 struct CallContext {
-  int64_t deadline_ns = 0;  ///< monotonic_ns() at which waiting ends in an Error
-  std::string_view label;   ///< what the call is for; appears in messages
+  int64_t deadline_ns = 0;      ///< monotonic_ns() at which waiting ends in an Error
+  std::string_view label;       ///< what the call is for; appears in messages
+  CudaStream stream = nullptr;  ///< of a GPU backend: in whose order the call happens
 };
 
 /// A call that was begun. Its buffers must stay until it is done. Destroyed before that, it aborts
@@ -60,11 +62,16 @@ class ReachableMemory {
 /// Every backend compares the ranks' calls before data moves, and ends every wait at the deadline:
 /// see call.hpp for the errors. After an error the communicator is of no more use: every later call
 /// throws that error again.
+///
+/// A GPU backend moves a GPU's memory. Its calls are compared and awaited on the host as all are,
+/// but only queue the movement: "done" means that work queued afterwards on the call's stream finds
+/// the result there, and that what was queued before on it was waited for.
 class Backend {
  public:
   virtual ~Backend() = default;
 
   virtual std::string_view name() const = 0;  ///< "shm"
+  virtual bool on_gpu() const { return false; }
   virtual const Group& group() const = 0;
   int rank() const { return group().rank; }
   int size() const { return group().size(); }

@@ -37,4 +37,19 @@ struct GlooOptions {
 };
 std::unique_ptr<Backend> make_gloo_backend(const GlooOptions& options);
 
+// GPU backends, of builds with CUDA only. Each stands on a host backend of the same ranks, over
+// which calls are compared, and which must outlive it. Collective.
+struct GpuBackendOptions {
+  Backend* host = nullptr;
+  int gpu = 0;              ///< of this rank, as CUDA counts
+  int64_t deadline_ns = 0;  ///< for all ranks to meet
+};
+
+/// Ranks of one host, on one GPU or on GPUs that reach each other's memory: CUDA IPC memory and
+/// events.
+std::unique_ptr<Backend> make_ipc_backend(const GpuBackendOptions& options);
+
+/// Ranks with a GPU each, on any hosts.
+std::unique_ptr<Backend> make_nccl_backend(const GpuBackendOptions& options);
+
 }  // namespace lockstep

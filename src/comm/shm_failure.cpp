@@ -24,14 +24,15 @@ bool ShmEngine::keep_first(const std::exception_ptr& error) noexcept {
 }
 
 void ShmEngine::guarded(const std::function<void()>& action) {
-  if (const auto error = broken()) std::rethrow_exception(error);
+  if (const auto error = broken()) {
+    in_flight_.clear();  // abort() may have come from another thread, which must not
+    std::rethrow_exception(error);
+  }
   try {
     action();
   } catch (...) {
-    if (keep_first(std::current_exception())) {
-      record_current_exception();
-      in_flight_.clear();
-    }
+    if (keep_first(std::current_exception())) record_current_exception();
+    in_flight_.clear();
     throw;
   }
 }
@@ -113,7 +114,6 @@ void ShmEngine::abort(std::string_view reason) noexcept {
   } catch (...) {
     keep_first(std::current_exception());
   }
-  if (!in_flight_.empty()) in_flight_.clear();
 }
 
 void ShmEngine::leave() noexcept {

@@ -1,6 +1,5 @@
 #include "device/cuda_support.hpp"
 
-#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -11,81 +10,17 @@
 #include <map>
 #include <mutex>
 #include <thread>
-#include <unordered_map>
 
 #include "lockstep/clock.hpp"
 
 namespace lockstep::cuda {
 namespace {
 
-using c10::cuda::CUDACachingAllocator::TraceEntry;
-
 constexpr auto kSamplePeriod = std::chrono::microseconds(500);
 
-// Follows libtorch's CUDA allocator and charges each block to the account of the stream it was
-// allocated for. The autograd engine replays a forward's stream, so backward is charged rightly
-// too.
-class MemoryWatch {
- public:
-  static MemoryWatch& instance() {
-    static auto* watch = new MemoryWatch();
-    return *watch;
-  }
-
-  void watch(c10::Stream stream, MemoryAccount& account) {
-    const std::lock_guard lock(mutex_);
-    accounts_[key_of(stream)].push_back(&account);
-  }
-
-  // Blocks that are still live stay charged: accounts outlive devices.
-  void unwatch(c10::Stream stream, MemoryAccount& account) {
-    const std::lock_guard lock(mutex_);
-    std::erase(accounts_[key_of(stream)], &account);
-  }
-
- private:
-  using StreamKey = std::pair<int, void*>;  // GPU, raw stream
-
-  struct Block {
-    MemoryAccount* account;
-    int64_t bytes;
-  };
-
-  MemoryWatch() {
-    c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker(
-        [this](const TraceEntry& entry) { on_entry(entry); });
-  }
-
-  static StreamKey key_of(c10::Stream stream) {
-    return {stream.device_index(), c10::cuda::CUDAStream(stream).stream()};
-  }
-
-  // Called by the allocator while it holds its own lock: no CUDA call may be made here.
-  void on_entry(const TraceEntry& entry) {
-    const std::lock_guard lock(mutex_);
-    if (entry.action_ == TraceEntry::ALLOC) {
-      const auto found = accounts_.find({entry.device_, entry.stream_});
-      if (found == accounts_.end() || found->second.empty()) return;
-      MemoryAccount* account = found->second.back();
-      const auto bytes = static_cast<int64_t>(entry.size_);
-      account->charge(bytes);
-      blocks_[entry.addr_] = {account, bytes};
-    } else if (entry.action_ == TraceEntry::FREE_REQUESTED) {
-      const auto found = blocks_.find(entry.addr_);
-      if (found == blocks_.end()) return;
-      found->second.account->release(found->second.bytes);
-      blocks_.erase(found);
-    }
-  }
-
-  std::mutex mutex_;
-  std::map<StreamKey, std::vector<MemoryAccount*>> accounts_;
-  std::unordered_map<size_t, Block> blocks_;  // [address]
-};
-
 // Looks at every watched stream twice a millisecond and counts the time since the last look as busy
-// when the stream has unfinished work. Streams under graph capture must not be queried and are left
-// out.
+// when the stream has unfinished work. A query would spoil the capture of a stream, so that nothing
+// is looked at while one goes on.
 class BusyWatch {
  public:
   static BusyWatch& instance() {
@@ -102,6 +37,12 @@ class BusyWatch {
   void unwatch(std::atomic<int64_t>& busy_ns) {
     const std::lock_guard lock(mutex_);
     std::erase_if(watched_, [&](const Watched& watched) { return watched.busy_ns == &busy_ns; });
+  }
+
+  // No look is under way when this returns.
+  void pause(int captures) {
+    const std::lock_guard lock(mutex_);
+    captures_ += captures;
   }
 
  private:
@@ -130,6 +71,7 @@ class BusyWatch {
       const int64_t now_ns = monotonic_ns();
       const std::lock_guard lock(mutex_);
       for (const auto& watched : watched_) {
+        if (captures_ > 0) break;
         // A GPU that has failed is its user's to report; this thread must not.
         if (cudaSetDevice(watched.stream.device_index()) != cudaSuccess) {
           (void)cudaGetLastError();
@@ -143,6 +85,7 @@ class BusyWatch {
 
   std::mutex mutex_;
   std::vector<Watched> watched_;
+  int captures_ = 0;     // that go on
   std::thread sampler_;  // runs as long as the process
 };
 
@@ -185,20 +128,20 @@ std::shared_ptr<const Epoch> epoch_of(int gpu) {
 
 }  // namespace
 
-void watch_memory(c10::Stream stream, MemoryAccount& account) {
-  MemoryWatch::instance().watch(stream, account);
-}
-
 void watch_busy(c10::Stream stream, std::atomic<int64_t>& busy_ns) {
   BusyWatch::instance().watch(stream, busy_ns);
 }
 
-void unwatch_memory(c10::Stream stream, MemoryAccount& account) {
-  MemoryWatch::instance().unwatch(stream, account);
-}
-
 void unwatch_busy(std::atomic<int64_t>& busy_ns) {
   BusyWatch::instance().unwatch(busy_ns);
+}
+
+PauseSampling::PauseSampling() {
+  BusyWatch::instance().pause(1);
+}
+
+PauseSampling::~PauseSampling() {
+  BusyWatch::instance().pause(-1);
 }
 
 int64_t capacity_bytes(int gpu) {

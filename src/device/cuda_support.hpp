@@ -7,8 +7,8 @@
 
 #include "lockstep/memory.hpp"
 
-// What needs CUDA's own headers, beyond libtorch's device-neutral streams and events. Only
-// src/device calls it, and only in builds with CUDA.
+// What needs CUDA's own headers, beyond libtorch's device-neutral streams and events. Of builds
+// with CUDA only.
 namespace lockstep::cuda {
 
 /// Charges every block that libtorch allocates for `stream` to `account`, until unwatched. Where
@@ -19,7 +19,21 @@ void watch_memory(c10::Stream stream, MemoryAccount& account);
 void watch_busy(c10::Stream stream, std::atomic<int64_t>& busy_ns);
 
 void unwatch_memory(c10::Stream stream, MemoryAccount& account);
+
+/// The account that blocks for `stream` are charged to; null: none. For memory that does not come
+/// from libtorch and must be charged by hand.
+MemoryAccount* watching_account(c10::Stream stream);
+
 void unwatch_busy(std::atomic<int64_t>& busy_ns);
+
+/// Guard: no stream is looked at for busy time, as while one is captured.
+class PauseSampling {
+ public:
+  PauseSampling();
+  ~PauseSampling();
+  PauseSampling(const PauseSampling&) = delete;
+  PauseSampling& operator=(const PauseSampling&) = delete;
+};
 
 int64_t capacity_bytes(int gpu);
 

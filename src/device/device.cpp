@@ -7,6 +7,7 @@
 #include <torch/cuda.h>
 
 #include "device/caller_state.hpp"
+#include "device/capture.hpp"
 #include "device/device_state.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/trace.hpp"
@@ -78,6 +79,9 @@ void Device::post(const char* name, std::shared_ptr<Task> task) {
     throw Error(Code::kEngine, fmt::format("{} has no worker in this process", this->name()),
                 "make the devices after fork(), not before");
   }
+  require_not_capturing(
+      fmt::format("work for {}, which has a thread and a stream of its own,", this->name()),
+      "run a step with DataParallel, Pipeline or Device::run without capture");
   const std::lock_guard lock(state_->submit_mutex);
   const auto under_guards = [name](Device& self, Task& work, const CallerState& caller,
                                    uint64_t seed) {

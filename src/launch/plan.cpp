@@ -137,11 +137,12 @@ void plan_cores(PlanReader& reader, const LaunchFacts& facts, LaunchPlan& plan) 
 void plan_backend(PlanReader& reader, LaunchPlan& plan) {
   const std::string name = reader.text("backend", "backend", "auto");
   const Setting* setting = reader.find("backend");
-  if (name != "auto" && name != "self" && name != "shm" && name != "gloo") {
-    PlanReader::fail(*setting, "is not a backend", "write auto, shm or gloo");
+  const bool on_host = name == "auto" || name == "self" || name == "shm" || name == "gloo";
+  if (!on_host && name != "nccl" && name != "ipc") {
+    PlanReader::fail(*setting, "is not a backend", "write auto, shm, gloo, nccl or ipc");
   }
-  if (name == "shm" && plan.nnodes > 1) {
-    PlanReader::fail(*setting, "serves one host only", "write auto or gloo");
+  if ((name == "shm" || name == "ipc") && plan.nnodes > 1) {
+    PlanReader::fail(*setting, "serves one host only", "write auto, gloo or nccl");
   }
   if (name != "auto") plan.backend = name;
 }

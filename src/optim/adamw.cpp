@@ -8,6 +8,7 @@
 #include "lockstep/error.hpp"
 #include "optim/common.hpp"
 #include "optim/for_each_part.hpp"
+#include "optim/gpu_step.hpp"
 #include "optim/state_memory.hpp"
 #include "optim/step_items.hpp"
 
@@ -35,28 +36,49 @@ void check_options(const std::vector<torch::optim::OptimizerParamGroup>& groups)
   }
 }
 
+struct ItemState {
+  State* state = nullptr;
+  bool is_new = false;
+};
+
 // [item]. New states of all items share an allocation.
-std::vector<State*> states_of(torch::optim::Optimizer& optimizer, const StepItems& items) {
-  std::vector<State*> states(items.size());
+std::vector<ItemState> states_of(torch::optim::Optimizer& optimizer, const StepItems& items) {
+  std::vector<ItemState> states(items.size());
   std::vector<size_t> missing;
   std::vector<torch::Tensor> models;
   for (size_t i = 0; i < items.size(); ++i) {
     const torch::Tensor& weight = items[i].weight;
-    states[i] = &state_of<State>(optimizer, weight);
-    if (states[i]->exp_avg().defined()) {
-      states[i]->exp_avg(fit_state(states[i]->exp_avg(), weight, "exp_avg"));
-      states[i]->exp_avg_sq(fit_state(states[i]->exp_avg_sq(), weight, "exp_avg_sq"));
+    State& state = state_of<State>(optimizer, items[i].parameter);
+    states[i].state = &state;
+    if (state.exp_avg().defined()) {
+      state.exp_avg(fit_state(state.exp_avg(), weight, "exp_avg"));
+      state.exp_avg_sq(fit_state(state.exp_avg_sq(), weight, "exp_avg_sq"));
     } else {
+      states[i].is_new = true;
       missing.push_back(i);
       models.insert(models.end(), {weight, weight});
     }
   }
   const auto made = zeros_like_all(models);
   for (size_t m = 0; m < missing.size(); ++m) {
-    states[missing[m]]->exp_avg(made[2 * m]);
-    states[missing[m]]->exp_avg_sq(made[2 * m + 1]);
+    states[missing[m]].state->exp_avg(made[2 * m]);
+    states[missing[m]].state->exp_avg_sq(made[2 * m + 1]);
   }
   return states;
+}
+
+[[maybe_unused]] std::vector<GroupRates> group_rates(
+    const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+  std::vector<GroupRates> rates(groups.size());
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const auto& options = static_cast<const Options&>(groups[i].options());
+    rates[i].lr = options.lr();
+    rates[i].weight_decay = options.weight_decay();
+    rates[i].beta1 = std::get<0>(options.betas());
+    rates[i].beta2 = std::get<1>(options.betas());
+    rates[i].eps = options.eps();
+  }
+  return rates;
 }
 
 AdamWRates rates_of(const Options& options, int64_t step) {
@@ -75,14 +97,16 @@ AdamWRates rates_of(const Options& options, int64_t step) {
 }  // namespace
 
 AdamW::AdamW(std::vector<torch::Tensor> parameters, const AdamWOptions& options)
-    : torch::optim::AdamW(without_repeats(parameters), torch_options(options)) {
-  check_parameters(param_groups(), kName);
+    : torch::optim::AdamW(without_repeats(parameters), torch_options(options)),
+      masters_(options.masters) {
+  check_parameters(param_groups(), masters_, kName);
 }
 
 AdamW::AdamW(std::vector<torch::optim::OptimizerParamGroup> groups, const AdamWOptions& defaults)
-    : torch::optim::AdamW(without_repeats(std::move(groups)), torch_options(defaults)) {
+    : torch::optim::AdamW(without_repeats(std::move(groups)), torch_options(defaults)),
+      masters_(defaults.masters) {
   check_options(param_groups());
-  check_parameters(param_groups(), kName);
+  check_parameters(param_groups(), masters_, kName);
 }
 
 torch::Tensor AdamW::step(LossClosure closure) {
@@ -98,8 +122,9 @@ void AdamW::step(const StepExtras& extras) {
 void AdamW::step_fused(const ScaledGradients& gradients, const StepExtras& extras) {
   const torch::NoGradGuard no_grad;
   check_options(param_groups());  // a group may have been added, or options loaded
-  const StepItems items(param_groups(), kName);
+  const StepItems items(param_groups(), masters_, kName);
   if (items.empty()) return;
+  check_extras(extras);
   if (items.on_cuda()) {
     step_on_cuda(items, gradients, extras);
   } else {
@@ -110,8 +135,8 @@ void AdamW::step_fused(const ScaledGradients& gradients, const StepExtras& extra
 void AdamW::step_on_cpu(const StepItems& items, const ScaledGradients& gradients,
                         const StepExtras& extras) {
   if (skips_on_cpu(items, gradients)) return items.finish(false, extras);
-  store_device_steps();
-  device_steps_.clear();  // the model came back from a GPU
+  store_gpu_steps();
+  slots_ = nullptr;  // the model came back from a GPU
   const double factor = items.gradient_factor(gradients, extras);
   const auto states = states_of(*this, items);
   std::vector<AdamWRates> rates(items.size());
@@ -119,71 +144,82 @@ void AdamW::step_on_cpu(const StepItems& items, const ScaledGradients& gradients
   std::vector<Dtype> dtypes(items.size());
   for (size_t i = 0; i < items.size(); ++i) {
     const auto& options = static_cast<const Options&>(param_groups()[items[i].group].options());
-    states[i]->step(states[i]->step() + 1);
-    rates[i] = rates_of(options, states[i]->step());
+    State& state = *states[i].state;
+    state.step(state.step() + 1);
+    rates[i] = rates_of(options, state.step());
     rates[i].gradient_factor = factor;
     rates[i].store_gradient = factor != 1 && !extras.zero_grad;
-    pieces[i] = piece_of(items[i], states[i]->exp_avg(), states[i]->exp_avg_sq());
+    pieces[i] = piece_of(items[i], state.exp_avg(), state.exp_avg_sq());
     dtypes[i] = dtype_of(items[i]);
   }
   for_each_part(pieces, dtypes, [&](size_t i, const UpdatePiece& part) {
     update_adamw(dtypes[i], rates[i], part);
   });
+  items.round_masters();
   items.finish(factor != 1, extras);
 }
 
-void AdamW::step_on_cuda(const StepItems& items, const ScaledGradients& gradients,
-                         const StepExtras& extras) {
-  const torch::Tensor divisor = items.gradient_divisor(gradients, extras);
-  const auto states = states_of(*this, items);
-  for (const CudaBatch& batch : items.cuda_batches()) {
-    const auto& options = static_cast<const Options&>(param_groups()[batch.group].options());
-    std::vector<torch::Tensor> exp_avgs;
-    std::vector<torch::Tensor> exp_avg_sqs;
-    std::vector<torch::Tensor> steps;
-    for (const size_t i : batch.items) {
-      const torch::Tensor& weight = items[i].weight;
-      torch::Tensor& step = device_steps_[weight.unsafeGetTensorImpl()];
-      if (!step.defined()) {
-        step = torch::full({}, static_cast<double>(states[i]->step()),
-                           torch::device(weight.device()).dtype(torch::kFloat32));
-      }
-      step = step.to(weight.device());  // the weight may have moved to another GPU
-      exp_avgs.push_back(states[i]->exp_avg());
-      exp_avg_sqs.push_back(states[i]->exp_avg_sq());
-      steps.push_back(step);
-    }
-    const auto scaling = items.scaling(batch, divisor, gradients.found_inf);
-    at::_foreach_add_(steps, 1);
-    compat::fused_adamw_(items.weights(batch), items.gradients(batch), exp_avgs, exp_avg_sqs, steps,
-                         options.lr(), std::get<0>(options.betas()), std::get<1>(options.betas()),
-                         options.weight_decay(), options.eps(), scaling);
-    if (scaling.found_inf.defined()) {
-      at::_foreach_sub_(steps, std::vector<torch::Tensor>(steps.size(), scaling.found_inf));
-    }
+void AdamW::step_on_cuda([[maybe_unused]] const StepItems& items,
+                         [[maybe_unused]] const ScaledGradients& gradients,
+                         [[maybe_unused]] const StepExtras& extras) {
+#if LOCKSTEP_CUDA
+  if (slots_ != nullptr && slots_->any_moved(items)) {
+    store_gpu_steps();
+    slots_ = nullptr;
   }
-  items.finish(divisor.defined(), extras);
+  if (slots_ == nullptr) slots_ = std::make_shared<GpuSlots>();
+  const auto states = states_of(*this, items);
+  const auto slots = slots_->of(items);
+  std::vector<GpuItemState> on_gpu(items.size());
+  for (size_t i = 0; i < items.size(); ++i) {
+    State& state = *states[i].state;
+    on_gpu[i] = {state.exp_avg(), state.exp_avg_sq(), slots[i].slot, -1};
+    if (states[i].is_new || slots[i].is_new) on_gpu[i].start = state.step();
+  }
+  step_on_gpus(
+      GpuOptimizer::kAdamW, items, on_gpu, [this] { return group_rates(param_groups()); },
+      gradients, extras);
+  if (Capture* capture = Capture::current()) {
+    capture->keep(slots_->memory());
+    capture->keep(std::make_shared<std::vector<GpuItemState>>(on_gpu));
+    capture->before_replay([this, captured = slots_] {
+      if (slots_ == captured) return;
+      throw Error(Code::kCapture,
+                  "the optimizer's state was loaded or moved since its step was captured",
+                  "make the CapturedStep anew after load()");
+    });
+  }
+#endif
 }
 
 void AdamW::zero_grad(bool set_to_none) {
   zero_gradients(param_groups(), set_to_none);
 }
 
-void AdamW::store_device_steps() const {
-  for (const auto& [parameter, step] : device_steps_) {
+bool AdamW::has_master(const torch::Tensor& parameter) const {
+  return masters_ && masters_->holds(parameter);
+}
+
+void AdamW::store_gpu_steps() const {
+#if LOCKSTEP_CUDA
+  if (slots_ == nullptr) return;
+  for (const auto& [parameter, steps] : slots_->steps()) {
     const auto found = state().find(compat::optimizer_state_key(parameter));
-    if (found != state().end()) static_cast<State&>(*found->second).step(step.item<int64_t>());
+    if (found != state().end()) static_cast<State&>(*found->second).step(steps);
   }
+#endif
 }
 
 void AdamW::save(torch::serialize::OutputArchive& archive) const {
-  store_device_steps();
+  store_gpu_steps();
   torch::optim::AdamW::save(archive);
+  save_masters(param_groups(), masters_, archive);
 }
 
 void AdamW::load(torch::serialize::InputArchive& archive) {
   torch::optim::AdamW::load(archive);
-  device_steps_.clear();
+  slots_ = nullptr;
+  load_masters(param_groups(), masters_, archive);
 }
 
 }  // namespace lockstep

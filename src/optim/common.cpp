@@ -1,10 +1,32 @@
 #include "optim/common.hpp"
 
+#include <fmt/format.h>
 #include <torch/torch.h>
 
 #include <unordered_set>
 
+#include "lockstep/error.hpp"
+#include "lockstep/tensor_text.hpp"
+
 namespace lockstep {
+namespace {
+
+using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+
+constexpr const char* kMastersKey = "lockstep_masters";
+
+// Held parameters, with their number among them.
+template <class Visit>
+void for_each_held(const Groups& groups, const MasterWeights& masters, Visit&& visit) {
+  int number = 0;
+  for (const auto& group : groups) {
+    for (const torch::Tensor& parameter : group.params()) {
+      if (masters.holds(parameter)) visit(std::to_string(number++), parameter);
+    }
+  }
+}
+
+}  // namespace
 
 std::vector<torch::Tensor> without_repeats(const std::vector<torch::Tensor>& parameters) {
   std::vector<torch::Tensor> once;
@@ -42,6 +64,41 @@ void zero_gradients(const std::vector<torch::optim::OptimizerParamGroup>& groups
       }
     }
   }
+}
+
+void save_masters(const Groups& groups, const std::optional<MasterWeights>& masters,
+                  torch::serialize::OutputArchive& archive) {
+  if (!masters) return;
+  torch::serialize::OutputArchive weights(archive.compilation_unit());
+  for_each_held(groups, *masters, [&](const std::string& key, const torch::Tensor& parameter) {
+    weights.write(key, masters->of(parameter), /*is_buffer=*/true);
+  });
+  archive.write(kMastersKey, weights);
+}
+
+void load_masters(const Groups& groups, const std::optional<MasterWeights>& masters,
+                  torch::serialize::InputArchive& archive) {
+  if (!masters) return;
+  torch::serialize::InputArchive weights;
+  if (!archive.try_read(kMastersKey, weights)) {
+    throw Error(Code::kFileFormat, "the saved optimizer has no master weights",
+                "load it into an optimizer without masters; or load the module only, then call "
+                "MasterWeights::take_from_parameters()");
+  }
+  const torch::NoGradGuard no_grad;
+  for_each_held(groups, *masters, [&](const std::string& key, torch::Tensor parameter) {
+    const torch::Tensor master = masters->of(parameter);
+    torch::Tensor saved;
+    if (!weights.try_read(key, saved, /*is_buffer=*/true) || saved.sizes() != master.sizes()) {
+      throw Error(Code::kTensorMismatch,
+                  fmt::format("the saved optimizer has no master weight {} of shape {}", key,
+                              shape_text(master.sizes())),
+                  "load a state that was saved for the same model, with the parameters in the same "
+                  "order");
+    }
+    master.copy_(saved);
+    parameter.copy_(master);
+  });
 }
 
 bool skips_on_cpu(const StepItems& items, const ScaledGradients& gradients) {

@@ -4,6 +4,7 @@
 #include <torch/types.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "lockstep/fused_step.hpp"
@@ -24,6 +25,16 @@ torch::Tensor run_closure(const torch::optim::Optimizer::LossClosure& closure);
 
 /// Drops the gradients of all parameters, or fills them with zeros.
 void zero_gradients(const std::vector<torch::optim::OptimizerParamGroup>& groups, bool set_to_none);
+
+/// Writes the masters of an optimizer's parameters, in their order.
+void save_masters(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                  const std::optional<MasterWeights>& masters,
+                  torch::serialize::OutputArchive& archive);
+
+/// Reads them, and rounds the parameters anew. Refuses an archive without them.
+void load_masters(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                  const std::optional<MasterWeights>& masters,
+                  torch::serialize::InputArchive& archive);
 
 /// Whether a scaler on the CPU found an overflow: then nothing changes.
 bool skips_on_cpu(const StepItems& items, const ScaledGradients& gradients);

@@ -5,6 +5,7 @@
 #include "lockstep/error.hpp"
 #include "optim/common.hpp"
 #include "optim/for_each_part.hpp"
+#include "optim/gpu_step.hpp"
 #include "optim/state_memory.hpp"
 #include "optim/step_items.hpp"
 
@@ -37,7 +38,7 @@ std::vector<Momentum> momenta_of(torch::optim::Optimizer& optimizer, const StepI
   for (size_t i = 0; i < items.size(); ++i) {
     const auto& group = optimizer.param_groups()[items[i].group];
     if (static_cast<const Options&>(group.options()).momentum() == 0) continue;
-    State& state = state_of<State>(optimizer, items[i].weight);
+    State& state = state_of<State>(optimizer, items[i].parameter);
     if (state.momentum_buffer().defined()) {
       state.momentum_buffer(fit_state(state.momentum_buffer(), items[i].weight, "momentum buffer"));
       momenta[i].buffer = state.momentum_buffer();
@@ -49,39 +50,37 @@ std::vector<Momentum> momenta_of(torch::optim::Optimizer& optimizer, const StepI
   const auto made = zeros_like_all(models);
   for (size_t m = 0; m < missing.size(); ++m) {
     momenta[missing[m]] = {made[m], true};
-    state_of<State>(optimizer, items[missing[m]].weight).momentum_buffer(made[m]);
+    state_of<State>(optimizer, items[missing[m]].parameter).momentum_buffer(made[m]);
   }
   return momenta;
 }
 
-// Whether a step was skipped is known to the GPU only. With dampening the next step would have to
-// know it, for the first buffer is the gradient, undamped.
-void check_first_step(const torch::optim::Optimizer& optimizer, const StepItems& items,
-                      const ScaledGradients& gradients) {
-  if (!gradients.found_inf.defined()) return;
-  for (size_t i = 0; i < items.size(); ++i) {
-    const auto& group = optimizer.param_groups()[items[i].group];
-    const auto& options = static_cast<const Options&>(group.options());
-    if (options.momentum() == 0 || options.dampening() == 0) continue;
-    const auto key = compat::optimizer_state_key(items[i].weight.unsafeGetTensorImpl());
-    if (optimizer.state().find(key) != optimizer.state().end()) continue;
-    throw Error(Code::kUsage,
-                "lockstep::Sgd cannot begin with dampening under a GradScaler on a GPU, where the "
-                "first step may be skipped",
-                "set dampening to 0, or use torch::optim::SGD");
+[[maybe_unused]] std::vector<GroupRates> rates_of(
+    const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+  std::vector<GroupRates> rates(groups.size());
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const auto& options = static_cast<const Options&>(groups[i].options());
+    rates[i].lr = options.lr();
+    rates[i].weight_decay = options.weight_decay();
+    rates[i].momentum = options.momentum();
+    rates[i].dampening = options.dampening();
+    rates[i].nesterov = options.nesterov() ? 1 : 0;
   }
+  return rates;
 }
 
 }  // namespace
 
 Sgd::Sgd(std::vector<torch::Tensor> parameters, const SgdOptions& options)
-    : torch::optim::SGD(without_repeats(parameters), torch_options(options)) {
-  check_parameters(param_groups(), kName);
+    : torch::optim::SGD(without_repeats(parameters), torch_options(options)),
+      masters_(options.masters) {
+  check_parameters(param_groups(), masters_, kName);
 }
 
 Sgd::Sgd(std::vector<torch::optim::OptimizerParamGroup> groups, const SgdOptions& defaults)
-    : torch::optim::SGD(without_repeats(std::move(groups)), torch_options(defaults)) {
-  check_parameters(param_groups(), kName);
+    : torch::optim::SGD(without_repeats(std::move(groups)), torch_options(defaults)),
+      masters_(defaults.masters) {
+  check_parameters(param_groups(), masters_, kName);
 }
 
 torch::Tensor Sgd::step(LossClosure closure) {
@@ -96,8 +95,9 @@ void Sgd::step(const StepExtras& extras) {
 
 void Sgd::step_fused(const ScaledGradients& gradients, const StepExtras& extras) {
   const torch::NoGradGuard no_grad;
-  const StepItems items(param_groups(), kName);
+  const StepItems items(param_groups(), masters_, kName);
   if (items.empty()) return;
+  check_extras(extras);
   if (items.on_cuda()) {
     step_on_cuda(items, gradients, extras);
   } else {
@@ -108,6 +108,7 @@ void Sgd::step_fused(const ScaledGradients& gradients, const StepExtras& extras)
 void Sgd::step_on_cpu(const StepItems& items, const ScaledGradients& gradients,
                       const StepExtras& extras) {
   if (skips_on_cpu(items, gradients)) return items.finish(false, extras);
+  slots_ = nullptr;  // the model came back from a GPU
   const double factor = items.gradient_factor(gradients, extras);
   const auto momenta = momenta_of(*this, items);
   std::vector<SgdRates> rates(items.size());
@@ -128,39 +129,59 @@ void Sgd::step_on_cpu(const StepItems& items, const ScaledGradients& gradients,
   }
   for_each_part(pieces, dtypes,
                 [&](size_t i, const UpdatePiece& part) { update_sgd(dtypes[i], rates[i], part); });
+  items.round_masters();
   items.finish(factor != 1, extras);
 }
 
-void Sgd::step_on_cuda(const StepItems& items, const ScaledGradients& gradients,
-                       const StepExtras& extras) {
-  check_first_step(*this, items, gradients);
-  const torch::Tensor divisor = items.gradient_divisor(gradients, extras);
+void Sgd::step_on_cuda([[maybe_unused]] const StepItems& items,
+                       [[maybe_unused]] const ScaledGradients& gradients,
+                       [[maybe_unused]] const StepExtras& extras) {
+#if LOCKSTEP_CUDA
+  if (slots_ == nullptr || slots_->any_moved(items)) slots_ = std::make_shared<GpuSlots>();
   const auto momenta = momenta_of(*this, items);
-  for (const CudaBatch& batch : items.cuda_batches()) {
-    const auto& options = static_cast<const Options&>(param_groups()[batch.group].options());
-    // Where nothing is damped, zeros already make the first buffer a copy of the gradient.
-    CudaBatch parts[2] = {{batch.group, {}}, {batch.group, {}}};  // [is it a first step?]
-    for (const size_t i : batch.items) {
-      parts[momenta[i].is_new && options.dampening() != 0 ? 1 : 0].items.push_back(i);
-    }
-    for (const bool first : {false, true}) {
-      const CudaBatch& part = parts[first ? 1 : 0];
-      if (part.items.empty()) continue;
-      std::vector<torch::Tensor> buffers;
-      for (const size_t i : part.items) {
-        if (momenta[i].buffer.defined()) buffers.push_back(momenta[i].buffer);
-      }
-      compat::fused_sgd_(items.weights(part), items.gradients(part), buffers,
-                         options.weight_decay(), options.momentum(), options.lr(),
-                         options.dampening(), options.nesterov(), first,
-                         items.scaling(part, divisor, gradients.found_inf));
+  const auto slots = slots_->of(items);
+  std::vector<GpuItemState> states(items.size());
+  for (size_t i = 0; i < items.size(); ++i) {
+    states[i] = {momenta[i].buffer, {}, slots[i].slot, -1};
+    if (momenta[i].is_new) {
+      states[i].start = 0;  // its first update makes the buffer, also after skipped ones
+    } else if (slots[i].is_new) {
+      states[i].start = 1;  // the buffer was loaded, or came with the model
     }
   }
-  items.finish(divisor.defined(), extras);
+  step_on_gpus(
+      GpuOptimizer::kSgd, items, states, [this] { return rates_of(param_groups()); }, gradients,
+      extras);
+  if (Capture* capture = Capture::current()) {
+    capture->keep(slots_->memory());
+    capture->keep(std::make_shared<std::vector<GpuItemState>>(states));
+    capture->before_replay([this, captured = slots_] {
+      if (slots_ == captured) return;
+      throw Error(Code::kCapture,
+                  "the optimizer's state was loaded or moved since its step was captured",
+                  "make the CapturedStep anew after load()");
+    });
+  }
+#endif
 }
 
 void Sgd::zero_grad(bool set_to_none) {
   zero_gradients(param_groups(), set_to_none);
+}
+
+bool Sgd::has_master(const torch::Tensor& parameter) const {
+  return masters_ && masters_->holds(parameter);
+}
+
+void Sgd::save(torch::serialize::OutputArchive& archive) const {
+  torch::optim::SGD::save(archive);
+  save_masters(param_groups(), masters_, archive);
+}
+
+void Sgd::load(torch::serialize::InputArchive& archive) {
+  torch::optim::SGD::load(archive);
+  slots_ = nullptr;
+  load_masters(param_groups(), masters_, archive);
 }
 
 }  // namespace lockstep

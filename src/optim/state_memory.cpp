@@ -5,6 +5,7 @@
 #include <map>
 #include <utility>
 
+#include "device/capture.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
 
@@ -30,6 +31,9 @@ bool same_memory_order(const torch::Tensor& a, const torch::Tensor& b) {
 
 std::vector<torch::Tensor> zeros_like_all(std::span<const torch::Tensor> models) {
   std::vector<torch::Tensor> made(models.size());
+  if (models.empty()) return made;
+  require_not_capturing("an optimizer's first step, which makes its state,",
+                        "let a step run before it is captured (CaptureOptions::warmup)");
   std::map<std::pair<torch::ScalarType, std::string>, std::vector<size_t>> alike;
   for (size_t i = 0; i < models.size(); ++i) {
     if (models[i].numel() == 0) {
@@ -70,6 +74,8 @@ torch::Tensor fit_state(const torch::Tensor& state, const torch::Tensor& weight,
       state.strides() == weight.strides()) {
     return state;
   }
+  require_not_capturing("moving an optimizer's state",
+                        "let a step run before it is captured (CaptureOptions::warmup)");
   torch::Tensor fitted = empty_like_weight(weight);
   fitted.copy_(state);
   return fitted;

@@ -5,8 +5,6 @@
 #include <torch/torch.h>
 
 #include <cmath>
-#include <map>
-#include <tuple>
 #include <unordered_map>
 #include <utility>
 
@@ -37,22 +35,43 @@ struct Place {
   }
 };
 
-void check_parameter(const Place& place) {
+// Whether the build has the kernels for it.
+#if LOCKSTEP_CUDA
+constexpr bool kGpuUpdates = true;
+#else
+constexpr bool kGpuUpdates = false;
+#endif
+
+void check_master(const Place& place, const torch::Tensor& master) {
+  const torch::Tensor& parameter = place.parameter;
+  const auto dtype = parameter.scalar_type();
+  if ((dtype != torch::kFloat16 && dtype != torch::kBFloat16) ||
+      !same_memory_order(parameter, master)) {
+    place.refuse(
+        Code::kTensorMismatch,
+        fmt::format("{}, is not the rounded copy of its master weight any more", dtype_text(dtype)),
+        "make MasterWeights and the optimizer after the module was converted");
+  }
+}
+
+void check_parameter(const Place& place, const std::optional<MasterWeights>& masters) {
   const torch::Tensor& parameter = place.parameter;
   const auto dtype = parameter.scalar_type();
   if (!parameter.device().is_cpu() && !parameter.is_cuda()) {
     place.refuse(Code::kPlacement, fmt::format("is on {}", parameter.device().str()),
                  "move the model to the CPU or a GPU");
   }
-  if (parameter.is_cuda() && !compat::kFusedCudaUpdates) {
-    place.refuse(Code::kEngine, "is on a GPU, and this libtorch has no fused updates for GPUs",
-                 "build with libtorch 2.4 or later");
+  if (parameter.is_cuda() && !kGpuUpdates) {
+    place.refuse(Code::kEngine, "is on a GPU, and lockstep was built without CUDA",
+                 "build lockstep with -DLOCKSTEP_CUDA=ON");
   }
+  if (masters && masters->holds(parameter)) return check_master(place, masters->of(parameter));
   const bool wide = dtype == torch::kFloat32 || dtype == torch::kFloat64;
   const bool narrow = dtype == torch::kFloat16 || dtype == torch::kBFloat16;
   if (!wide && !(narrow && parameter.is_cuda())) {
     place.refuse(Code::kTensorMismatch, fmt::format("is {}", dtype_text(dtype)),
-                 "keep the weights in float32 and compute in less under lockstep::Autocast");
+                 "keep the weights in float32, compute in less under lockstep::Autocast, or hold "
+                 "them in lockstep::MasterWeights");
   }
   if (parameter.layout() != torch::kStrided || !parameter.is_non_overlapping_and_dense()) {
     place.refuse(Code::kTensorMismatch, "is not dense in memory",
@@ -77,15 +96,22 @@ void check_gradient(const Place& place, const torch::Tensor& gradient) {
   }
 }
 
-// The gradient as the weight lies in memory.
-StepItem make_item(const torch::Tensor& weight, const torch::Tensor& gradient, size_t group) {
-  if (gradient.strides() == weight.strides()) return {weight, gradient, false, group};
-  if (same_memory_order(gradient, weight)) {
-    return {weight, gradient.as_strided(weight.sizes(), weight.strides()), false, group};
+// The gradient as the weight lies in memory. A GPU's kernels read gradients of half types beside
+// float32 weights; the CPU's do not.
+StepItem make_item(const torch::Tensor& parameter, const torch::Tensor& weight,
+                   const torch::Tensor& gradient, size_t group) {
+  const bool readable = gradient.dtype() == weight.dtype() || gradient.is_cuda();
+  if (readable && gradient.strides() == weight.strides()) {
+    return {parameter, weight, gradient, false, group};
   }
-  torch::Tensor copy = torch::empty_strided(weight.sizes(), weight.strides(), gradient.options());
+  if (readable && same_memory_order(gradient, weight)) {
+    return {parameter, weight, gradient.as_strided(weight.sizes(), weight.strides()), false, group};
+  }
+  torch::Tensor copy =
+      torch::empty_strided(weight.sizes(), weight.strides(),
+                           readable ? gradient.options() : weight.options().requires_grad(false));
   copy.copy_(gradient);
-  return {weight, copy, true, group};
+  return {parameter, weight, copy, true, group};
 }
 
 template <class Visit>
@@ -98,22 +124,20 @@ void for_each_parameter(const Groups& groups, std::string_view optimizer, Visit&
   }
 }
 
-double checked_max_norm(const StepExtras& extras) {
-  const double max_norm = *extras.max_norm;
-  if (!(max_norm >= 0)) {
-    throw Error(Code::kUsage, fmt::format("max_norm is {}", max_norm),
-                "give the largest length that gradients may have, 0 or more");
-  }
-  return max_norm;
-}
-
 }  // namespace
 
-void check_parameters(const Groups& groups, std::string_view optimizer) {
+void check_extras(const StepExtras& extras) {
+  if (!extras.max_norm || *extras.max_norm >= 0) return;
+  throw Error(Code::kUsage, fmt::format("max_norm is {}", *extras.max_norm),
+              "give the largest length that gradients may have, 0 or more");
+}
+
+void check_parameters(const Groups& groups, const std::optional<MasterWeights>& masters,
+                      std::string_view optimizer) {
   std::optional<torch::Device> first;
   std::unordered_map<const c10::TensorImpl*, std::pair<size_t, size_t>> seen;  // group, index
   for_each_parameter(groups, optimizer, [&](const Place& place) {
-    check_parameter(place);
+    check_parameter(place, masters);
     // Threads would update it at the same time.
     const auto [known, is_new] =
         seen.emplace(place.parameter.unsafeGetTensorImpl(), std::pair(place.group, place.index));
@@ -133,38 +157,26 @@ void check_parameters(const Groups& groups, std::string_view optimizer) {
   });
 }
 
-StepItems::StepItems(const Groups& groups, std::string_view optimizer) {
-  check_parameters(groups, optimizer);  // set_data() may have changed one since the last step
+StepItems::StepItems(const Groups& groups, const std::optional<MasterWeights>& masters,
+                     std::string_view optimizer) {
+  check_parameters(groups, masters, optimizer);  // set_data() may have changed one since
   for_each_parameter(groups, optimizer, [&](const Place& place) {
     const torch::Tensor& gradient = place.parameter.grad();
     if (!gradient.defined()) return;
     check_gradient(place, gradient);
-    items_.push_back(make_item(place.parameter, gradient, place.group));
+    const torch::Tensor weight = masters ? masters->of(place.parameter) : place.parameter;
+    items_.push_back(make_item(place.parameter, weight, gradient, place.group));
   });
-}
-
-std::vector<torch::Tensor> StepItems::weights() const {
-  std::vector<torch::Tensor> tensors;
-  tensors.reserve(items_.size());
-  for (const StepItem& item : items_) tensors.push_back(item.weight);
-  return tensors;
-}
-
-std::vector<torch::Tensor> StepItems::gradients() const {
-  std::vector<torch::Tensor> tensors;
-  tensors.reserve(items_.size());
-  for (const StepItem& item : items_) tensors.push_back(item.gradient);
-  return tensors;
 }
 
 double StepItems::gradient_factor(const ScaledGradients& scaled, const StepExtras& extras) const {
   if (!extras.max_norm) return scaled.inverse_scale;
-  const double max_norm = checked_max_norm(extras);
   double squares = 0;
   if (scaled.sum_of_squares.defined()) {
     squares = scaled.sum_of_squares.item<double>();
   } else {
-    const auto all = gradients();
+    std::vector<torch::Tensor> all;
+    for (const StepItem& item : items_) all.push_back(item.gradient);
     const GradientScan scan = scan_gradients(all);
     squares = scan.sum_of_squares;
     if (scan.first_nonfinite >= 0) {  // infinity or NaN, as clip_grad_norm_ would find
@@ -174,75 +186,25 @@ double StepItems::gradient_factor(const ScaledGradients& scaled, const StepExtra
       }
     }
   }
-  const double coefficient = max_norm / (std::sqrt(squares) * scaled.inverse_scale + kNormEpsilon);
+  const double coefficient =
+      *extras.max_norm / (std::sqrt(squares) * scaled.inverse_scale + kNormEpsilon);
   return scaled.inverse_scale * (coefficient > 1 ? 1 : coefficient);
 }
 
-torch::Tensor StepItems::gradient_divisor(const ScaledGradients& scaled,
-                                          const StepExtras& extras) const {
-  const auto home = items_[0].weight.device();
-  if (!extras.max_norm) {
-    if (scaled.inverse_scale == 1) return {};
-    return torch::full({}, 1 / scaled.inverse_scale, torch::device(home).dtype(torch::kFloat32));
+void StepItems::round_masters() const {
+  for (const StepItem& item : items_) {
+    if (item.has_master()) item.parameter.copy_(item.weight);
   }
-  const double max_norm = checked_max_norm(extras);
-  torch::Tensor squares = scaled.sum_of_squares;
-  if (!squares.defined()) {
-    for (const CudaBatch& batch : cuda_batches()) {
-      const auto norms = torch::stack(at::_foreach_norm(gradients(batch), 2));
-      const auto sum = norms.to(torch::kFloat64).square().sum().to(home, /*non_blocking=*/true);
-      squares = squares.defined() ? squares + sum : sum;
-    }
-    if (!squares.defined()) return {};  // all gradients are empty
-  }
-  const auto norm = squares.sqrt() * scaled.inverse_scale;
-  const auto shrink = ((norm + kNormEpsilon) / max_norm).clamp_min(1);
-  return (shrink / scaled.inverse_scale).to(torch::kFloat32);
-}
-
-std::vector<CudaBatch> StepItems::cuda_batches() const {
-  std::map<std::tuple<size_t, c10::DeviceIndex, torch::ScalarType>, CudaBatch> batches;
-  for (size_t i = 0; i < items_.size(); ++i) {
-    const StepItem& item = items_[i];
-    if (item.weight.numel() == 0) continue;
-    auto& batch = batches[{item.group, item.weight.device().index(), item.weight.scalar_type()}];
-    batch.group = item.group;
-    batch.items.push_back(i);
-  }
-  std::vector<CudaBatch> list;
-  for (auto& [kind, batch] : batches) list.push_back(std::move(batch));
-  return list;
-}
-
-std::vector<torch::Tensor> StepItems::weights(const CudaBatch& batch) const {
-  std::vector<torch::Tensor> tensors;
-  for (const size_t i : batch.items) tensors.push_back(items_[i].weight);
-  return tensors;
-}
-
-std::vector<torch::Tensor> StepItems::gradients(const CudaBatch& batch) const {
-  std::vector<torch::Tensor> tensors;
-  for (const size_t i : batch.items) tensors.push_back(items_[i].gradient);
-  return tensors;
-}
-
-compat::FusedScaling StepItems::scaling(const CudaBatch& batch, const torch::Tensor& divisor,
-                                        const torch::Tensor& found_inf) const {
-  const auto device = items_[batch.items[0]].weight.device();
-  const auto here = [&](const torch::Tensor& scalar) {
-    return scalar.defined() ? scalar.to(device, /*non_blocking=*/true) : scalar;
-  };
-  return {here(divisor), here(found_inf)};
 }
 
 void StepItems::finish(bool gradients_changed, const StepExtras& extras) const {
   for (const StepItem& item : items_) {
-    item.weight.unsafeGetTensorImpl()->bump_version();
-    torch::Tensor& gradient = item.weight.mutable_grad();
+    item.parameter.unsafeGetTensorImpl()->bump_version();
+    torch::Tensor& gradient = item.parameter.mutable_grad();
     if (extras.zero_grad) {
       gradient.reset();
     } else if (gradients_changed && at::has_internal_overlap(gradient) == at::MemOverlap::Yes) {
-      gradient = item.gradient;  // an expanded one cannot be written to
+      gradient = item.gradient.to(item.parameter.dtype());  // an expanded one cannot be written to
     } else if (gradients_changed && item.is_copy) {
       gradient.copy_(item.gradient);
     } else if (gradients_changed) {

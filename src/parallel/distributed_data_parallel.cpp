@@ -4,6 +4,7 @@
 
 #include <exception>
 
+#include "device/capture.hpp"
 #include "lockstep/error.hpp"
 #include "parallel/gradient_sync_state.hpp"
 #include "parallel/model_tensors.hpp"
@@ -57,6 +58,17 @@ void GradientSync::State::check_if_due() {
   require_same_values(comm, trained_tensors(*module));
 }
 
+// What a forward tells the other ranks, where it is captured.
+void GradientSync::State::share_in_each_replay(Capture& capture) {
+  const bool sends_buffers = options.broadcast_buffers && last_forward_synchronised &&
+                             comm.size() > 1 && !buffers_of(*module).empty();
+  if (!sends_buffers && options.check_replicas_every == 0) return;
+  capture.between_graphs([this, sends_buffers] {
+    check_if_due();
+    if (sends_buffers) broadcast_tensors(comm, buffers_of(*module), 0, "buffers");
+  });
+}
+
 GradientSync::GradientSync(std::shared_ptr<torch::nn::Module> module, const Communicator& comm,
                            const DdpOptions& options)
     : state_(std::make_unique<State>(std::move(module), comm, options)) {}
@@ -75,12 +87,17 @@ void GradientSync::before_forward() {
   if (!torch::GradMode::is_enabled()) return;
   state.reducer->require_unchanged(trained_in(*state.module));
   const bool synchronise = state.no_sync_depth == 0;
+  if (state.joining) require_not_capturing("join", "run the steps of a join without capture");
   const int root = state.joining ? state.joining->begin_step(state, synchronise) : 0;
   state.reducer->before_forward(synchronise);
   if (!state.trains()) return;
   state.reducer->rebuild_if_due();
-  if (!state.joining) state.check_if_due();
-  state.share_buffers(root);
+  if (Capture* capture = Capture::current()) {
+    state.share_in_each_replay(*capture);
+  } else {
+    if (!state.joining) state.check_if_due();
+    state.share_buffers(root);
+  }
   state.last_forward_synchronised = synchronise;
 }
 

@@ -44,6 +44,7 @@ struct GradientSync::State {
   bool trains() const;
   void share_buffers(int root);
   void check_if_due();
+  void share_in_each_replay(Capture& capture);
 
   std::shared_ptr<torch::nn::Module> module;
   const Communicator comm;

@@ -8,9 +8,13 @@
 #include <numeric>
 #include <utility>
 
+#include "device/capture.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
+#if LOCKSTEP_CUDA
+#include "parallel/cuda_accumulators.hpp"
+#endif
 
 namespace lockstep {
 namespace {
@@ -98,9 +102,52 @@ void Reducer::before_forward(bool synchronise) {
          "anew");
   }
   check_window();
+#if LOCKSTEP_CUDA
+  cuda::accumulate_on_current_stream(parameters_);
+#endif
+  Capture* capture = Capture::current();
+  if (capture != nullptr && capture != capture_) join_capture(*capture);
+  capture_ = capture;
   forward_decision_ = synchronise;
   phase_ = Phase::kForwarded;
   end_is_queued_ = false;
+}
+
+void Reducer::join_capture(Capture& capture) {
+  if (!passive() && (options_.find_unused_parameters || options_.static_graph)) {
+    require_not_capturing(
+        "DistributedDataParallel with find_unused_parameters or static_graph",
+        "freeze parameters that are not used with requires_grad_(false), and leave the option out");
+  }
+  if (rebuild_ != Rebuild::kDone) {
+    require_not_capturing("the first or second step of DistributedDataParallel",
+                          "set CaptureOptions::warmup to 2 or more");
+  }
+  capture.before_replay([this] {
+    capture_ = nullptr;
+    stats_.backward_started_ns = monotonic_ns();
+    stats_.backward_finished_ns = stats_.backward_started_ns;
+  });
+  std::vector<bool> had_grad;
+  for (const auto& parameter : parameters_) had_grad.push_back(parameter.tensor.grad().defined());
+  capture.if_dropped([this, had_grad] {
+    capture_ = nullptr;
+    phase_ = Phase::kIdle;
+    end_is_queued_ = false;
+    window_.close();
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      if (!had_grad[i]) parameters_[i].tensor.mutable_grad().reset();
+    }
+  });
+}
+
+// Now, and again in every replay after the first, which does what is recorded now.
+void Reducer::count(std::function<void()> change) {
+  change();
+  if (capture_ == nullptr) return;
+  capture_->after_replay([change = std::move(change), first = true]() mutable {
+    if (!std::exchange(first, false)) change();
+  });
 }
 
 // A window that ends inside NoSync, such as a last partial one, was never averaged.
@@ -266,8 +313,38 @@ void Reducer::mark_ready(size_t parameter) {
 // Strictly in order: ranks may be ready in different orders, but must make the same calls.
 void Reducer::launch_ready_buckets() {
   while (next_bucket_ < buckets_->size() && missing_in_bucket_[next_bucket_] == 0) {
-    launch(next_bucket_++, weight_);
+    const size_t bucket = next_bucket_++;
+    if (capture_ != nullptr) {
+      record_launch(bucket);
+    } else {
+      launch(bucket, weight_);
+    }
   }
+}
+
+// See Note [Captured backward].
+void Reducer::record_launch(size_t bucket) {
+  const int64_t micro_steps = window_.micro_steps() + 1;
+  capture_->between_graphs([this, bucket, micro_steps] {
+    if (bucket == 0) {
+      stats_.last_step.clear();
+      buckets_->set_micro_steps(micro_steps);
+    }
+    launch(bucket, weight_);
+    flight_.advance();
+  });
+}
+
+void Reducer::wait_for_buckets() {
+  if (capture_ == nullptr) {
+    flight_.wait();
+    settle_unused();
+    return;
+  }
+  capture_->between_graphs([this] {
+    stats_.backward_finished_ns = monotonic_ns();
+    flight_.wait();
+  });
 }
 
 void Reducer::launch(size_t bucket, double weight) {
@@ -283,7 +360,7 @@ void Reducer::end_backward() {
   if (backward_decision_) {
     finish_backward();
   } else {
-    window_.add_micro_step();
+    count([this] { window_.add_micro_step(); });
   }
   reachable_.clear();
   phase_ = Phase::kIdle;
@@ -294,16 +371,17 @@ void Reducer::finish_backward() {
   settle_missing();
   if (!passive()) {
     launch_ready_buckets();
-    flight_.wait();
-    settle_unused();
+    wait_for_buckets();
   }
   std::fill(used_.begin(), used_.end(), false);
   count_step();
 }
 
 void Reducer::count_step() {
-  stats_.synchronised_backwards += 1;
-  window_.close();
+  count([this] {
+    stats_.synchronised_backwards += 1;
+    window_.close();
+  });
   if (rebuild_ == Rebuild::kWatching) rebuild_ = Rebuild::kDue;
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -13,12 +14,19 @@
 
 namespace lockstep {
 
+class Capture;
+
 /// Averages gradients over the ranks while backward computes them.
 ///
 ///   hook -> parameter ready -> bucket ready -> launched, strictly in order -> finished
 ///
 /// Note [No communication thread]: on the CPU there is no core to spare. The hooks themselves move
 /// buckets whose peers have come, and what is left is finished when backward ends.
+///
+/// Note [Captured backward]: while a step is captured, hooks run but nothing is computed. Launching
+/// a bucket then means to cut the graph: its all-reduce runs on the host in every replay, between
+/// the graph that computes it and the next, as does the wait for all of them. What this class
+/// counts is counted in every replay.
 class Reducer final : public GradientListener {
  public:
   Reducer(std::vector<TrainedParameter> parameters, const Communicator& comm,
@@ -79,6 +87,10 @@ class Reducer final : public GradientListener {
   void mark_unused(size_t parameter);
   void launch_ready_buckets();
   void launch(size_t bucket, double weight);
+  void join_capture(Capture& capture);
+  void record_launch(size_t bucket);
+  void wait_for_buckets();
+  void count(std::function<void()> change);
   void end_backward();
   void finish_backward();
   void count_step();
@@ -99,6 +111,7 @@ class Reducer final : public GradientListener {
   bool backward_decision_ = true;  // of the backward that runs
   bool end_is_queued_ = false;     // of a backward that went through an output
   double weight_ = 1;
+  Capture* capture_ = nullptr;  // that this step is part of; null: none
   AccumulationWindow window_;
 
   std::mutex mutex_;                       // hooks of several GPUs come from several threads

@@ -1,6 +1,10 @@
 #include "pipeline/rank_channel.hpp"
 
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
+
+#include <optional>
 
 #include "device/dtype_map.hpp"
 #include "lockstep/error.hpp"
@@ -69,7 +73,14 @@ void RankChannel::send(const ParcelName& name, const torch::Tensor& tensor, int6
   bytes_ += static_cast<int64_t>(tensor.nbytes());
 }
 
+// A GPU's sends are queued on a stream of the line's own, for the reason of Note [A thread for each
+// line]: what waits for the receiver there must not hold back what the stage computes next.
 void RankChannel::deliver_letters() {
+  std::optional<c10::StreamGuard> own_stream;
+  if (device_.plan().kind == DeviceKind::kCuda) {
+    const c10::impl::VirtualGuardImpl gpu(c10::DeviceType::CUDA);
+    own_stream.emplace(gpu.getStreamFromGlobalPool(device_.torch_device()));
+  }
   for (;;) {
     Letter letter;
     {

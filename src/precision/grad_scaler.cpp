@@ -4,8 +4,8 @@
 
 #include <utility>
 
+#include "device/capture.hpp"
 #include "lockstep/error.hpp"
-#include "precision/gradient_scan.hpp"
 #include "precision/loss_scale.hpp"
 #include "precision/optimizer_gradients.hpp"
 #include "precision/skip_log.hpp"
@@ -45,28 +45,34 @@ void drop_gradients(torch::optim::Optimizer& optimizer) {
 
 struct GradScaler::State {
   explicit State(const GradScalerOptions& given)
-      : options(given), scale(initial(given)), log(given.on_skip) {}
+      : options(given), scale(initial(given)), log(std::make_shared<SkipLog>(given.on_skip)) {}
 
   OptimizerState& of(const torch::optim::Optimizer& optimizer);
   void require_scaled_loss(const char* call) const;
-  OptimizerGradients collect(torch::optim::Optimizer& optimizer);
+  OptimizerGradients collect(torch::optim::Optimizer& optimizer, const FusedOptimizer* fused);
   void unscale(OptimizerState& mine, const OptimizerGradients& gradients);
+  ScaledGradients scaled_by(const OptimizerGradients& gradients) const;
   void step(torch::optim::Optimizer& optimizer, FusedOptimizer* fused, const StepExtras& extras);
-  double agree(Finding& finding, double sum_of_squares) const;
+  void agree(Finding& finding) const;
   std::vector<Finding> take_findings();
+  void update(std::vector<Finding> findings, std::optional<double> new_scale);
   void update_on_host(std::vector<Finding> findings, std::optional<double> new_scale);
-  void update_on_gpu(std::vector<Finding> findings, std::optional<double> new_scale);
+  void read_log() const;
 
   GradScalerOptions options;
   LossScale scale;
-  SkipLog log;
+  std::shared_ptr<SkipLog> log;            // shared with captured steps, which read it on replay
   std::vector<OptimizerState> optimizers;  // in the order of their first call; none after update()
-  int64_t updates = 0;
 };
 
 OptimizerState& GradScaler::State::of(const torch::optim::Optimizer& optimizer) {
   for (auto& each : optimizers) {
     if (each.optimizer == &optimizer) return each;
+  }
+  if (Capture* capture = Capture::current()) {  // what was begun in vain is as if it never was
+    capture->if_dropped([this, alive = std::weak_ptr<SkipLog>(log)] {
+      if (!alive.expired()) optimizers.clear();
+    });
   }
   return optimizers.emplace_back(OptimizerState{&optimizer});
 }
@@ -78,8 +84,9 @@ void GradScaler::State::require_scaled_loss(const char* call) const {
                "call scaler.scale(loss).backward() first");
 }
 
-OptimizerGradients GradScaler::State::collect(torch::optim::Optimizer& optimizer) {
-  auto gradients = gradients_of(optimizer, log.names());
+OptimizerGradients GradScaler::State::collect(torch::optim::Optimizer& optimizer,
+                                              const FusedOptimizer* fused) {
+  auto gradients = gradients_of(optimizer, log->names(), fused);
   if (gradients.gradients.empty() && !options.model_parallel) {
     throw misuse(
         "no parameter of this optimizer has a gradient",
@@ -93,63 +100,77 @@ void GradScaler::State::unscale(OptimizerState& mine, const OptimizerGradients& 
   mine.stage = Stage::kUnscaled;
 }
 
+// Gradients as they are, for an update that multiplies as it goes.
+ScaledGradients GradScaler::State::scaled_by(const OptimizerGradients& gradients) const {
+  ScaledGradients scaled;
+  if (scale.on_gpu() && !gradients.all_on_cpu()) {
+    scaled.scale = scale.tensor();
+  } else {
+    if (!gradients.all_on_cpu()) {
+      require_not_capturing("a GradScaler whose first loss was on the CPU",
+                            "scale a loss of the GPU first");
+    }
+    scaled.inverse_scale = scale.inverse();
+  }
+  return scaled;
+}
+
 // Parts of one model overflow together: every rank tells whether its part did, and its share of the
-// squared norm. Gives the whole sum. The same call whatever this rank holds, so that ranks agree.
-double GradScaler::State::agree(Finding& finding, double sum_of_squares) const {
+// squared norm, which becomes that of the whole. The same call whatever this rank holds, so that
+// ranks agree.
+void GradScaler::State::agree(Finding& finding) const {
+  require_not_capturing("a GradScaler with model_parallel", "leave it out of captured steps");
   const Communicator& comm = *options.model_parallel;
-  const auto mine = torch::tensor({finding.overflowed() ? 1.0 : 0.0, sum_of_squares},
+  const auto mine = torch::tensor({finding.overflowed() ? 1.0 : 0.0, finding.sum_of_squares},
                                   torch::dtype(torch::kDouble));
   const auto all = torch::empty({comm.size(), 2}, torch::dtype(torch::kDouble));
   comm.all_gather(mine, all, {.label = "GradScaler's finding"});
   const auto rows = all.accessor<double, 2>();
-  double sum = 0;
+  finding.sum_of_squares = 0;
   for (int rank = 0; rank < comm.size(); ++rank) {
-    sum += rows[rank][1];
+    finding.sum_of_squares += rows[rank][1];
     if (rows[rank][0] != 0 && rank != comm.rank() && finding.overflowed_peer < 0) {
       finding.overflowed_peer = rank;
     }
   }
-  return sum;
 }
 
 void GradScaler::State::step(torch::optim::Optimizer& optimizer, FusedOptimizer* fused,
                              const StepExtras& extras) {
   OptimizerState& mine = of(optimizer);
-  const auto gradients = collect(optimizer);
+  const auto gradients = collect(optimizer, fused);
   ScaledGradients scaled;
-  std::optional<double> sum;  // of squares
-  if (mine.stage == Stage::kReady && fused != nullptr && gradients.all_on_cpu) {
+  bool knows_squares = false;
+  if (mine.stage == Stage::kReady && fused != nullptr) {
     // Only read here: the update multiplies as it goes, which saves a pass that writes.
-    const GradientScan scan = scan_gradients(gradients.gradients);
-    mine.finding = {};
-    mine.finding.places = gradients.places;
-    mine.finding.first_nonfinite = scan.first_nonfinite;
-    scaled.inverse_scale = scale.inverse();
-    sum = scan.sum_of_squares;
+    mine.finding = scan(gradients, extras.max_norm.has_value());
+    knows_squares = true;
+    scaled = scaled_by(gradients);
   } else if (mine.stage == Stage::kReady) {
     unscale(mine, gradients);
+  } else if (options.model_parallel && extras.max_norm) {
+    auto again = scan(gradients, /*squares=*/true);
+    again.bring_to_host();
+    mine.finding.sum_of_squares = again.sum_of_squares;
+    knows_squares = true;
   }
 
-  const auto& on_gpus = mine.finding.on_gpus;
-  const bool gpu_decides = fused != nullptr && !options.model_parallel && on_gpus.size() == 1 &&
-                           on_gpus[0].gradients.size() == gradients.gradients.size();
-  if (gpu_decides) {
-    scaled.found_inf = on_gpus[0].found_inf;
+  if (fused != nullptr && !options.model_parallel && gradients.all_on_one_gpu() &&
+      mine.finding.on_gpus.size() == 1) {
+    scaled.found_inf = mine.finding.on_gpus[0].found_inf;
+    if (knows_squares) scaled.sum_of_squares = mine.finding.on_gpus[0].sum_of_squares;
   } else {
     mine.finding.bring_to_host();
-    if (options.model_parallel) {
-      if (!sum) sum = extras.max_norm ? sum_of_squares(gradients) : 0;
-      sum = agree(mine.finding, *sum);
-    }
+    if (options.model_parallel) agree(mine.finding);
     if (mine.finding.overflowed()) {
       mine.stage = Stage::kStepped;
       if (extras.zero_grad) drop_gradients(optimizer);
       return;
     }
-  }
-  if (sum && extras.max_norm && !gradients.gradients.empty()) {
-    scaled.sum_of_squares =
-        torch::full({}, *sum, gradients.gradients[0].options().dtype(torch::kDouble));
+    if (knows_squares && extras.max_norm && !gradients.gradients.empty()) {
+      scaled.sum_of_squares = torch::full({}, mine.finding.sum_of_squares,
+                                          gradients.gradients[0].options().dtype(torch::kDouble));
+    }
   }
   if (fused != nullptr) {
     fused->step_fused(scaled, extras);
@@ -165,11 +186,29 @@ std::vector<Finding> GradScaler::State::take_findings() {
     if (each.stage == Stage::kReady) continue;
     if (each.stage == Stage::kUnscaled && options.model_parallel) {
       each.finding.bring_to_host();
-      agree(each.finding, 0);
+      agree(each.finding);
     }
     findings.push_back(std::move(each.finding));
   }
   return findings;
+}
+
+void GradScaler::State::update(std::vector<Finding> findings, std::optional<double> new_scale) {
+  bool overflowed = false;  // as far as the host knows
+  std::vector<GpuScan> scans;
+  for (const auto& finding : findings) {
+    overflowed = overflowed || finding.overflowed();
+    scans.insert(scans.end(), finding.on_gpus.begin(), finding.on_gpus.end());
+  }
+  if (overflowed || !scale.on_gpu()) return update_on_host(std::move(findings), new_scale);
+  scale.update(scans, new_scale);
+  if (Capture* capture = Capture::current()) {
+    capture->after_replay([ring = scale.ring(), shared = std::weak_ptr<SkipLog>(log)] {
+      if (const auto alive = shared.lock()) alive->read(*ring);
+    });
+  } else {
+    read_log();
+  }
 }
 
 void GradScaler::State::update_on_host(std::vector<Finding> findings,
@@ -179,35 +218,16 @@ void GradScaler::State::update_on_host(std::vector<Finding> findings,
     finding.bring_to_host();
     overflowed = overflowed || finding.overflowed();
   }
-  const double before = overflowed ? scale.value() : 0;
-  if (new_scale) {
-    scale.set(*new_scale);
-  } else {
-    scale.update(overflowed);
-  }
-  if (overflowed) log.add({updates, log.overflowed_parameter(findings), before, scale.value()});
+  if (!overflowed) return scale.update(false, new_scale);
+  const double before = scale.value();
+  scale.update(true, new_scale);
+  const double after = scale.value();
+  read_log();  // steps before this one come first
+  log->add({scale.updates(), log->overflowed_parameter(findings), before, after});
 }
 
-void GradScaler::State::update_on_gpu(std::vector<Finding> findings,
-                                      std::optional<double> new_scale) {
-  const torch::Device home = scale.tensor().device();
-  std::vector<torch::Tensor> facts;  // as SkipLog::follow takes them
-  torch::Tensor found;
-  for (const auto& finding : findings) {
-    for (const auto& gpu : finding.on_gpus) {
-      facts.push_back(gpu.found_inf.to(home, /*non_blocking=*/true));
-      found = found.defined() ? found + facts.back() : facts.back();
-      facts.push_back(gpu.first.to(home, /*non_blocking=*/true));
-    }
-  }
-  facts.push_back(scale.tensor().clone());
-  if (new_scale) {
-    scale.set(*new_scale);
-  } else {
-    scale.update(found);
-  }
-  facts.push_back(scale.tensor());
-  log.follow(updates, std::move(findings), at::stack(facts));
+void GradScaler::State::read_log() const {
+  if (scale.on_gpu()) log->read(*scale.ring());
 }
 
 GradScaler::GradScaler(const GradScalerOptions& options)
@@ -217,7 +237,7 @@ GradScaler::GradScaler(GradScaler&&) noexcept = default;
 GradScaler& GradScaler::operator=(GradScaler&&) noexcept = default;
 
 void GradScaler::name_parameters(const torch::nn::Module& module) {
-  state_->log.names().learn(module);
+  state_->log->names().learn(module);
 }
 
 torch::Tensor GradScaler::scale(const torch::Tensor& loss) {
@@ -230,7 +250,7 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   OptimizerState& mine = state_->of(optimizer);
   switch (mine.stage) {
     case Stage::kReady:
-      return state_->unscale(mine, state_->collect(optimizer));
+      return state_->unscale(mine, state_->collect(optimizer, nullptr));
     case Stage::kUnscaled:
       throw misuse("unscale_() a second time since the last update()",
                    "divide the gradients once, when all of them have been accumulated");
@@ -271,19 +291,7 @@ void GradScaler::update(std::optional<double> new_scale) {
     throw misuse("update() without a step() since the last one",
                  "call step() for each optimizer first; while gradients accumulate, neither");
   }
-  ++state_->updates;
-  bool gpu_only = state_->scale.on_gpu();
-  bool any_gpu = false;
-  for (const auto& finding : findings) {
-    gpu_only = gpu_only && !finding.overflowed();
-    any_gpu = any_gpu || !finding.on_gpus.empty();
-  }
-  if (gpu_only && any_gpu) {
-    state_->update_on_gpu(std::move(findings), new_scale);
-  } else {
-    state_->update_on_host(std::move(findings), new_scale);
-  }
-  state_->log.collect(/*wait=*/false);
+  state_->update(std::move(findings), new_scale);
 }
 
 bool GradScaler::is_enabled() const {
@@ -295,8 +303,14 @@ double GradScaler::get_scale() const {
 }
 
 std::vector<SkippedStep> GradScaler::skipped_steps() const {
-  state_->log.collect(/*wait=*/true);
-  return state_->log.skipped();
+#if LOCKSTEP_CUDA
+  if (state_->scale.on_gpu()) {
+    require_not_capturing("reading a GradScaler's skipped steps", "read them after the step");
+    wait_for_gpu(state_->scale.tensor().device());
+  }
+#endif
+  state_->read_log();
+  return state_->log->skipped();
 }
 
 std::optional<GradScalerState> GradScaler::state_dict() const {

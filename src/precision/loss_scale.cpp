@@ -1,10 +1,10 @@
 #include "precision/loss_scale.hpp"
 
-#include <ATen/ops/_amp_update_scale.h>
 #include <fmt/format.h>
 
 #include <cmath>
 
+#include "device/capture.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -45,26 +45,41 @@ LossScale::LossScale(const GradScalerState& state) {
 
 void LossScale::load(const GradScalerState& state) {
   require_usable(state);
+  if (on_gpu()) require_not_capturing("GradScaler::load_state_dict()", "load before the step");
   state_ = state;
   state_.scale = static_cast<float>(state.scale);
-  if (on_gpu()) fill_tensors();
-}
-
-void LossScale::fill_tensors() {
+  if (!on_gpu()) return;
   scale_.fill_(state_.scale);
   tracker_.fill_(state_.growth_tracker);
 }
 
+void LossScale::place_on(torch::Device gpu) {
+#if LOCKSTEP_CUDA
+  require_not_capturing("the first loss of a GradScaler",
+                        "let a step run before it is captured (CaptureOptions::warmup)");
+  static_assert(sizeof(GpuScale) == 2 * sizeof(double));
+  memory_ = torch::zeros({2}, torch::device(gpu).dtype(torch::kDouble));
+  scale_ = memory_.view(torch::kFloat).select(0, 0);
+  tracker_ = memory_.view(torch::kInt).select(0, 1);
+  scale_.fill_(state_.scale);
+  tracker_.fill_(state_.growth_tracker);
+  ring_ = make_skip_ring();
+#else
+  throw Error(
+      Code::kEngine,
+      fmt::format("GradScaler: a loss on {}, and lockstep was built without CUDA", gpu.str()),
+      "build lockstep with -DLOCKSTEP_CUDA=ON");
+#endif
+}
+
 torch::Tensor LossScale::multiply(const torch::Tensor& loss) {
-  if (!placed_ && loss.is_cuda()) {
-    const auto options = torch::TensorOptions(loss.device());
-    scale_ = torch::empty({}, options.dtype(torch::kFloat));
-    tracker_ = torch::empty({}, options.dtype(torch::kInt));
-    fill_tensors();
-  }
+  if (!placed_ && loss.is_cuda()) place_on(loss.device());
   placed_ = true;
   // A tensor, also on the host: its dtype takes part in promotion, and fp16 cannot hold 65536.
-  return loss * (on_gpu() ? scale_.to(loss.device(), /*non_blocking=*/true)
+  if (on_gpu() && loss.is_cpu()) {
+    require_not_capturing("a loss on the CPU", "compute the loss on the GPU");
+  }
+  return loss * (on_gpu() ? scale_.to(loss.device(), /*non_blocking=*/loss.is_cuda())
                           : torch::scalar_tensor(state_.scale, torch::kFloat));
 }
 
@@ -77,9 +92,11 @@ torch::Tensor LossScale::inverse_on(torch::Device device) const {
   return scale_.to(torch::kDouble).reciprocal().to(torch::kFloat).to(device, /*non_blocking=*/true);
 }
 
-void LossScale::update(bool found_inf) {
-  if (on_gpu()) {
-    update(torch::full({}, found_inf ? 1.0 : 0.0, scale_.options()));
+void LossScale::update(bool found_inf, std::optional<double> new_scale) {
+  if (on_gpu()) return settle({}, found_inf, new_scale);
+  ++updates_;
+  if (new_scale) {
+    state_.scale = static_cast<float>(*new_scale);
   } else if (found_inf) {
     state_.scale = static_cast<float>(state_.scale * state_.backoff_factor);
     state_.growth_tracker = 0;
@@ -90,19 +107,38 @@ void LossScale::update(bool found_inf) {
   }
 }
 
-void LossScale::update(torch::Tensor found_inf) {
-  at::_amp_update_scale_(scale_, tracker_, found_inf, state_.growth_factor, state_.backoff_factor,
-                         state_.growth_interval);
+void LossScale::update(const std::vector<GpuScan>& scans, std::optional<double> new_scale) {
+  settle(scans, false, new_scale);
 }
 
-void LossScale::set(double scale) {
-  require_scale(scale);
-  state_.scale = static_cast<float>(scale);
-  if (on_gpu()) scale_.fill_(state_.scale);
+void LossScale::settle([[maybe_unused]] const std::vector<GpuScan>& scans,
+                       [[maybe_unused]] bool found_on_host,
+                       [[maybe_unused]] std::optional<double> new_scale) {
+#if LOCKSTEP_CUDA
+  GpuSettleRules rules;
+  rules.growth_factor = state_.growth_factor;
+  rules.backoff_factor = state_.backoff_factor;
+  rules.growth_interval = state_.growth_interval;
+  rules.new_scale = static_cast<float>(new_scale.value_or(0));
+  rules.found_on_host = found_on_host;
+  settle_on_gpu(memory_, scans, rules, ring_.get());
+  if (Capture* capture = Capture::current()) {
+    capture->keep(std::make_shared<torch::Tensor>(memory_));
+    capture->keep(ring_);
+  }
+#endif
+}
+
+int64_t LossScale::updates() const {
+  if (!on_gpu()) return updates_;
+  static_assert(offsetof(GpuScale, updates) == sizeof(int64_t));
+  return memory_.view(torch::kLong).select(0, 1).item<int64_t>();
 }
 
 double LossScale::value() const {
-  return on_gpu() ? scale_.item<float>() : state_.scale;
+  if (!on_gpu()) return state_.scale;
+  require_not_capturing("reading a GradScaler's scale", "read it after the step");
+  return scale_.item<float>();
 }
 
 GradScalerState LossScale::state() const {

@@ -1,52 +1,72 @@
 #include "precision/optimizer_gradients.hpp"
 
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
-#include <ATen/ops/_foreach_norm.h>
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <limits>
-#include <map>
 #include <unordered_set>
 #include <utility>
 
+#include "device/capture.hpp"
 #include "lockstep/error.hpp"
 #include "precision/gradient_scan.hpp"
 
 namespace lockstep {
 namespace {
 
-using Indices = std::vector<int64_t>;  // of gradients
+// Gradients of one device.
+struct Part {
+  std::vector<torch::Tensor> gradients;
+  std::vector<int32_t> ids;
 
-std::vector<torch::Tensor> chosen(const OptimizerGradients& gradients, const Indices& indices) {
-  std::vector<torch::Tensor> result;
-  result.reserve(indices.size());
-  for (const int64_t i : indices) result.push_back(gradients.gradients[static_cast<size_t>(i)]);
-  return result;
-}
-
-// [gradient] 0 where all is finite, not a number otherwise. The largest magnitude tells: it is NaN
-// where any element is, and unlike a sum it overflows only where an element did.
-torch::Tensor marks_of(const std::vector<torch::Tensor>& gradients) {
-  const auto largest = at::_foreach_norm(gradients, std::numeric_limits<double>::infinity());
-  return at::stack(largest).mul(0).to(torch::kFloat);
-}
-
-GpuFinding unscale_on_gpu(const OptimizerGradients& gradients, torch::Device device,
-                          const std::map<torch::ScalarType, Indices>& by_dtype,
-                          const torch::Tensor& inverse) {
-  GpuFinding finding;
-  finding.found_inf = torch::zeros({}, torch::TensorOptions(device).dtype(torch::kFloat));
-  std::vector<torch::Tensor> marks;
-  for (const auto& [dtype, indices] : by_dtype) {
-    const auto tensors = chosen(gradients, indices);
-    marks.push_back(marks_of(tensors));
-    at::_amp_foreach_non_finite_check_and_unscale_(tensors, finding.found_inf, inverse);
-    finding.gradients.insert(finding.gradients.end(), indices.begin(), indices.end());
+  void add(const OptimizerGradients& all, size_t i) {
+    gradients.push_back(all.gradients[i]);
+    ids.push_back(all.ids[i]);
   }
-  // argmax takes the first NaN for the largest.
-  finding.first = (marks.size() == 1 ? marks[0] : at::cat(marks)).argmax().to(torch::kFloat);
-  return finding;
+  int32_t id_of(int64_t index) const { return index < 0 ? -1 : ids[static_cast<size_t>(index)]; }
+};
+
+struct Parts {
+  explicit Parts(const OptimizerGradients& all) {
+    for (size_t i = 0; i < all.gradients.size(); ++i) {
+      const auto device = all.gradients[i].device();
+      (device.is_cpu() ? cpu : gpus[device.index()]).add(all, i);
+    }
+  }
+  Part cpu;
+  std::map<int, Part> gpus;  // [GPU]
+};
+
+GpuScan scan_part(const Part& part, [[maybe_unused]] bool squares) {
+#if LOCKSTEP_CUDA
+  return scan_on_gpu(part.gradients, part.ids, squares);
+#else
+  throw Error(Code::kEngine,
+              fmt::format("GradScaler: gradients on {}, and lockstep was built without CUDA",
+                          part.gradients[0].device().str()),
+              "build lockstep with -DLOCKSTEP_CUDA=ON");
+#endif
+}
+
+void unscale_part(const Part& part, const torch::Tensor& inverse) {
+  std::map<torch::ScalarType, std::vector<torch::Tensor>> by_dtype;
+  for (const auto& gradient : part.gradients) by_dtype[gradient.scalar_type()].push_back(gradient);
+  auto found = torch::zeros({}, inverse.options());  // known already, and by name
+  for (const auto& [dtype, gradients] : by_dtype) {
+    at::_amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse);
+  }
+}
+
+[[noreturn]] void refuse_half(const std::string& name, bool has_master) {
+  if (has_master) {
+    throw Error(Code::kTensorMismatch,
+                fmt::format("{} has fp16 gradients, which unscale_() would underflow", name),
+                "call step() without unscale_(): it multiplies in float32, and clips where it is "
+                "given max_norm");
+  }
+  throw Error(Code::kTensorMismatch, fmt::format("{} has fp16 gradients", name),
+              "keep parameters in fp32 and let Autocast choose where fp16 is used, or hold their "
+              "weights in lockstep::MasterWeights");
 }
 
 }  // namespace
@@ -57,15 +77,33 @@ void ParameterNames::learn(const torch::nn::Module& module) {
   }
 }
 
-std::string ParameterNames::of(const ParameterPlace& place) const {
+int32_t ParameterNames::id_of(const ParameterPlace& place) {
+  const auto [found, is_new] = ids_.emplace(place, static_cast<int32_t>(places_.size()));
+  if (is_new) places_.push_back(place);
+  return found->second;
+}
+
+std::string ParameterNames::of(int32_t id) const {
+  const ParameterPlace& place = places_[static_cast<size_t>(id)];
   const auto found = names_.find(place.parameter);
   return found != names_.end() ? found->second
                                : fmt::format("parameter {} of group {}", place.index, place.group);
 }
 
-OptimizerGradients gradients_of(torch::optim::Optimizer& optimizer, const ParameterNames& names) {
+bool OptimizerGradients::all_on_cpu() const {
+  return std::all_of(gradients.begin(), gradients.end(), [](const auto& g) { return g.is_cpu(); });
+}
+
+bool OptimizerGradients::all_on_one_gpu() const {
+  return !gradients.empty() && gradients[0].is_cuda() &&
+         std::all_of(gradients.begin(), gradients.end(),
+                     [&](const auto& g) { return g.device() == gradients[0].device(); });
+}
+
+OptimizerGradients gradients_of(torch::optim::Optimizer& optimizer, ParameterNames& names,
+                                const FusedOptimizer* fused) {
+  const auto* masters = dynamic_cast<const FusedOptimizer*>(&optimizer);
   OptimizerGradients result;
-  std::vector<ParameterPlace> places;
   // libtorch's parameters() lists a shared one at each of its owners: it is unscaled once.
   std::unordered_set<const c10::TensorImpl*> seen;
   size_t group_index = 0;
@@ -76,61 +114,56 @@ OptimizerGradients gradients_of(torch::optim::Optimizer& optimizer, const Parame
       const ParameterPlace place{group_index, i, parameters[i].unsafeGetTensorImpl()};
       if (!gradient.defined() || !seen.insert(place.parameter).second) continue;
       if (gradient.scalar_type() == torch::kHalf) {
-        throw Error(Code::kTensorMismatch, fmt::format("{} has fp16 gradients", names.of(place)),
-                    "keep parameters in fp32 and let Autocast choose where fp16 is used");
+        const bool has_master = masters != nullptr && masters->has_master(parameters[i]);
+        if (!has_master || fused == nullptr) refuse_half(names.of(names.id_of(place)), has_master);
       }
       if (gradient.is_sparse()) gradient = gradient._values();
       if (gradient.is_complex()) gradient = torch::view_as_real(gradient);
       if (gradient.numel() == 0) continue;
-      result.all_on_cpu = result.all_on_cpu && gradient.is_cpu();
       result.gradients.push_back(std::move(gradient));
-      places.push_back(place);
+      result.ids.push_back(names.id_of(place));
     }
     ++group_index;
   }
-  result.places = std::make_shared<const std::vector<ParameterPlace>>(std::move(places));
   return result;
 }
 
 void Finding::bring_to_host() {
+  if (on_gpus.empty()) return;
+  require_not_capturing(
+      "a GradScaler's decision on the host",
+      "use one lockstep::Sgd or AdamW whose parameters are all on one GPU, without model_parallel");
   for (const auto& gpu : std::exchange(on_gpus, {})) {
-    if (gpu.found_inf.item<float>() == 0) continue;
-    const int64_t first = gpu.gradients[static_cast<size_t>(gpu.first.item<float>())];
-    first_nonfinite = first_nonfinite < 0 ? first : std::min(first_nonfinite, first);
+    sum_of_squares += gpu.sum_of_squares.item<double>();
+    const auto theirs = gpu.first.item<int32_t>();
+    if (theirs >= 0) first = first < 0 ? theirs : std::min(first, theirs);
   }
+}
+
+Finding scan(const OptimizerGradients& gradients, bool squares) {
+  const Parts parts(gradients);
+  Finding finding;
+  if (!parts.cpu.gradients.empty()) {
+    const GradientScan found = scan_gradients(parts.cpu.gradients);
+    finding.first = parts.cpu.id_of(found.first_nonfinite);
+    finding.sum_of_squares = found.sum_of_squares;
+  }
+  for (const auto& [gpu, part] : parts.gpus) finding.on_gpus.push_back(scan_part(part, squares));
+  return finding;
 }
 
 Finding unscale_in_place(const OptimizerGradients& gradients, const LossScale& scale) {
   const torch::NoGradGuard no_grad;
-  Indices on_cpu;
-  std::map<int, std::map<torch::ScalarType, Indices>> on_gpus;  // [GPU][dtype]
-  for (size_t i = 0; i < gradients.gradients.size(); ++i) {
-    const auto& gradient = gradients.gradients[i];
-    auto& indices =
-        gradient.is_cpu() ? on_cpu : on_gpus[gradient.device().index()][gradient.scalar_type()];
-    indices.push_back(static_cast<int64_t>(i));
-  }
+  const Parts parts(gradients);
   Finding finding;
-  finding.places = gradients.places;
-  if (!on_cpu.empty()) {
-    const int64_t first = unscale_gradients(chosen(gradients, on_cpu), scale.inverse());
-    if (first >= 0) finding.first_nonfinite = on_cpu[static_cast<size_t>(first)];
+  if (!parts.cpu.gradients.empty()) {
+    finding.first = parts.cpu.id_of(unscale_gradients(parts.cpu.gradients, scale.inverse()));
   }
-  for (const auto& [gpu, by_dtype] : on_gpus) {
-    const torch::Device device(torch::kCUDA, static_cast<c10::DeviceIndex>(gpu));
-    finding.on_gpus.push_back(
-        unscale_on_gpu(gradients, device, by_dtype, scale.inverse_on(device)));
+  for (const auto& [gpu, part] : parts.gpus) {
+    finding.on_gpus.push_back(scan_part(part, /*squares=*/false));
+    unscale_part(part, scale.inverse_on(part.gradients[0].device()));
   }
   return finding;
-}
-
-double sum_of_squares(const OptimizerGradients& gradients) {
-  if (gradients.all_on_cpu) return scan_gradients(gradients.gradients).sum_of_squares;
-  double sum = 0;
-  for (const auto& gradient : gradients.gradients) {
-    sum += gradient.detach().to(torch::kDouble).square().sum().item<double>();
-  }
-  return sum;
 }
 
 }  // namespace lockstep

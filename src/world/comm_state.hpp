@@ -6,6 +6,7 @@
 
 #include "comm/backend.hpp"
 #include "lockstep/communicator.hpp"
+#include "world/side_stream.hpp"
 
 namespace lockstep {
 
@@ -14,12 +15,28 @@ inline constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minute
 
 /// What the copies of one Communicator share.
 struct CommState {
-  CommState(std::unique_ptr<Backend> made, std::chrono::milliseconds limit)
-      : backend(std::move(made)), timeout(limit) {}
+  CommState(std::unique_ptr<Backend> on_host, std::chrono::milliseconds limit)
+      : host(std::move(on_host)), timeout(limit) {}
+  CommState(std::unique_ptr<Backend> on_host, std::unique_ptr<Backend> on_gpu, int number_of_gpu,
+            std::chrono::milliseconds limit)
+      : host(std::move(on_host)),
+        gpu(std::move(on_gpu)),
+        gpu_index(number_of_gpu),
+        timeout(limit) {}
 
-  CallContext context(int64_t begun_ns, const CallOptions& options) const;
+  /// Whether this communicator moves the memory of that device itself.
+  bool reaches(torch::Device device) const {
+    return gpu != nullptr && device.is_cuda() && device.index() == gpu_index;
+  }
 
-  std::unique_ptr<Backend> backend;
+  /// For a call to `backend`: on a GPU in the order of the thread's current stream.
+  CallContext context(const Backend& backend, int64_t begun_ns, const CallOptions& options) const;
+
+  std::unique_ptr<Backend> host;
+  std::unique_ptr<Backend>
+      gpu;             // stands on host; null: a GPU's tensors go through the host's memory
+  int gpu_index = -1;  // of this rank, as libtorch counts
+  std::optional<SideStream> side;  // of calls on the GPU that were begun, from the first on
   std::chrono::milliseconds timeout;
   std::optional<BoardPage> page;
   CommStats stats;

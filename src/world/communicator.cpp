@@ -2,60 +2,21 @@
 
 #include <fmt/format.h>
 
+#include <future>
+
 #include "comm/backends.hpp"
-#include "device/dtype_map.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/memory.hpp"
 #include "lockstep/tensor_text.hpp"
+#include "world/captured_call.hpp"
 #include "world/comm_state.hpp"
+#include "world/gpu_backends.hpp"
+#include "world/passage.hpp"
+#include "world/work.hpp"
 
 namespace lockstep {
 namespace {
-
-Dtype require_usable(const char* operation, const torch::Tensor& tensor) {
-  if (!tensor.defined()) {
-    throw Error(Code::kTensorMismatch, fmt::format("{} was given an undefined tensor", operation),
-                "give every rank a tensor of the same count and dtype");
-  }
-  if (tensor.layout() != torch::kStrided || !tensor.is_contiguous()) {
-    throw Error(Code::kTensorMismatch,
-                fmt::format("{} was given a tensor of shape {} that is not dense and contiguous",
-                            operation, shape_text(tensor.sizes())),
-                "pass tensor.contiguous(), and copy the result back");
-  }
-  const auto dtype = dtype_of(tensor.scalar_type());
-  if (!dtype) {
-    throw Error(
-        Code::kTensorMismatch,
-        fmt::format("{} cannot move {} tensors", operation, dtype_text(tensor.scalar_type())),
-        "use a real floating-point, integer or bool type");
-  }
-  return *dtype;
-}
-
-// A tensor in memory that the backend can read and write: itself, or a copy of a GPU's on the host.
-class OnHost {
- public:
-  OnHost(const char* operation, const torch::Tensor& tensor)
-      : dtype_(require_usable(operation, tensor)),
-        original_(tensor),
-        host_(tensor.is_cpu() ? tensor.detach() : tensor.detach().cpu()) {}
-
-  Buffer buffer() const { return {host_.data_ptr(), host_.numel(), dtype_}; }
-  ConstBuffer const_buffer() const { return {host_.data_ptr(), host_.numel(), dtype_}; }
-
-  void copy_back() const {
-    if (original_.is_cpu()) return;
-    const torch::NoGradGuard no_grad;
-    original_.copy_(host_);
-  }
-
- private:
-  Dtype dtype_;
-  torch::Tensor original_;
-  torch::Tensor host_;
-};
 
 void require_blocks(const char* operation, const torch::Tensor& blocks, const torch::Tensor& block,
                     int ranks) {
@@ -67,6 +28,38 @@ void require_blocks(const char* operation, const torch::Tensor& blocks, const to
                   ranks, blocks.numel(), dtype_text(blocks.scalar_type()), block.numel(),
                   dtype_text(block.scalar_type())),
       fmt::format("the larger tensor must hold {} times the elements of the smaller", ranks));
+}
+
+// After a call with an output of its own. A rank alone on a GPU: its block is the result.
+void put(const Route& route, const torch::Tensor& input, const Passage& to,
+         const torch::Tensor& output) {
+  if (route.way != Route::Way::kStay) return to.copy_back();
+  const torch::NoGradGuard no_grad;
+  output.view({-1}).copy_(input.view({-1}));
+}
+
+// Ranks that are threads meet as processes do: all at the same time.
+std::vector<std::unique_ptr<Backend>> meet_threads_on_gpu(
+    const std::vector<std::unique_ptr<Backend>>& hosts, int gpu) {
+  std::vector<std::unique_ptr<Backend>> gpus(hosts.size());
+  const int64_t deadline_ns =
+      monotonic_ns() +
+      std::chrono::duration_cast<std::chrono::nanoseconds>(kDefaultTimeout).count();
+  std::vector<std::future<void>> meeting;
+  for (size_t rank = 0; rank < hosts.size(); ++rank) {
+    meeting.push_back(std::async(std::launch::async, [&, rank] {
+      try {
+        gpus[rank] = make_gpu_backend(
+            "ipc", {.host = hosts[rank].get(), .gpu = gpu, .deadline_ns = deadline_ns});
+      } catch (const std::exception& error) {
+        hosts[rank]->abort(describe(error));
+        throw;
+      }
+    }));
+  }
+  for (const auto& each : meeting) each.wait();
+  for (auto& each : meeting) each.get();
+  return gpus;
 }
 
 void require_rank(const char* operation, int rank, int size) {
@@ -89,8 +82,8 @@ class Counted {
   Counted(const Counted&) = delete;
   Counted& operator=(const Counted&) = delete;
 
-  CallContext context(const CallOptions& options) const {
-    return state_.context(begun_ns_, options);
+  CallContext context(const Backend& backend, const CallOptions& options) const {
+    return state_.context(backend, begun_ns_, options);
   }
   void finished() { finished_ = true; }
   void moved(int64_t sent_bytes, int64_t received_bytes) {
@@ -109,78 +102,49 @@ class Counted {
 
 }  // namespace
 
-CallContext CommState::context(int64_t begun_ns, const CallOptions& options) const {
+CallContext CommState::context(const Backend& backend, int64_t begun_ns,
+                               const CallOptions& options) const {
   const auto limit = options.timeout.value_or(timeout);
   return {begun_ns + std::chrono::duration_cast<std::chrono::nanoseconds>(limit).count(),
-          options.label};
-}
-
-struct Work::State {
-  std::shared_ptr<CommState> comm;
-  OnHost tensor;
-  int64_t sequence;
-  std::unique_ptr<Pending> pending;  // null once done
-
-  bool finish_if(bool done) {
-    if (!done) return false;
-    pending.reset();
-    tensor.copy_back();
-    if (comm->page) comm->page->finish_collective(sequence);
-    return true;
-  }
-};
-
-Work::Work(std::unique_ptr<State> state) : state_(std::move(state)) {}
-Work::~Work() = default;
-Work::Work(Work&&) noexcept = default;
-Work& Work::operator=(Work&&) noexcept = default;
-
-bool Work::advance() {
-  if (!state_->pending) return true;
-  const int64_t begun_ns = monotonic_ns();
-  const bool done = state_->pending->advance();
-  state_->finish_if(done);
-  state_->comm->stats.inside_ns += monotonic_ns() - begun_ns;
-  return done;
-}
-
-void Work::wait() {
-  if (!state_->pending) return;
-  const int64_t begun_ns = monotonic_ns();
-  state_->pending->wait();
-  state_->finish_if(true);
-  state_->comm->stats.inside_ns += monotonic_ns() - begun_ns;
+          options.label, backend.on_gpu() ? current_cuda_stream(gpu_index) : nullptr};
 }
 
 Communicator::Communicator(std::unique_ptr<Backend> backend, std::chrono::milliseconds timeout)
-    : state_(std::make_shared<CommState>(std::move(backend), timeout)) {}
+    : Communicator(std::make_shared<CommState>(std::move(backend), timeout)) {}
+
+Communicator::Communicator(std::shared_ptr<CommState> state) : state_(std::move(state)) {}
 
 Communicator Communicator::self() {
   return {make_self_backend(), kDefaultTimeout};
 }
 
-std::vector<Communicator> Communicator::threads(int size) {
+std::vector<Communicator> Communicator::threads(int size, torch::Device device) {
+  auto hosts = make_shm_thread_backends(size);
+  std::vector<std::unique_ptr<Backend>> gpus(hosts.size());
+  const int gpu = device.has_index() ? device.index() : 0;
+  if (!device.is_cpu()) gpus = meet_threads_on_gpu(hosts, gpu);
   std::vector<Communicator> ranks;
-  for (auto& backend : make_shm_thread_backends(size)) {
-    ranks.emplace_back(std::move(backend), kDefaultTimeout);
+  for (size_t rank = 0; rank < hosts.size(); ++rank) {
+    ranks.push_back(Communicator(std::make_shared<CommState>(
+        std::move(hosts[rank]), std::move(gpus[rank]), gpu, kDefaultTimeout)));
   }
   return ranks;
 }
 
 int Communicator::rank() const {
-  return state_->backend->rank();
+  return state_->host->rank();
 }
 
 int Communicator::size() const {
-  return state_->backend->size();
+  return state_->host->size();
 }
 
 std::string_view Communicator::backend() const {
-  return state_->backend->name();
+  return state_->gpu ? state_->gpu->name() : state_->host->name();
 }
 
 std::vector<int> Communicator::world_ranks() const {
-  return state_->backend->group().world_ranks;
+  return state_->host->group().world_ranks;
 }
 
 std::chrono::milliseconds Communicator::timeout() const {
@@ -201,112 +165,182 @@ void Communicator::hide() {
 
 void Communicator::all_reduce(const torch::Tensor& tensor, ReduceOp op,
                               const CallOptions& options) const {
-  begin_all_reduce(tensor, op, options).wait();
+  if (captures("all_reduce", {tensor})) return begin_all_reduce(tensor, op, options).wait();
+  begin(tensor, op, options, /*on_side=*/false).wait();
+}
+
+Work Communicator::begin_all_reduce(const torch::Tensor& tensor, ReduceOp op,
+                                    const CallOptions& options) const {
+  if (Capture* capture = captures("all_reduce", {tensor})) {
+    return Work(std::make_unique<CapturedWork>(*capture, *this, tensor, op, options));
+  }
+  if (!tensor.defined() || !state_->reaches(tensor.device())) {
+    return begin(tensor, op, options, /*on_side=*/false);
+  }
+  if (!state_->side) state_->side.emplace(state_->gpu_index);
+  state_->side->follow_current();
+  const c10::StreamGuard on_side(state_->side->stream());
+  return begin(tensor, op, options, /*on_side=*/true);
 }
 
 // Each rank of an all_reduce needs the others' share of the result, and they its own.
-Work Communicator::begin_all_reduce(const torch::Tensor& tensor, ReduceOp op,
-                                    const CallOptions& options) const {
-  OnHost host("all_reduce", tensor);
-  const int64_t bytes = host.buffer().bytes();
+Work Communicator::begin(const torch::Tensor& tensor, ReduceOp op, const CallOptions& options,
+                         bool on_side) const {
+  const Route route = Route::of(*state_, {tensor});
+  Passage passage("all_reduce", tensor, route.way);
+  const int64_t bytes = passage.bytes();
   Counted call(*state_, "all_reduce", bytes, options.bucket);
-  auto pending =
-      state_->backend->all_reduce(host.buffer(), op, options.weight, call.context(options));
+  auto pending = route.backend.all_reduce(passage.buffer(), op, options.weight,
+                                          call.context(route.backend, options));
   state_->stats.all_reduces += 1;
   state_->stats.all_reduce_bytes += bytes;
   const int64_t others_bytes = bytes * 2 * (size() - 1) / size();
   state_->stats.sent_bytes += others_bytes;
   state_->stats.received_bytes += others_bytes;
-  return Work(std::make_unique<Work::State>(
-      Work::State{state_, std::move(host), call.sequence(), std::move(pending)}));
+  return Work(std::make_unique<BegunWork>(state_, std::move(passage), call.sequence(), on_side,
+                                          std::move(pending)));
 }
 
 void Communicator::broadcast(const torch::Tensor& tensor, int root,
                              const CallOptions& options) const {
   require_rank("broadcast", root, size());
-  const OnHost host("broadcast", tensor);
-  const int64_t bytes = host.buffer().bytes();
+  if (Capture* capture = captures("broadcast", {tensor})) {
+    return capture->between_graphs([comm = *this, tensor, root, kept = KeptOptions(options)] {
+      comm.broadcast(tensor, root, kept.get());
+    });
+  }
+  const Route route = Route::of(*state_, {tensor});
+  const Passage passage("broadcast", tensor, route.way);
+  const int64_t bytes = passage.bytes();
   Counted call(*state_, "broadcast", bytes, options.bucket);
-  state_->backend->broadcast(host.buffer(), root, call.context(options));
-  if (rank() != root) host.copy_back();
+  route.backend.broadcast(passage.buffer(), root, call.context(route.backend, options));
+  if (rank() != root) passage.copy_back();
   call.moved(rank() == root ? bytes * (size() - 1) : 0, rank() == root ? 0 : bytes);
 }
 
 void Communicator::reduce_scatter(const torch::Tensor& input, const torch::Tensor& output,
                                   ReduceOp op, const CallOptions& options) const {
-  const OnHost from("reduce_scatter", input);
-  const OnHost to("reduce_scatter", output);
+  if (Capture* capture = captures("reduce_scatter", {input, output})) {
+    return capture->between_graphs([comm = *this, input, output, op, kept = KeptOptions(options)] {
+      comm.reduce_scatter(input, output, op, kept.get());
+    });
+  }
+  const Route route = Route::of(*state_, {input, output});
+  const Passage from("reduce_scatter", input, route.way);
+  const Passage to("reduce_scatter", output, route.way);
   require_blocks("reduce_scatter", input, output, size());
-  const int64_t others_bytes = to.buffer().bytes() * (size() - 1);
-  Counted call(*state_, "reduce_scatter", from.buffer().bytes(), options.bucket);
-  state_->backend->reduce_scatter(from.const_buffer(), to.buffer(), op, options.weight,
-                                  call.context(options));
-  to.copy_back();
+  const int64_t others_bytes = to.bytes() * (size() - 1);
+  Counted call(*state_, "reduce_scatter", from.bytes(), options.bucket);
+  route.backend.reduce_scatter(from.const_buffer(), to.buffer(), op, options.weight,
+                               call.context(route.backend, options));
+  put(route, input, to, output);
   call.moved(others_bytes, others_bytes);
 }
 
 void Communicator::all_gather(const torch::Tensor& input, const torch::Tensor& output,
                               const CallOptions& options) const {
-  const OnHost from("all_gather", input);
-  const OnHost to("all_gather", output);
+  if (Capture* capture = captures("all_gather", {input, output})) {
+    return capture->between_graphs([comm = *this, input, output, kept = KeptOptions(options)] {
+      comm.all_gather(input, output, kept.get());
+    });
+  }
+  const Route route = Route::of(*state_, {input, output});
+  const Passage from("all_gather", input, route.way);
+  const Passage to("all_gather", output, route.way);
   require_blocks("all_gather", output, input, size());
-  const int64_t others_bytes = from.buffer().bytes() * (size() - 1);
-  Counted call(*state_, "all_gather", to.buffer().bytes(), options.bucket);
-  state_->backend->all_gather(from.const_buffer(), to.buffer(), call.context(options));
-  to.copy_back();
+  const int64_t others_bytes = from.bytes() * (size() - 1);
+  Counted call(*state_, "all_gather", to.bytes(), options.bucket);
+  route.backend.all_gather(from.const_buffer(), to.buffer(), call.context(route.backend, options));
+  put(route, input, to, output);
   call.moved(others_bytes, others_bytes);
 }
 
 void Communicator::send(const torch::Tensor& tensor, int to, const CallOptions& options) const {
   require_rank("send", to, size());
-  const OnHost host("send", tensor);
-  Counted call(*state_, "send", host.buffer().bytes(), options.bucket);
-  state_->backend->send(host.const_buffer(), to, options.tag, call.context(options));
-  call.moved(host.buffer().bytes(), 0);
+  if (Capture* capture = captures("send", {tensor})) {
+    return capture->between_graphs([comm = *this, tensor, to, kept = KeptOptions(options)] {
+      comm.send(tensor, to, kept.get());
+    });
+  }
+  const Route route = Route::of_message(*state_, tensor);
+  const Passage passage("send", tensor, route.way);
+  Counted call(*state_, "send", passage.bytes(), options.bucket);
+  route.backend.send(passage.const_buffer(), to, options.tag, call.context(route.backend, options));
+  call.moved(passage.bytes(), 0);
 }
 
 void Communicator::recv(const torch::Tensor& tensor, int from, const CallOptions& options) const {
   require_rank("recv", from, size());
-  const OnHost host("recv", tensor);
-  Counted call(*state_, "recv", host.buffer().bytes(), options.bucket);
-  state_->backend->recv(host.buffer(), from, options.tag, call.context(options));
-  host.copy_back();
-  call.moved(0, host.buffer().bytes());
+  if (Capture* capture = captures("recv", {tensor})) {
+    return capture->between_graphs([comm = *this, tensor, from, kept = KeptOptions(options)] {
+      comm.recv(tensor, from, kept.get());
+    });
+  }
+  const Route route = Route::of_message(*state_, tensor);
+  const Passage passage("recv", tensor, route.way);
+  Counted call(*state_, "recv", passage.bytes(), options.bucket);
+  route.backend.recv(passage.buffer(), from, options.tag, call.context(route.backend, options));
+  passage.copy_back();
+  call.moved(0, passage.bytes());
 }
 
 void Communicator::barrier(const CallOptions& options) const {
+  if (Capture* capture = captures("barrier", {})) {
+    return capture->between_graphs(
+        [comm = *this, kept = KeptOptions(options)] { comm.barrier(kept.get()); });
+  }
   Counted call(*state_, "barrier", 0);
-  state_->backend->barrier(call.context(options));
+  state_->host->barrier(call.context(*state_->host, options));
   call.finished();
 }
 
 Communicator Communicator::split(int colour, int key, std::string_view name) const {
+  require_not_capturing("the split of a communicator", "split it before the step is captured");
   Counted call(*state_, "split", 0);
-  Communicator part(state_->backend->split(colour, key, name, call.context({})), state_->timeout);
+  auto host = state_->host->split(colour, key, name, call.context(*state_->host, {}));
+  std::unique_ptr<Backend> gpu;
+  if (state_->gpu) {
+    gpu = state_->gpu->split(colour, key, name, call.context(*state_->gpu, {}));
+  }
+  Communicator part(std::make_shared<CommState>(std::move(host), std::move(gpu), state_->gpu_index,
+                                                state_->timeout));
   part.state_->page = state_->page;
   call.finished();
   return part;
 }
 
 torch::Tensor Communicator::allocate(int64_t count, const torch::TensorOptions& options) const {
-  if (!options.device().is_cpu()) return torch::zeros({count}, options);
+  const torch::Device device = options.device();
+  if (!device.is_cpu() && !state_->reaches(device)) return torch::zeros({count}, options);
+  require_not_capturing("memory that ranks reach", "let the step run once before it is captured");
+  Backend& backend = device.is_cpu() ? *state_->host : *state_->gpu;
   const int64_t bytes = count * static_cast<int64_t>(options.dtype().itemsize());
   Counted call(*state_, "allocate", bytes);
-  auto memory = state_->backend->allocate(bytes, call.context({}));
+  auto memory = backend.allocate(bytes, call.context(backend, {}));
   call.finished();
-  MemoryAccount& account = current_memory_account();
-  account.charge(bytes);
+  if (count == 0) return torch::zeros({0}, options);
+  MemoryAccount* account =
+      device.is_cpu() ? &current_memory_account() : current_gpu_account(state_->gpu_index);
+  if (account != nullptr) account->charge(bytes);
   return torch::from_blob(
       memory->data(), {count},
-      [memory, bytes, &account](void*) mutable {
+      [memory, bytes, account](void*) mutable {
         memory.reset();
-        account.release(bytes);
+        if (account != nullptr) account->release(bytes);
       },
       options);
 }
 
 void Communicator::abort(std::string_view reason) const {
-  state_->backend->abort(reason);
+  if (state_->gpu) state_->gpu->abort(reason);
+  state_->host->abort(reason);
+}
+
+// A rank alone has nobody to wait for: what it does is recorded like any other work.
+Capture* Communicator::captures(const char* operation,
+                                std::initializer_list<torch::Tensor> tensors) const {
+  if (size() == 1 && !state_->gpu) return nullptr;
+  return capture_of_call(operation, tensors);
 }
 
 }  // namespace lockstep

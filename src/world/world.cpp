@@ -10,6 +10,7 @@
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 #include "world/comm_state.hpp"
+#include "world/gpu_backends.hpp"
 #include "world/world_store.hpp"
 
 namespace lockstep {
@@ -22,38 +23,41 @@ std::chrono::milliseconds choose_timeout(const WorldOptions& options,
   return std::chrono::milliseconds(static_cast<int64_t>(*environment.timeout_s * 1e3));
 }
 
-std::string choose_backend(const WorldOptions& options, const RankEnvironment& environment) {
-  std::string name = options.backend;
-  if (name == "auto" && !environment.backend.empty()) name = environment.backend;
-  if (name == "auto") {
+std::string asked_backend(const WorldOptions& options, const RankEnvironment& environment) {
+  const std::string name = options.backend == "auto" && !environment.backend.empty()
+                               ? environment.backend
+                               : options.backend;
+  const std::vector<std::string> all = {"auto", "self", "shm", "gloo", "nccl", "ipc"};
+  if (std::find(all.begin(), all.end(), name) != all.end()) return name;
+  throw Error(Code::kBackend, fmt::format("there is no backend \"{}\"", name),
+              "use auto, self, shm, gloo, nccl or ipc");
+}
+
+// The backend of the host's memory, over which those of GPUs stand.
+std::string choose_host_backend(const std::string& asked, const RankEnvironment& environment) {
+  if (asked == "auto" || names_gpu_backend(asked)) {
     if (environment.world_size == 1) return "self";
     return environment.one_host() ? "shm" : "gloo";
   }
-  if (name != "self" && name != "shm" && name != "gloo") {
-    throw Error(Code::kBackend, fmt::format("there is no backend \"{}\"", name),
-                "use auto, self, shm or gloo");
-  }
-  if (name == "self" && environment.world_size > 1) {
+  if (asked == "self" && environment.world_size > 1) {
     throw Error(
         Code::kBackend,
         fmt::format("backend self serves one rank, but there are {}", environment.world_size),
         "use auto, shm or gloo");
   }
-  if (name == "shm" && !environment.one_host()) {
+  if (asked == "shm" && !environment.one_host()) {
     throw Error(
         Code::kBackend,
         fmt::format("backend shm serves the ranks of one host, but {} of {} are on others",
                     environment.world_size - environment.local_world_size, environment.world_size),
         "use auto or gloo");
   }
-  return name;
+  return asked;
 }
 
-std::unique_ptr<Backend> make_backend(const std::string& name, const RankEnvironment& environment,
-                                      std::chrono::milliseconds timeout,
-                                      std::unique_ptr<WorldStore>& store) {
-  const int64_t deadline_ns =
-      monotonic_ns() + std::chrono::duration_cast<std::chrono::nanoseconds>(timeout).count();
+std::unique_ptr<Backend> make_host_backend(const std::string& name,
+                                           const RankEnvironment& environment, int64_t deadline_ns,
+                                           std::unique_ptr<WorldStore>& store) {
   if (name == "self") return make_self_backend();
   if (name == "shm") {
     return make_shm_backend({.session = environment.session,
@@ -67,6 +71,25 @@ std::unique_ptr<Backend> make_backend(const std::string& name, const RankEnviron
                             .size = environment.world_size,
                             .address = store->own_address(),
                             .deadline_ns = deadline_ns});
+}
+
+// A host's backend that was asked for by name serves GPUs, too: through the host's memory.
+std::unique_ptr<Backend> make_gpu_backend_for(const std::string& asked, const Device& device,
+                                              Backend& host, bool one_host, int64_t deadline_ns) {
+  const bool alone = asked == "auto" && host.size() == 1;
+  if (alone || (asked != "auto" && !names_gpu_backend(asked))) return nullptr;
+  return meet_on_gpus(asked, device, host, one_host, deadline_ns);
+}
+
+std::shared_ptr<CommState> connect(const std::string& asked, const RankEnvironment& environment,
+                                   const Device& device, std::chrono::milliseconds timeout,
+                                   std::unique_ptr<WorldStore>& store) {
+  const int64_t deadline_ns =
+      monotonic_ns() + std::chrono::duration_cast<std::chrono::nanoseconds>(timeout).count();
+  auto host =
+      make_host_backend(choose_host_backend(asked, environment), environment, deadline_ns, store);
+  auto gpu = make_gpu_backend_for(asked, device, *host, environment.one_host(), deadline_ns);
+  return std::make_shared<CommState>(std::move(host), std::move(gpu), device.plan().gpu, timeout);
 }
 
 // Whether nobody has bound this process to some of the machine's cores.
@@ -143,14 +166,16 @@ World& World::operator=(World&&) noexcept = default;
 World World::from_env(const WorldOptions& options) {
   const auto environment = RankEnvironment::from_env();
   const auto timeout = choose_timeout(options, environment);
-  const auto backend = choose_backend(options, environment);
+  const auto asked = asked_backend(options, environment);
+  if (names_gpu_backend(asked)) require_gpu_backend_built(asked);
+  choose_host_backend(asked, environment);  // what cannot be is refused before anything starts
   const auto slots = choose_slots(options, environment);
   auto state = std::make_unique<State>(State{environment, Devices(slots), {}, nullptr, {}});
   if (!environment.board.empty()) {
     state->page = BoardPage::attach(environment.board, environment.local_rank);
     state->page->start(program_invocation_short_name);
   }
-  state->comm.emplace(make_backend(backend, environment, timeout, state->store), timeout);
+  state->comm.emplace(connect(asked, environment, state->devices[0], timeout, state->store));
   if (state->page) state->comm->show_on(*state->page);
   return World(std::move(state));
 }

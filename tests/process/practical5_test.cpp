@@ -111,6 +111,12 @@ TEST(Practical5, SavedWeightsContinueWhereTheyStopped) {
   EXPECT_EQ(saved.tensors().size(), 6U);
 }
 
+TEST(Practical5, DataParallelIsNeverCaptured) {
+  expect_refusal(small({"--capture", "on"}), "LS0001", "streams of its own");
+  expect_refusal(small({"--capture", "sometimes"}), "LS0001", "sometimes");
+  EXPECT_EQ(run("practical5_dp", small({"--capture", "off", "--quiet"})).exit_code, 0);
+}
+
 TEST(Practical5, PrintsShapesFromInsideTheModel) {
   const auto result =
       run("practical5_dp", small({"--devices", "cpu:3", "--print-shapes", "--steps", "1"}));

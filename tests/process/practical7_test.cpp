@@ -8,6 +8,7 @@
 #include "cli/child.hpp"
 #include "lockstep/file.hpp"
 #include "lockstep/record.hpp"
+#include "lockstep/safetensors.hpp"
 #include "support.hpp"
 
 namespace lockstep {
@@ -170,6 +171,31 @@ TEST(Practical7, RefusesBadFlagsBeforeAnythingStarts) {
   refused("practical7_amp", {"--amp", "fp8"}, "\"fp8\"");
   refused("practical7_amp", {"--overflow-at", "5"}, "--overflow-at 5");
   refused("practical7_amp", {"--accum-steps", "2"}, "--accum-steps");
+  refused("practical7_amp", {"--amp", "off", "--master-weights"}, "--master-weights");
+  refused("practical7_amp", {"--capture", "on", "--devices", "cpu:2"}, "is not a GPU");
+  refused("homework2_combined", {"--capture", "on", "--overflow-at", "2"}, "--overflow-at");
+}
+
+TEST(Practical7, MasterWeightsAreWhatIsSaved) {
+  const ScratchFolder folder;
+  for (const char* program : {"practical7_amp", "homework2_combined"}) {
+    const RunRecord record = record_of(
+        1, program,
+        {"--amp", "bf16", "--master-weights", "--save", folder.file("weights.safetensors")});
+    EXPECT_EQ(record.options.at("master-weights"), "yes");
+    ASSERT_TRUE(record.memory);
+    EXPECT_EQ(record.memory->weights, kWeights * 4);
+    EXPECT_EQ(record.memory->low_precision, kWeights * 2);
+    EXPECT_LT(record.losses.back(), record.losses.front());
+    const SafetensorsReader saved(folder.file("weights.safetensors"));
+    for (const auto& tensor : saved.tensors()) EXPECT_EQ(tensor.dtype, Dtype::kF32) << tensor.name;
+  }
+}
+
+TEST(Practical7, ARecordFromTheCpuDoesNotSpeakOfCapture) {
+  const RunRecord record = record_of(1, "practical7_accumulation", {"--devices", "cpu:1"});
+  EXPECT_EQ(record.options.at("capture"), "auto");
+  EXPECT_FALSE(record.capture);
 }
 
 }  // namespace

@@ -16,6 +16,7 @@
 #include <thread>
 
 #include "cli/child.hpp"
+#include "cli/nvml.hpp"
 #include "lockstep/board.hpp"
 #include "lockstep/units.hpp"
 
@@ -122,6 +123,19 @@ TEST_F(TopOverBoard, OncePrintsPlainly) {
   EXPECT_NE(result.output.find("rank 0  training  step 42"), std::string::npos) << result.output;
   EXPECT_NE(result.output.find("rank 1  not started"), std::string::npos) << result.output;
   EXPECT_EQ(result.output.find('\033'), std::string::npos) << "no colours into a pipe";
+}
+
+// As many lines as the driver has GPUs, so none where there is no driver.
+TEST_F(TopOverBoard, ShowsEveryGpuOfTheDriver) {
+  const size_t gpus = cli::Nvml().sample().size();
+  const ChildResult plain = top({run_, "--once", "--interval", "0.05"});
+  size_t lines = 0;
+  for (size_t at = 0; at < plain.output.size(); at = plain.output.find('\n', at) + 1) {
+    if (plain.output.compare(at, 4, "GPU ") == 0) ++lines;
+  }
+  EXPECT_EQ(lines, gpus) << plain.output;
+  const ChildResult as_json = top({run_, "--once", "--json", "--interval", "0.05"});
+  EXPECT_EQ(json::parse(as_json.output).at("gpus").size(), gpus) << as_json.output;
 }
 
 TEST_F(TopOverBoard, AWrongNameIsRefusedWithTheNearest) {

@@ -304,10 +304,8 @@ TEST_P(BackendFailures, ImpossibleArgumentsAreRefusedBeforeAnyoneWaits) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(All, BackendFailures,
-                         testing::ValuesIn(world_cases({"shm", "gloo"}, {2, 3})), case_name);
-INSTANTIATE_TEST_SUITE_P(All, BackendAbsences, testing::ValuesIn(world_cases({"shm", "gloo"}, {3})),
-                         case_name);
+INSTANTIATE_TEST_SUITE_P(All, BackendFailures, testing::ValuesIn(world_cases({2, 3})), case_name);
+INSTANTIATE_TEST_SUITE_P(All, BackendAbsences, testing::ValuesIn(world_cases({3})), case_name);
 
 }  // namespace
 }  // namespace lockstep::test

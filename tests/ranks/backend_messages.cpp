@@ -149,8 +149,7 @@ TEST_P(BackendMessages, EqualKeysKeepTheOrderAndGroupsNest) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(All, BackendMessages,
-                         testing::ValuesIn(world_cases({"self", "shm", "gloo"}, {1, 2, 3, 5})),
+INSTANTIATE_TEST_SUITE_P(All, BackendMessages, testing::ValuesIn(world_cases({1, 2, 3, 5})),
                          case_name);
 
 }  // namespace

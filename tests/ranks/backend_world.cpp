@@ -11,7 +11,6 @@
 #include <ostream>
 #include <thread>
 
-#include "comm/gloo_loader.hpp"
 #include "net/store.hpp"
 
 namespace lockstep::test {
@@ -106,9 +105,10 @@ void run_body(Rank& rank, const std::function<void(Rank&)>& body) {
 
 void run_threads(const WorldCase& world, SharedFacts* facts,
                  const std::function<void(Rank&)>& body) {
+  const std::string host = suite_under_test().host(world.backend);
   std::vector<std::unique_ptr<Backend>> made;
-  if (world.backend == "shm") made = make_shm_thread_backends(world.size);
-  if (world.backend == "self") made.push_back(make_self_backend());
+  if (host == "shm") made = make_shm_thread_backends(world.size);
+  if (host == "self") made.push_back(make_self_backend());
   const auto store = make_local_store();
   std::vector<std::thread> threads;
   for (int place = 0; place < world.size; ++place) {
@@ -116,8 +116,9 @@ void run_threads(const WorldCase& world, SharedFacts* facts,
       Rank rank{place, world.size, nullptr, facts};
       rank.note("meets");
       try {
-        rank.comm = world.backend == "gloo" ? make_gloo(store, place, world.size)
-                                            : std::move(made[static_cast<size_t>(place)]);
+        auto backend = host == "gloo" ? make_gloo(store, place, world.size)
+                                      : std::move(made[static_cast<size_t>(place)]);
+        rank.comm = suite_under_test().build(world, std::move(backend));
       } catch (const std::exception& error) {
         ADD_FAILURE() << "rank " << place << " did not start: " << error.what();
         return;
@@ -128,39 +129,56 @@ void run_threads(const WorldCase& world, SharedFacts* facts,
   for (auto& thread : threads) thread.join();
 }
 
-// In the child: never returns to the tests.
-[[noreturn]] void run_child(const WorldCase& world, int place, const std::string& session,
-                            SharedFacts* facts, const std::function<void(Rank&)>& body) {
+// Of a rank that is a process.
+std::unique_ptr<Backend> make_host(const WorldCase& world, int place, const std::string& session) {
+  const std::string host = suite_under_test().host(world.backend);
+  const int64_t deadline_ns = meeting_deadline();
+  if (host == "shm") {
+    return make_shm_backend(
+        {.session = session, .rank = place, .size = world.size, .deadline_ns = deadline_ns});
+  }
+  if (host == "gloo") {
+    return make_gloo(connect_store(store_at(session), deadline_ns), place, world.size);
+  }
+  return make_self_backend();
+}
+
+void begin_child() {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   ::signal(SIGALRM, SIG_DFL);
-  Rank rank{place, world.size, nullptr, facts};
-  rank.note("meets");
-  try {
-    const int64_t deadline_ns = meeting_deadline();
-    if (world.backend == "shm") {
-      rank.comm = make_shm_backend(
-          {.session = session, .rank = place, .size = world.size, .deadline_ns = deadline_ns});
-    } else if (world.backend == "gloo") {
-      rank.comm = make_gloo(connect_store(store_at(session), deadline_ns), place, world.size);
-    } else {
-      rank.comm = make_self_backend();
-    }
-  } catch (const std::exception& error) {
-    ADD_FAILURE() << "rank " << place << " did not start: " << error.what();
-  }
-  if (rank.comm) run_body(rank, body);
+}
+
+[[noreturn]] void end_child() {
   std::fflush(nullptr);
   ::_exit(testing::Test::HasFailure() ? 1 : 0);
 }
 
-void expect_ended(int rank, int status, bool killed) {
+// In the child: never returns to the tests.
+[[noreturn]] void run_child(const WorldCase& world, int place, const std::string& session,
+                            SharedFacts* facts, const std::function<void(Rank&)>& body) {
+  begin_child();
+  Rank rank{place, world.size, nullptr, facts};
+  rank.note("meets");
+  try {
+    rank.comm = suite_under_test().build(world, make_host(world, place, session));
+  } catch (const std::exception& error) {
+    ADD_FAILURE() << "rank " << place << " did not start: " << error.what();
+  }
+  if (rank.comm) run_body(rank, body);
+  end_child();
+}
+
+void expect_end_of(const std::string& who, pid_t pid, bool killed) {
+  int status = 0;
+  while (::waitpid(pid, &status, 0) < 0 && errno == EINTR) {
+  }
   if (killed) {
     EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL)
-        << "rank " << rank << " was not killed: status " << status;
+        << who << " was not killed: status " << status;
     return;
   }
   EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0)
-      << "rank " << rank << " failed: "
+      << who << " failed: "
       << (WIFSIGNALED(status) ? "signal " + std::to_string(WTERMSIG(status))
                               : "exit code " + std::to_string(WEXITSTATUS(status)));
 }
@@ -180,11 +198,22 @@ void run_processes(const WorldCase& world, SharedFacts* facts,
   const StoreServer server(store_at(session));
   if (options.meanwhile) options.meanwhile(pids, *facts);
   for (int place = 0; place < world.size; ++place) {
-    int status = 0;
-    while (::waitpid(pids[static_cast<size_t>(place)], &status, 0) < 0 && errno == EINTR) {
-    }
-    expect_ended(place, status, options.killed.count(place) > 0);
+    expect_end_of("rank " + std::to_string(place), pids[static_cast<size_t>(place)],
+                  options.killed.count(place) > 0);
   }
+}
+
+void run_threads_in_child(const WorldCase& world, SharedFacts* facts,
+                          const std::function<void(Rank&)>& body) {
+  std::fflush(nullptr);
+  const pid_t pid = ::fork();
+  ASSERT_GE(pid, 0);
+  if (pid == 0) {
+    begin_child();
+    run_threads(world, facts, body);
+    end_child();
+  }
+  expect_end_of("the process of all ranks", pid, false);
 }
 
 }  // namespace
@@ -222,10 +251,12 @@ std::array<int64_t, 16> run_ranks(const WorldCase& world, const std::function<vo
                                   const RunOptions& options) {
   const SharedPage page;
   const Watchdog watchdog(world, page.get());
-  if (world.ranks == Ranks::kThreads) {
-    run_threads(world, page.get(), body);
-  } else {
+  if (world.ranks == Ranks::kProcesses) {
     run_processes(world, page.get(), body, options);
+  } else if (suite_under_test().fork_threads) {
+    run_threads_in_child(world, page.get(), body);
+  } else {
+    run_threads(world, page.get(), body);
   }
   std::array<int64_t, 16> numbers{};
   std::copy(page.get()->numbers.begin(), page.get()->numbers.end(), numbers.begin());
@@ -264,12 +295,11 @@ bool wait_until_at_least(const std::atomic<int64_t>& number, int64_t value) {
   return true;
 }
 
-std::vector<WorldCase> world_cases(const std::vector<std::string>& backends,
-                                   const std::vector<int>& sizes, const std::vector<Ranks>& ranks) {
+std::vector<WorldCase> world_cases(const std::vector<int>& sizes, const std::vector<Ranks>& ranks) {
   std::vector<WorldCase> cases;
-  for (const auto& backend : backends) {
+  for (const auto& backend : suite_under_test().backends) {
     for (const int size : sizes) {
-      if (backend == "self" && size != 1) continue;
+      if ((backend == "self" || backend == "nccl") && size != 1) continue;
       for (const Ranks kind : ranks) cases.push_back({backend, size, kind});
     }
   }
@@ -281,9 +311,8 @@ std::string case_name(const testing::TestParamInfo<WorldCase>& info) {
 }
 
 void BackendTest::SetUp() {
-  if (GetParam().backend == "gloo" && find_module("lockstep-gloo.so").empty()) {
-    GTEST_SKIP() << "lockstep-gloo.so is missing: libgloo-dev was not there to build it";
-  }
+  const std::string missing = suite_under_test().missing(GetParam().backend);
+  if (!missing.empty()) GTEST_SKIP() << missing;
 }
 
 }  // namespace lockstep::test

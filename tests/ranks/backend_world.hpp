@@ -84,15 +84,29 @@ Caught catch_error(const std::function<void()>& action);
 /// Waits for a number of the shared facts to reach a value; false after ten seconds.
 bool wait_until_at_least(const std::atomic<int64_t>& number, int64_t value);
 
-/// The cases of backends that this build has, for these world sizes; `self` has size 1 only.
-std::vector<WorldCase> world_cases(const std::vector<std::string>& backends,
-                                   const std::vector<int>& sizes,
+/// The cases of the backends under test, for these world sizes; `self` and `nccl` have size 1 only.
+std::vector<WorldCase> world_cases(const std::vector<int>& sizes,
                                    const std::vector<Ranks>& ranks = {Ranks::kThreads,
                                                                       Ranks::kProcesses});
 
 std::string case_name(const testing::TestParamInfo<WorldCase>& info);
 
-/// Tests of backends: skips, by name, where the backend's module is missing.
+/// What an executable of this suite tests: backend_host.cpp has the host's backends, the folder
+/// cuda those of the GPU.
+struct Suite {
+  std::vector<std::string> backends;
+  /// Why one cannot be tested here; "" where it can.
+  std::function<std::string(const std::string& backend)> missing;
+  /// The host's backend with which ranks meet: the one under test, or the one it stands on.
+  std::function<std::string(const std::string& backend)> host;
+  std::function<std::unique_ptr<Backend>(const WorldCase& world, std::unique_ptr<Backend> host)>
+      build;
+  /// Ranks as threads get a process of their own: what they use must not be in the one that forks.
+  bool fork_threads = false;
+};
+const Suite& suite_under_test();
+
+/// Tests of backends: skips, by name, where what the backend needs is missing.
 class BackendTest : public testing::TestWithParam<WorldCase> {
  protected:
   void SetUp() override;

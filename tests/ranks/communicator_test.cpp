@@ -2,9 +2,13 @@
 
 #include "lockstep/communicator.hpp"
 
+#include <algorithm>
+
 #include "lockstep/memory.hpp"
 #include "lockstep/mesh.hpp"
+#include "lockstep/world.hpp"
 #include "rank_threads.hpp"
+#include "world/gpu_choice.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -102,6 +106,58 @@ TEST(Communicator, DifferentCallsAreNamedOnEveryRank) {
       EXPECT_NE(outcome.text().find(part), std::string::npos) << outcome.text();
     }
   }
+}
+
+// Ranks on GPUs of these letters; ' ' is the CPU.
+std::vector<GpuCard> cards_of(const std::string& gpus) {
+  std::vector<GpuCard> cards;
+  for (const char gpu : gpus) {
+    GpuCard& card = cards.emplace_back();
+    if (gpu == ' ') continue;
+    card.on_gpu = 1;
+    card.uuid[15] = gpu;
+    std::copy_n("0000:1b:00.0", 13, card.bus_id);
+    card.bus_id[6] = gpu;
+  }
+  return cards;
+}
+
+TEST(GpuBackendChoice, FollowsWhoSharesAGpu) {
+  const auto choose = [](const char* asked, const char* gpus, bool one_host, bool has_nccl = true) {
+    return choose_gpu_backend(asked, cards_of(gpus), one_host, has_nccl);
+  };
+  EXPECT_EQ(choose("auto", "abcd", true), "nccl");
+  EXPECT_EQ(choose("auto", "abcd", false), "nccl");
+  EXPECT_EQ(choose("auto", "abcd", true, /*has_nccl=*/false), "");
+  EXPECT_EQ(choose("auto", "aaaa", true), "ipc");
+  EXPECT_EQ(choose("auto", "abca", true), "ipc");
+  EXPECT_EQ(choose("auto", "aabb", false), "");
+  EXPECT_EQ(choose("auto", "ab d", true), "");
+  EXPECT_EQ(choose("auto", "    ", true), "");
+  EXPECT_EQ(choose("auto", "a", true), "");
+  EXPECT_EQ(choose("nccl", "a", true), "nccl");
+  EXPECT_EQ(choose("ipc", "abcd", true), "ipc");
+  EXPECT_EQ(choose("ipc", "aa", true), "ipc");
+}
+
+TEST(GpuBackendChoice, NamesRanksAndGpuOfWhatCannotBe) {
+  expect_error(Code::kBackend, {"nccl", "ranks 1, 3", "0000:1c:00.0", "ipc"},
+               [] { choose_gpu_backend("nccl", cards_of("bcdc"), true, true); });
+  expect_error(Code::kBackend, {"nccl", "ranks 0, 1", "gloo"},
+               [] { choose_gpu_backend("nccl", cards_of("aab"), false, true); });
+  expect_error(Code::kBackend, {"ipc", "one host"},
+               [] { choose_gpu_backend("ipc", cards_of("ab"), false, true); });
+  expect_error(Code::kBackend, {"ipc", "rank 2", "CPU"},
+               [] { choose_gpu_backend("ipc", cards_of("aa a"), true, true); });
+}
+
+TEST(GpuBackendChoice, AWorldWithoutGpusRefusesTheirBackends) {
+  for (const char* backend : {"nccl", "ipc"}) {
+    expect_error(Code::kBackend, {backend},
+                 [&] { World::from_env({.devices = "cpu:1", .backend = backend}); });
+  }
+  expect_error(Code::kBackend, {"\"mpi\"", "nccl or ipc"},
+               [] { World::from_env({.devices = "cpu:1", .backend = "mpi"}); });
 }
 
 TEST(Mesh, AxesAreGroupsOfTheRanksThatDifferInThemOnly) {

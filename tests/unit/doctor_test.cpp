@@ -5,9 +5,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "cli/diagnose_gpu.hpp"
 #include "cli/facts.hpp"
 #include "lockstep/units.hpp"
 
@@ -45,6 +47,7 @@ json healthy() {
           {"config", "BLAS_INFO=generic"}}},
         {"blas",
          {{"libraries", {"/usr/lib/openblas-openmp/libblas.so.3"}}, {"gflops_one_thread", 90.0}}},
+        {"cuda", {{"code", false}, {"architectures", nullptr}, {"nccl", false}, {"ipc", nullptr}}},
         {"threads_used_of_one", 1.0},
         {"gpus_usable", 0}}}};
 }
@@ -205,7 +208,14 @@ TEST(Diagnose, HostNameThatDoesNotResolveWarns) {
 json with_gpu(bool built, int usable) {
   json facts = healthy();
   facts["machine"]["driver"] = {{"version", "580.1"},
-                                {"gpus", {{{"name", "H200"}, {"memory_bytes", 141_GiB}}}}};
+                                {"cuda_version", "13.0"},
+                                {"gpus",
+                                 {{{"name", "H200"},
+                                   {"memory_bytes", 141_GiB},
+                                   {"compute_capability", "9.0"},
+                                   {"may_be_shared", true}}}}};
+  facts["probe"]["cuda"] = {
+      {"code", built}, {"architectures", "80-real,90"}, {"nccl", built}, {"ipc", built}};
   facts["probe"]["torch"]["cuda_built"] = built;
   facts["probe"]["gpus_usable"] = usable;
   return facts;
@@ -214,13 +224,72 @@ json with_gpu(bool built, int usable) {
 TEST(Diagnose, CudaInAllItsStates) {
   const Finding good = finding_of(with_gpu(true, 1), "CUDA");
   EXPECT_EQ(good.level, Level::kPass);
-  EXPECT_TRUE(mentions(good.value, "1 of 1: H200 (141 GiB), driver 580.1")) << good.value;
+  EXPECT_TRUE(mentions(good.value, "1 of 1: H200 (141 GiB), driver 580.1 for CUDA 13.0"))
+      << good.value;
   EXPECT_EQ(finding_of(with_gpu(false, 0), "CUDA").level, Level::kWarn) << "a GPU stays idle";
   EXPECT_EQ(finding_of(with_gpu(true, 0), "CUDA").level, Level::kFail) << "a GPU cannot be used";
   json hidden = with_gpu(true, 0);
   hidden["machine"]["environment"]["CUDA_VISIBLE_DEVICES"] = "";
   EXPECT_EQ(finding_of(hidden, "CUDA").level, Level::kWarn) << "the user hid it";
   EXPECT_EQ(with("/probe/torch/cuda_built", true, "CUDA").level, Level::kPass) << "no GPU here";
+}
+
+TEST(Diagnose, GpuCodeIsOnlyAskedForWhereLibtorchHasCuda) {
+  EXPECT_EQ(finding_of(healthy(), "GPU code").check, "no such check");
+  EXPECT_EQ(finding_of(with_gpu(false, 0), "GPU ranks").check, "no such check");
+}
+
+TEST(Diagnose, GpuCodeSuitsTheGpuOrFails) {
+  const Finding good = finding_of(with_gpu(true, 1), "GPU code");
+  EXPECT_EQ(good.level, Level::kPass);
+  EXPECT_EQ(good.value, "built for 80-real,90, which suits H200 (9.0)");
+  json old = with_gpu(true, 1);
+  old["machine"]["driver"]["gpus"][0]["compute_capability"] = "7.5";
+  const Finding bad = finding_of(old, "GPU code");
+  EXPECT_EQ(bad.level, Level::kFail);
+  EXPECT_TRUE(mentions(bad.value, "H200 (compute capability 7.5) cannot run")) << bad.value;
+  EXPECT_TRUE(mentions(bad.remedy, "CMAKE_CUDA_ARCHITECTURES"));
+  json without = with_gpu(true, 1);
+  without["probe"]["cuda"]["code"] = false;
+  EXPECT_EQ(finding_of(without, "GPU code").level, Level::kWarn);
+  EXPECT_TRUE(mentions(finding_of(without, "GPU code").remedy, "LOCKSTEP_CUDA=ON"));
+  json unknown = with_gpu(true, 1);
+  unknown["probe"].erase("cuda");
+  EXPECT_EQ(finding_of(unknown, "GPU code").level, Level::kWarn);
+  EXPECT_EQ(finding_of(unknown, "GPU ranks").level, Level::kWarn);
+}
+
+TEST(Diagnose, ArchitecturesAsCMakeWritesThem) {
+  EXPECT_TRUE(gpu_code_serves("80-real,90", "8.0"));
+  EXPECT_TRUE(gpu_code_serves("80-real,90", "8.9")) << "machine code of the same major version";
+  EXPECT_TRUE(gpu_code_serves("80-real,90", "12.0")) << "90 has intermediate code";
+  EXPECT_FALSE(gpu_code_serves("80-real,90-real", "12.0"));
+  EXPECT_FALSE(gpu_code_serves("80-real,90", "7.5"));
+  EXPECT_FALSE(gpu_code_serves("86-real", "8.0"));
+  EXPECT_TRUE(gpu_code_serves("75-virtual", "9.0"));
+  EXPECT_TRUE(gpu_code_serves("90a", "9.0"));
+  EXPECT_FALSE(gpu_code_serves("90a", "10.0")) << "of that GPU only";
+  EXPECT_FALSE(gpu_code_serves("", "9.0"));
+}
+
+TEST(Diagnose, RanksOnGpusInAllTheirStates) {
+  const auto ranks = [](const std::function<void(json&)>& change) {
+    json facts = with_gpu(true, 1);
+    change(facts);
+    return finding_of(facts, "GPU ranks");
+  };
+  const Finding good = ranks([](json&) {});
+  EXPECT_EQ(good.level, Level::kPass);
+  EXPECT_TRUE(mentions(good.value, "NCCL where each rank has a GPU; ranks may share a GPU (ipc)"));
+  const Finding no_nccl = ranks([](json& facts) { facts["probe"]["cuda"]["nccl"] = false; });
+  EXPECT_TRUE(mentions(no_nccl.value, "no NCCL")) << no_nccl.value;
+  const Finding no_ipc = ranks([](json& facts) { facts["probe"]["cuda"]["ipc"] = false; });
+  EXPECT_EQ(no_ipc.level, Level::kWarn);
+  EXPECT_TRUE(mentions(no_ipc.value, "CUDA IPC is not supported"));
+  const Finding exclusive =
+      ranks([](json& facts) { facts["machine"]["driver"]["gpus"][0]["may_be_shared"] = false; });
+  EXPECT_EQ(exclusive.level, Level::kWarn);
+  EXPECT_TRUE(mentions(exclusive.value, "GPU 0 takes one process only")) << exclusive.value;
 }
 
 TEST(Diagnose, ThreadVariablesAreNoted) {

@@ -158,7 +158,7 @@ TEST(LaunchPlan, EveryBadValueIsNamed) {
       {{{"nnodes", "2"}, {"rdzv-endpoint", "a"}, {"rdzv-conf", "x"}}, "KEY=VALUE"},
       {{{"nnodes", "2"}, {"rdzv-endpoint", "a"}, {"backend", "shm"}}, "serves one host only"},
       {{{"rdzv-backend", "etcd"}}, "--rdzv-backend \"etcd\""},
-      {{{"backend", "nccl"}}, "write auto, shm or gloo"},
+      {{{"backend", "ncl"}}, "write auto, shm, gloo, nccl or ipc"},
       {{{"grace", "soon"}}, "--grace \"soon\""},
       {{{"grace", "nan"}}, "--grace \"nan\""},
       {{{"timeout", "0"}}, "--timeout \"0\""},

@@ -43,6 +43,23 @@ RunRecord sample() {
   return record;
 }
 
+TEST(Record, KeepsWhatACaptureCost) {
+  RunRecord record = sample();
+  EXPECT_FALSE(to_json(record).contains("capture"));
+  EXPECT_FALSE(record_from_json(to_json(record)).capture);
+  record.capture = {
+      .captured = true, .reason = "", .graphs = 3, .replays = 17, .memory_bytes = 1 << 20};
+  const auto again = record_from_json(to_json(record)).capture;
+  ASSERT_TRUE(again);
+  EXPECT_TRUE(again->captured);
+  EXPECT_EQ(again->graphs, 3);
+  EXPECT_EQ(again->replays, 17);
+  EXPECT_EQ(again->memory_bytes, 1 << 20);
+  json wrong = to_json(record);
+  wrong["capture"]["captured"] = 1;
+  expect_error(Code::kRecord, {"capture", "captured"}, [&] { record_from_json(wrong); });
+}
+
 TEST(Record, SurvivesTheRoundTripThroughAFile) {
   const ScratchFolder scratch;
   const RunRecord record = sample();

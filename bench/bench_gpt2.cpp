@@ -1,0 +1,249 @@
+// A training step of GPT-2 on one device, in the variant that the settings name. Its twin in
+// PyTorch is bench/peers/gpt2.py; both take the same JSON of settings, the same weights and the
+// same tokens. Of builds with CUDA only; with {"device": "cpu"} and small sizes it runs anywhere.
+//
+//   bench_gpt2 '{"layers": 12, "heads": 12, "width": 768, "positions": 1024, "batch": 32}'
+//
+// prints a line of losses and then, for each line "go N" that it reads, what N steps took. With
+// "steps": N it measures N steps and ends, as a profiler wants it.
+
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+
+#include "lockstep/captured_step.hpp"
+#include "lockstep/clock.hpp"
+#include "lockstep/fused_layers.hpp"
+#include "lockstep/lockstep.hpp"
+#include "lockstep/master_weights.hpp"
+#include "serve.hpp"
+
+namespace {
+
+using nlohmann::json;
+using torch::Tensor;
+
+struct Sizes {
+  explicit Sizes(const json& settings)
+      : layers(settings.value("layers", 12)),
+        heads(settings.value("heads", 12)),
+        width(settings.value("width", 768)),
+        positions(settings.value("positions", 1024)),
+        vocabulary(settings.value("vocabulary", 50257)),
+        padded((vocabulary + 127) / 128 * 128),
+        batch(settings.value("batch", 32)) {}
+  int64_t layers;
+  int64_t heads;
+  int64_t width;
+  int64_t positions;
+  int64_t vocabulary;
+  int64_t padded;  // rows of the table of tokens, for whole tiles of matrix products
+  int64_t batch;
+};
+
+struct Block : torch::nn::Module {
+  explicit Block(const Sizes& sizes)
+      : ln1(register_module("ln1", norm(sizes))),
+        qkv(register_module("qkv", torch::nn::Linear(sizes.width, 3 * sizes.width))),
+        proj(register_module("proj", torch::nn::Linear(sizes.width, sizes.width))),
+        ln2(register_module("ln2", norm(sizes))),
+        fc(register_module("fc", torch::nn::Linear(sizes.width, 4 * sizes.width))),
+        out(register_module("out", torch::nn::Linear(4 * sizes.width, sizes.width))),
+        heads(sizes.heads) {}
+
+  static torch::nn::LayerNorm norm(const Sizes& sizes) {
+    return torch::nn::LayerNorm(torch::nn::LayerNormOptions({sizes.width}));
+  }
+
+  // {x, branch} of the block before -> those of this one: what is added to x waits for the next
+  // norm.
+  std::pair<Tensor, Tensor> forward(const Tensor& x, const Tensor& branch) {
+    const auto [before, normed] = lockstep::add_layer_norm(x, branch, ln1->weight, ln1->bias);
+    const auto mixed =
+        lockstep::causal_self_attention(lockstep::linear(normed, qkv->weight, qkv->bias), heads);
+    const auto projected = lockstep::linear(mixed, proj->weight, proj->bias);
+    const auto [between, again] =
+        lockstep::add_layer_norm(before, projected, ln2->weight, ln2->bias);
+    return {between, lockstep::multi_layer(again, {fc->weight, out->weight}, {fc->bias, out->bias},
+                                           lockstep::Activation::kGeluTanh)};
+  }
+
+  torch::nn::LayerNorm ln1;
+  torch::nn::Linear qkv;
+  torch::nn::Linear proj;
+  torch::nn::LayerNorm ln2;
+  torch::nn::Linear fc;
+  torch::nn::Linear out;
+  int64_t heads;
+};
+
+struct Gpt2 : torch::nn::Module {
+  explicit Gpt2(const Sizes& sizes)
+      : wte(register_module("wte", torch::nn::Embedding(sizes.padded, sizes.width))),
+        wpe(register_module("wpe", torch::nn::Embedding(sizes.positions, sizes.width))),
+        lnf(register_module("lnf", Block::norm(sizes))),
+        vocabulary(sizes.vocabulary) {
+    for (int64_t i = 0; i < sizes.layers; ++i) {
+      blocks.push_back(register_module(fmt::format("h{}", i), std::make_shared<Block>(sizes)));
+    }
+  }
+
+  // The loss. tokens, targets: [batch, positions].
+  Tensor forward(const Tensor& tokens, const Tensor& targets) {
+    Tensor x = torch::embedding(wte->weight, tokens) + wpe->weight;
+    Tensor branch;
+    for (const auto& block : blocks) std::tie(x, branch) = block->forward(x, branch);
+    const auto normed = std::get<1>(lockstep::add_layer_norm(x, branch, lnf->weight, lnf->bias));
+    return lockstep::linear_cross_entropy(normed.view({-1, normed.size(-1)}), wte->weight,
+                                          targets.view({-1}), vocabulary);
+  }
+
+  torch::nn::Embedding wte;  // also the head
+  torch::nn::Embedding wpe;
+  torch::nn::LayerNorm lnf;
+  std::vector<std::shared_ptr<Block>> blocks;
+  int64_t vocabulary;
+};
+
+void draw_weights(Gpt2& net) {
+  const torch::NoGradGuard no_grad;
+  torch::manual_seed(0);
+  for (const auto& item : net.named_parameters()) {
+    auto parameter = item.value();
+    if (parameter.dim() == 2) {
+      parameter.copy_(torch::randn(parameter.sizes()) * 0.02);
+    } else if (item.key().find("ln") == std::string::npos ||
+               item.key().find("bias") != std::string::npos) {
+      parameter.zero_();
+    }
+  }
+}
+
+// Tokens that follow a rule which a model can learn, the same in both languages.
+std::vector<Tensor> batch_of(const Sizes& sizes, int64_t number, torch::Device device) {
+  const auto i = torch::arange(sizes.batch * (sizes.positions + 1), torch::kLong);
+  const auto tokens = ((i * i).remainder(1009) * 31 + number * 17)
+                          .remainder(sizes.vocabulary)
+                          .view({sizes.batch, sizes.positions + 1});
+  return {tokens.narrow(1, 0, sizes.positions).contiguous().to(device),
+          tokens.narrow(1, 1, sizes.positions).contiguous().to(device)};
+}
+
+double gib(int64_t bytes) {
+  return static_cast<double>(bytes) / (1 << 30);
+}
+
+class Trainer {
+ public:
+  Trainer(const json& settings, torch::Device device)
+      : device_(device), sizes_(settings), net_(std::make_shared<Gpt2>(sizes_)) {
+    if (settings.contains("weights")) {
+      lockstep::load_weights(*net_, settings.at("weights"));
+    } else {
+      draw_weights(*net_);
+    }
+    net_->to(device);
+    for (int64_t i = 0; i < kBatches; ++i) batches_.push_back(batch_of(sizes_, i, device));
+    lockstep::AdamWOptions adamw{.lr = 3e-4, .beta2 = 0.95, .weight_decay = 0.1};
+    autocast_ = !settings.value("masters", true);
+    if (!autocast_) adamw.masters = lockstep::MasterWeights(*net_, {.dtype = torch::kBFloat16});
+    lockstep::tune_layers(settings.value("tune", true));
+    optimizer_ = std::make_unique<lockstep::AdamW>(net_->parameters(), adamw);
+    step_.emplace([this](const Tensor& x, const Tensor& y) { return train(x, y); },
+                  lockstep::CaptureOptions{.enabled = settings.value("capture", true)});
+  }
+
+  Tensor step() { return (*step_)(batches_[static_cast<size_t>(steps_++ % kBatches)]); }
+
+  const lockstep::CapturedStep& captured() const { return *step_; }
+  int64_t tokens() const { return sizes_.batch * sizes_.positions; }
+
+ private:
+  static constexpr int64_t kBatches = 4;
+
+  Tensor train(const Tensor& tokens, const Tensor& targets) {
+    Tensor loss;
+    {
+      const lockstep::Autocast amp(device_, torch::kBFloat16, autocast_);
+      loss = net_->forward(tokens, targets);
+    }
+    loss.backward();
+    optimizer_->step({.zero_grad = true});
+    return loss.detach();
+  }
+
+  torch::Device device_;
+  Sizes sizes_;
+  std::shared_ptr<Gpt2> net_;
+  std::vector<std::vector<Tensor>> batches_;  // {tokens, targets}
+  bool autocast_ = false;
+  std::unique_ptr<lockstep::AdamW> optimizer_;
+  std::optional<lockstep::CapturedStep> step_;
+  int64_t steps_ = 0;
+};
+
+void synchronize(torch::Device device) {
+  if (device.is_cuda()) torch::cuda::synchronize();
+}
+
+// What the GPU holds at most: `allocated` as PyTorch's max_memory_allocated(), `reserved` with the
+// memory that graphs keep.
+json gpu_memory(torch::Device device) {
+  if (!device.is_cuda()) return nullptr;
+  const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device.index());
+  return {{"allocated_gib", gib(stats.allocated_bytes[0].peak)},
+          {"reserved_gib", gib(stats.reserved_bytes[0].peak)}};
+}
+
+json measure(Trainer& trainer, torch::Device device, int64_t steps) {
+  std::vector<double> times;
+  for (int64_t i = 0; i < steps; ++i) {
+    synchronize(device);
+    const int64_t begin_ns = lockstep::monotonic_ns();
+    trainer.step();
+    synchronize(device);
+    times.push_back(static_cast<double>(lockstep::monotonic_ns() - begin_ns) * 1e-6);
+  }
+  std::sort(times.begin(), times.end());
+  const double ms = times[times.size() / 2];
+  return {{"ms", ms},
+          {"tokens_per_s", static_cast<double>(trainer.tokens()) / ms * 1e3},
+          {"memory", gpu_memory(device)}};
+}
+
+int run(int, char** argv) {
+  const auto settings = json::parse(argv[1]);
+  const torch::Device device(settings.value("device", "cuda:0"));
+  if (settings.contains("save")) {  // the weights that all programs begin with, and no more
+    const auto net = std::make_shared<Gpt2>(Sizes(settings));
+    draw_weights(*net);
+    lockstep::save_weights(*net, settings.at("save"));
+    return 0;
+  }
+  Trainer trainer(settings, device);
+  json losses = json::array();
+  const int64_t checked = settings.value("check_steps", 20);
+  for (int64_t i = 0; i < checked; ++i) losses.push_back(trainer.step().item<double>());
+  const json ready = {{"losses", losses},
+                      {"replayed", trainer.captured().replayed()},
+                      {"why_not", trainer.captured().why_not()},
+                      {"graph_gib", gib(trainer.captured().stats().memory_bytes)},
+                      {"memory", gpu_memory(device)}};
+  if (settings.contains("steps")) {
+    fmt::print("{}\n{}\n", ready.dump(), measure(trainer, device, settings.at("steps")).dump());
+    return 0;
+  }
+  bench::serve(settings, 0, ready, [&](int64_t steps) { return measure(trainer, device, steps); });
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return lockstep::run_program(run, argc, argv);
+}

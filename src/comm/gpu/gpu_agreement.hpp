@@ -1,0 +1,79 @@
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "comm/backend.hpp"
+
+namespace lockstep {
+
+/// A small block of bytes from every rank, over a communicator of the host. Blocks of one exchange
+/// have one size; ranks begin the exchanges of a communicator in one order. Destroyed before it is
+/// done, it aborts that communicator.
+class GpuExchange {
+ public:
+  /// `why` is the GPU call that this is a part of: errors speak of it, not of the host's call.
+  GpuExchange(Backend& channel, const Call& why, std::span<const std::byte> own,
+              int64_t deadline_ns);
+  GpuExchange(const GpuExchange&) = delete;
+  GpuExchange& operator=(const GpuExchange&) = delete;
+
+  /// Does what can be done without waiting; true when all blocks are here.
+  bool advance();
+  void wait();
+
+  std::span<const std::byte> block(int place) const;
+
+ private:
+  Backend& channel_;
+  Call why_;
+  size_t block_bytes_;
+  std::vector<std::byte> blocks_;     // [place], of block_bytes_; zeros where a rank has not filled
+  std::unique_ptr<Pending> pending_;  // null in a group of one
+};
+
+/// All ranks' calls, compared. `note` may carry what else ranks must know of each other.
+class GpuAgreement {
+ public:
+  GpuAgreement(Backend& channel, const Call& own, std::span<const std::byte> note,
+               int64_t deadline_ns);
+
+  /// True when all ranks have made this call; kCallMismatch where one made another.
+  bool advance();
+  void wait();
+
+  std::span<const Call> calls() const { return calls_; }  ///< [place], when done
+  template <class Note>
+  Note note(int place) const {
+    Note value;
+    std::memcpy(&value, exchange_.block(place).data() + sizeof(Call), sizeof value);
+    return value;
+  }
+
+ private:
+  void compare();
+
+  const Group& group_;
+  Call own_;
+  GpuExchange exchange_;
+  std::vector<Call> calls_;
+};
+
+/// Rethrows the exception being handled, an error of a host communicator, as one of the GPU call
+/// `why`.
+[[noreturn]] void rethrow_as_part_of(const Group& group, const Call& why);
+
+/// What a rank says of its own error when it gives up, so that its peers throw the same:
+/// rethrow_as_part_of() understands it.
+std::string farewell_of(const std::exception_ptr& error);
+
+/// [place] -> what that rank's values are multiplied by in a mean; none in other operations. kUsage
+/// where all weigh nothing.
+std::vector<double> mean_factors(std::span<const Call> calls);
+
+}  // namespace lockstep

@@ -1,0 +1,67 @@
+#include "comm/gpu/gpu_self_messages.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+
+#include "lockstep/error.hpp"
+
+namespace lockstep {
+namespace {
+
+Call call_of(Operation operation, int64_t count, Dtype dtype, int tag, int64_t sequence,
+             const CallContext& context) {
+  Call call;
+  call.operation = operation;
+  call.sequence = sequence;
+  call.count = count;
+  call.dtype = dtype;
+  call.root = tag;
+  call.set_label(context.label);
+  return call;
+}
+
+}  // namespace
+
+GpuSelfMessages::GpuSelfMessages(const Group& group) {
+  const int own = group.world_ranks[static_cast<size_t>(group.rank)];
+  pair_ = {.rank = 0, .world_ranks = {own, own}, .name = group.name};
+}
+
+GpuSelfMessages::~GpuSelfMessages() {
+  for (const Message& message : messages_) (void)cudaFree(message.bytes);
+}
+
+void GpuSelfMessages::send(const ConstBuffer& buffer, int tag, const CallContext& context) {
+  Message message;
+  message.call = call_of(Operation::kSend, buffer.count, buffer.dtype, tag, ++sent_, context);
+  if (buffer.count > 0) {
+    check_cuda(cudaMallocAsync(&message.bytes, static_cast<size_t>(buffer.bytes()), context.stream),
+               "cudaMallocAsync");
+    messages_.push_back(std::move(message));
+    gpu_copy(messages_.back().bytes, buffer.data, buffer.bytes(), context.stream);
+    messages_.back().filled.record(context.stream);
+  } else {
+    messages_.push_back(std::move(message));
+  }
+}
+
+void GpuSelfMessages::recv(const Buffer& buffer, int tag, const CallContext& context) {
+  const Call call =
+      call_of(Operation::kRecv, buffer.count, buffer.dtype, tag, received_ + 1, context);
+  if (messages_.empty()) {
+    throw Error(Code::kUsage, describe(call) + ": this rank waits for a message from itself",
+                "send it first");
+  }
+  const Message& message = messages_.front();
+  if (!agree(message.call, call)) throw_mismatch(pair_, std::array{message.call, call});
+  if (message.bytes != nullptr) {
+    message.filled.hold(context.stream);
+    gpu_copy(buffer.data, message.bytes, buffer.bytes(), context.stream);
+    check_cuda(cudaFreeAsync(message.bytes, context.stream), "cudaFreeAsync");
+  }
+  ++received_;
+  messages_.pop_front();
+}
+
+}  // namespace lockstep

@@ -1,0 +1,190 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/backend.hpp"
+#include "comm/gpu/ipc_core.hpp"
+
+namespace lockstep {
+
+/// A call that all ranks make, in progress on this one: its calls are compared, then its parts
+/// follow each other, with an exchange between two of them.
+class IpcCollective {
+ public:
+  IpcCollective(IpcCore& core, const Call& what, const CallContext& context)
+      : core_(core), call_(what), context_(context) {}
+  virtual ~IpcCollective() = default;
+  IpcCollective(const IpcCollective&) = delete;
+  IpcCollective& operator=(const IpcCollective&) = delete;
+
+  /// Numbers the call, marks where its stream is now, and tells the others.
+  void begin();
+  /// Does what can be done without waiting; true when done.
+  bool advance() { return go_on(Patience::kLookOnce); }
+  void wait() { go_on(Patience::kUntilDone); }
+  bool done() const { return done_; }
+
+  CudaStream caller_stream() const { return context_.stream; }
+  /// What is queued on the call's stream from now on finds the result. When done; the first time
+  /// only.
+  void hold_caller();
+
+ protected:
+  /// Where peers find this rank's input.
+  virtual IpcPlace place() const { return {}; }
+  /// The next part, and what all must have begun before the one after it; null: the call is done.
+  virtual std::unique_ptr<GpuExchange> next() = 0;
+
+  std::unique_ptr<GpuExchange> handshake() const {
+    return core_.exchange(call_, context_.deadline_ns);
+  }
+  /// The result is there when the core's stream comes to this point.
+  void mark_result();
+
+  IpcCore& core_;
+  Call call_;
+  CallContext context_;  // its label is in the call
+  std::unique_ptr<GpuAgreement> agreement_;
+  std::unique_ptr<GpuExchange> exchange_;  // the one before the next part
+
+ private:
+  enum class Patience { kLookOnce, kUntilDone };
+  bool go_on(Patience patience);
+
+  bool agreed_ = false;
+  bool done_ = false;
+  std::optional<GpuEvent> result_;
+};
+
+/// A call that moves elements. Where every rank that contributes has reachable memory, they are
+/// taken from there, whole; else piece by piece through the staging areas.
+class IpcMovement : public IpcCollective {
+ public:
+  /// `input` is what this rank contributes: `width` blocks of the call's count.
+  IpcMovement(IpcCore& core, const Call& what, const CallContext& context, const void* input,
+              int64_t width);
+
+ protected:
+  using Contributions = std::vector<const std::byte*>;  // [place]; null where it has none
+
+  virtual bool contributes(int /*place*/) const { return true; }
+  /// In a group of one.
+  virtual void move_alone() {}
+  /// Takes elements [begin, begin + count) of what all contribute, whose blocks lie `stride`
+  /// elements apart.
+  virtual void take(int64_t begin, int64_t count, int64_t stride, const Contributions& from) = 0;
+  /// Moves all, in reachable memory.
+  virtual void take_direct(const Contributions& from);
+
+  IpcPlace place() const final;
+  std::unique_ptr<GpuExchange> next() final;
+
+  const std::byte* input_;
+  int64_t width_;
+  int64_t element_bytes_;
+  std::vector<double> factors_;  // of a mean
+
+ private:
+  enum class State { kCompared, kSharing, kShared, kStaged, kTaken, kDirect };
+
+  std::unique_ptr<GpuExchange> start();
+  std::unique_ptr<GpuExchange> stage_piece();
+  std::unique_ptr<GpuExchange> take_piece();
+  std::unique_ptr<GpuExchange> finish();
+  int64_t piece_begin() const { return piece_ * piece_count_; }
+  int64_t count_of_piece() const;
+
+  State state_ = State::kCompared;
+  std::shared_ptr<IpcShare> own_staging_;  // while it is being shared
+  int64_t piece_count_;                    // elements of a piece, of one block
+  int64_t piece_ = 0;
+};
+
+class IpcAllReduce final : public IpcMovement {
+ public:
+  IpcAllReduce(IpcCore& core, const Buffer& buffer, ReduceOp op, double weight,
+               const CallContext& context);
+
+ private:
+  void take(int64_t begin, int64_t count, int64_t stride, const Contributions& from) override;
+  void take_direct(const Contributions& from) override;
+
+  Buffer buffer_;
+};
+
+class IpcBroadcast final : public IpcMovement {
+ public:
+  IpcBroadcast(IpcCore& core, const Buffer& buffer, int root, const CallContext& context);
+
+ private:
+  bool contributes(int place) const override { return place == call_.root; }
+  void take(int64_t begin, int64_t count, int64_t stride, const Contributions& from) override;
+
+  Buffer buffer_;
+};
+
+class IpcReduceScatter final : public IpcMovement {
+ public:
+  IpcReduceScatter(IpcCore& core, const ConstBuffer& input, const Buffer& output, ReduceOp op,
+                   double weight, const CallContext& context);
+
+ private:
+  void move_alone() override;
+  void take(int64_t begin, int64_t count, int64_t stride, const Contributions& from) override;
+
+  Buffer output_;
+};
+
+class IpcAllGather final : public IpcMovement {
+ public:
+  IpcAllGather(IpcCore& core, const ConstBuffer& input, const Buffer& output,
+               const CallContext& context);
+
+ private:
+  void move_alone() override;
+  void take(int64_t begin, int64_t count, int64_t stride, const Contributions& from) override;
+
+  Buffer output_;
+};
+
+/// After it, on every rank's stream: all that any rank had queued before it is over.
+class IpcBarrier final : public IpcCollective {
+ public:
+  IpcBarrier(IpcCore& core, const CallContext& context) : IpcCollective(core, Call{}, context) {}
+
+ private:
+  std::unique_ptr<GpuExchange> next() override;
+  bool held_ = false;
+};
+
+class IpcAllocate final : public IpcCollective {
+ public:
+  IpcAllocate(IpcCore& core, int64_t bytes, const CallContext& context);
+  std::shared_ptr<ReachableMemory> memory() { return std::move(memory_); }
+
+ private:
+  std::unique_ptr<GpuExchange> next() override;
+  void free_dropped();
+
+  std::shared_ptr<ReachableMemory> memory_;
+};
+
+class IpcSplit final : public IpcCollective {
+ public:
+  IpcSplit(IpcCore& core, int colour, int key, std::string_view group_name,
+           const CallContext& context);
+  std::unique_ptr<GpuControl> take_control() { return std::move(part_); }
+
+ private:
+  std::unique_ptr<GpuExchange> next() override;
+
+  int colour_;
+  int key_;
+  std::string group_name_;
+  std::unique_ptr<GpuControl> part_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,164 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "comm/backend.hpp"
+#include "comm/gpu/gpu_control.hpp"
+#include "comm/gpu/gpu_runtime.hpp"
+#include "comm/gpu/ipc_share.hpp"
+#include "comm/gpu/ipc_watch.hpp"
+
+namespace lockstep {
+
+class IpcCollective;
+
+/// Memory that allocate() made. [place] of `shares` is that rank's, this rank's own included.
+struct IpcSegment {
+  int64_t number = 0;  ///< counted from 1, the same on all ranks
+  int64_t bytes = 0;
+  std::vector<std::shared_ptr<IpcShare>> shares;
+  std::shared_ptr<std::atomic<bool>> dropped;  ///< this rank's handle is gone
+};
+
+/// Where a rank's buffer lies for its peers; segment 0: where they cannot reach it.
+struct IpcPlace {
+  int64_t segment = 0;
+  int64_t offset = 0;
+};
+
+/// One rank of one group on the GPU: the order of its calls, what it shares, and its end. Used by
+/// one thread at a time.
+///
+/// Note [Events and handshakes]. A stream that waits for an event waits for the latest record that
+/// was made before. So a rank may wait for a peer's event only after it heard from the peer, on the
+/// host, that the record was made; and may record it again only after it heard that all have begun
+/// to wait. Hearing is an exchange: whoever completes one knows that all have begun it, and so all
+/// that they did before. Collectives are processed strictly in order, and each ends with an
+/// exchange after which the core's stream waits for all that peers do with this rank's memory.
+///
+/// Channels of the control: calls are compared in the order of begin() on kCalls; all else happens
+/// in the order of processing, on kSteps; kMessages is for pairs.
+class IpcCore {
+ public:
+  enum Channel { kCalls, kSteps, kMessages, kChannels };
+
+  /// Collective: the ranks meet, and find out whether they reach each other.
+  IpcCore(std::unique_ptr<GpuControl> control, int gpu, int64_t deadline_ns);
+  ~IpcCore();
+  IpcCore(const IpcCore&) = delete;
+  IpcCore& operator=(const IpcCore&) = delete;
+
+  GpuControl& control() { return *control_; }
+  const Group& group() const { return control_->group(); }
+  int rank() const { return control_->rank(); }
+  int size() const { return control_->size(); }
+  int gpu() const { return gpu_; }
+  CudaStream stream() const { return things_->stream.get(); }
+
+  /// Whether all ranks use one GPU.
+  bool one_gpu() const { return one_gpu_; }
+
+  // Collectives.
+
+  void begin(const std::shared_ptr<IpcCollective>& task);
+  bool advance(const IpcCollective& task);
+  void wait(const IpcCollective& task);
+  void run(const std::shared_ptr<IpcCollective>& task);
+
+  /// Runs what blocks on a channel that no collective uses, while collectives in flight go on.
+  void block(const std::function<void()>& wait);
+
+  /// This rank gives up; see Backend::abort.
+  void abort(std::string_view reason) noexcept { control_->abort(reason); }
+  /// The communicator is destroyed. Waits, for a short time, until no peer uses what it shares.
+  void leave() noexcept;
+
+  // For collectives: parts of a call that `why` and its deadline stand for.
+
+  std::unique_ptr<GpuExchange> exchange(const Call& why, int64_t deadline_ns,
+                                        std::span<const std::byte> own = {});
+  /// All ranks' shares, from the cards that `cards` brought: [place].
+  std::vector<std::shared_ptr<IpcShare>> open(const GpuExchange& cards,
+                                              const std::shared_ptr<IpcShare>& own, int events);
+
+  /// Records that this rank's buffers are ready for call `sequence`.
+  void record_ready(int64_t sequence, CudaStream stream) const;
+  /// The core's stream waits for the buffers of all ranks, or of this one.
+  void hold_all_ready(int64_t sequence) const;
+  void hold_own_ready(int64_t sequence) const;
+  /// Records that this rank has moved its part of a call that needs no staging; one at a time.
+  void record_moved();
+  void hold_all_moved() const;
+
+  /// Tells when `receiver` has taken what `sender` had put into a slot for it. The receiver's own.
+  const GpuEvent& message_taken(int receiver, int sender, int slot) const;
+  static constexpr int kMessageSlots = 2;
+
+  // The staging area: two slots, used in turn by the pieces of a call.
+
+  static constexpr int64_t kSlotBytes = 16 << 20;
+  bool has_staging() const { return !things_->staging.empty(); }
+  void set_staging(std::vector<std::shared_ptr<IpcShare>> staging);
+  static std::shared_ptr<IpcShare> make_staging();
+  static constexpr int kStagingEvents = 4;
+  std::byte* slot(int place, int64_t piece) const;
+  void record_staged(int64_t piece) const;
+  void hold_all_staged(int64_t piece) const;
+  void record_taken(int64_t piece) const;
+  void hold_all_taken(int64_t piece) const;
+
+  // Memory that allocate() made.
+
+  IpcPlace locate(const void* data, int64_t bytes) const;
+  std::byte* address(int place, const IpcPlace& where) const;
+  std::vector<IpcSegment>& segments() { return things_->segments; }
+  int64_t next_segment() { return ++segment_count_; }
+
+  /// A share that serves messages with this peer: kept as long as GPU work may use it.
+  void keep_share(int place, const std::shared_ptr<IpcShare>& share);
+
+  /// The host waits for the GPU: what was queued must be over before memory goes.
+  void wait_until_idle(const Call& why, int64_t deadline_ns) const;
+
+ private:
+  // What GPU work may still use. Never freed where the stream waits for a dead rank.
+  struct Things {
+    GpuStream stream;
+    std::vector<std::shared_ptr<IpcShare>> events;   // [place]
+    std::vector<std::shared_ptr<IpcShare>> staging;  // [place]; empty until it is needed
+    std::vector<std::vector<std::shared_ptr<IpcShare>>> messages;  // [place]
+    std::vector<IpcSegment> segments;
+  };
+
+  void meet(int64_t deadline_ns);
+  void meet_gpus(const Call& why, int64_t deadline_ns);
+  void progress();
+  void complete(const IpcCollective& task);
+  void failed(const std::exception_ptr& error) noexcept;
+  void release_waits(int place) noexcept;
+  bool say_goodbye() noexcept;
+  bool becomes_idle(int64_t deadline_ns) const;
+
+  std::unique_ptr<GpuControl> control_;
+  int gpu_;
+  pid_t owner_;  // a forked child holds a copy, but the rank is not its own
+  bool one_gpu_ = true;
+  bool left_ = false;
+  std::unique_ptr<Things> things_;
+  std::mutex shares_mutex_;          // the watch reads what things_ shares
+  std::unique_ptr<IpcWatch> watch_;  // null where all peers are threads of this process
+  int64_t moved_ = 0;                // calls of record_moved()
+  int64_t segment_count_ = 0;
+  std::deque<std::shared_ptr<IpcCollective>> in_flight_;
+};
+
+}  // namespace lockstep

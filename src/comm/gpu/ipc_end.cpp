@@ -1,0 +1,186 @@
+// How a rank's communicator on the GPU begins to work with its peers' GPUs, and how it ends: in
+// order, by an error, or by a peer's death.
+
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <thread>
+
+#include "comm/gpu/ipc_collectives.hpp"
+#include "comm/gpu/ipc_core.hpp"
+#include "lockstep/clock.hpp"
+#include "lockstep/error.hpp"
+
+namespace lockstep {
+namespace {
+
+constexpr int64_t kGoodbyeNs = 2'000'000'000;         // for peers to leave too
+constexpr int64_t kPatienceNs = 30'000'000'000;       // for queued work to end
+constexpr int64_t kBrokenPatienceNs = 1'000'000'000;  // where it may wait for a dead rank
+
+}  // namespace
+
+// The streams' waits for a rank that died would never end: whoever opened an event may record it.
+// Where CUDA refuses, those streams are left behind in the end. From the watch's thread too.
+void IpcCore::release_waits(int place) noexcept {
+  const auto at = static_cast<size_t>(place);
+  try {
+    std::vector<std::shared_ptr<IpcShare>> shares;
+    {
+      const std::lock_guard lock(shares_mutex_);
+      if (at < things_->events.size()) shares.push_back(things_->events[at]);
+      if (at < things_->staging.size()) shares.push_back(things_->staging[at]);
+      for (const auto& share : things_->messages[at]) shares.push_back(share);
+    }
+    const GpuGuard guard(gpu_);
+    const GpuStream free_stream;
+    for (const auto& share : shares) {
+      if (!share->opened()) continue;
+      for (const GpuEvent& event : share->events()) {
+        if (cudaEventRecord(event.get(), free_stream.get()) != cudaSuccess)
+          (void)cudaGetLastError();
+      }
+    }
+  } catch (const std::exception&) {
+    // Nothing else can be done for them.
+  }
+}
+
+// What is queued may still use the buffers of calls that will not be done: whoever frees them does
+// so in the order of the calls' streams, which therefore wait for it.
+void IpcCore::failed(const std::exception_ptr& error) noexcept {
+  if (!things_) return;
+  try {
+    const GpuGuard guard(gpu_);
+    try {
+      std::rethrow_exception(error);
+    } catch (const RankError& failure) {
+      const auto& ranks = group().world_ranks;
+      const auto found = std::find(ranks.begin(), ranks.end(), failure.blamed_rank());
+      if (failure.code() == Code::kRankFailed && found != ranks.end()) {
+        release_waits(static_cast<int>(found - ranks.begin()));
+      }
+    } catch (...) {
+      // No rank has died.
+    }
+    const GpuEvent last;
+    last.record(stream());
+    for (const auto& task : in_flight_) last.hold(task->caller_stream());
+  } catch (const std::exception&) {
+    // The GPU itself has failed: nothing runs there any more.
+  }
+  in_flight_.clear();
+}
+
+void IpcCore::leave() noexcept {
+  if (left_) return;
+  left_ = true;
+  if (owner_ != ::getpid()) {
+    (void)things_.release();
+    (void)watch_.release();
+    return;
+  }
+  try {
+    const GpuGuard guard(gpu_);
+    if (std::uncaught_exceptions() > 0) {
+      abort("failed with an exception");
+    } else if (!in_flight_.empty()) {
+      abort("destroyed its communicator while calls were in flight");
+    }
+    const bool in_order = !control_->broken() && say_goodbye();
+    const bool idle = becomes_idle(monotonic_ns() + (in_order ? kPatienceNs : kBrokenPatienceNs));
+    watch_.reset();
+    if (idle) things_.reset();
+  } catch (const std::exception&) {
+    // The GPU itself has failed; nothing can be freed there.
+  }
+  watch_.reset();
+  for (int channel = 0; channel < kChannels; ++channel) control_->close(channel);
+  (void)things_.release();  // where it is still here, its stream waits for what will never come
+}
+
+bool IpcCore::becomes_idle(int64_t deadline_ns) const {
+  while (!things_->stream.idle()) {
+    if (monotonic_ns() >= deadline_ns) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  return true;
+}
+
+void IpcCore::wait_until_idle(const Call& why, int64_t deadline_ns) const {
+  if (becomes_idle(deadline_ns)) return;
+  throw Error(Code::kBackend, describe(why) + ": the GPU did not finish earlier calls in time",
+              "look for a kernel that does not end on some rank");
+}
+
+// A peer in another process may only now begin to wait for an event of the last call: what it waits
+// for stays until it has. Those who call this rank hear at once that it has left. False: a peer did
+// not answer.
+bool IpcCore::say_goodbye() noexcept {
+  const auto opened = [](const auto& share) { return share->opened(); };
+  if (std::none_of(things_->events.begin(), things_->events.end(), opened)) return true;
+  control_->close(kCalls);
+  control_->close(kMessages);
+  try {
+    Call why;
+    why.set_label("goodbye");
+    exchange(why, monotonic_ns() + kGoodbyeNs)->wait();
+    return true;
+  } catch (const std::exception&) {
+    failed(std::current_exception());
+    return false;
+  }
+}
+
+// Whether every GPU reaches every other one, before anything is shared.
+void IpcCore::meet_gpus(const Call& why, int64_t deadline_ns) {
+  struct Home {
+    char host[64] = {};    // the running kernel's own name
+    char bus_id[32] = {};  // of the GPU
+  };
+  Home own;
+  if (std::FILE* file = std::fopen("/proc/sys/kernel/random/boot_id", "re")) {
+    if (std::fgets(own.host, sizeof own.host, file) == nullptr) own.host[0] = '\0';
+    std::fclose(file);
+  }
+  check_cuda(cudaDeviceGetPCIBusId(own.bus_id, sizeof own.bus_id, gpu_), "cudaDeviceGetPCIBusId");
+  const auto homes = exchange(why, deadline_ns, std::as_bytes(std::span(&own, 1)));
+  homes->wait();
+  for (int place = 0; place < size(); ++place) {
+    Home theirs;
+    std::memcpy(&theirs, homes->block(place).data(), sizeof theirs);
+    const int world_rank = group().world_ranks[static_cast<size_t>(place)];
+    if (std::string_view(theirs.host) != own.host) {
+      throw Error(Code::kBackend, fmt::format("rank {} is on another host", world_rank),
+                  "ipc is for ranks of one host: use --backend nccl with a GPU for each rank");
+    }
+    if (std::string_view(theirs.bus_id) == own.bus_id) continue;
+    one_gpu_ = false;
+    int other = 0;
+    if (cudaDeviceGetByPCIBusId(&other, theirs.bus_id) != cudaSuccess) {
+      (void)cudaGetLastError();  // hidden from this process: whether it is reached shows later
+      continue;
+    }
+    int reached = 0;
+    check_cuda(cudaDeviceCanAccessPeer(&reached, gpu_, other), "cudaDeviceCanAccessPeer");
+    if (reached == 0) {
+      throw Error(Code::kBackend,
+                  fmt::format("GPU {} cannot reach the memory of GPU {} of rank {}", own.bus_id,
+                              theirs.bus_id, world_rank),
+                  "use --backend nccl, or one GPU for all ranks");
+    }
+    const cudaError_t status = cudaDeviceEnablePeerAccess(other, 0);
+    if (status == cudaErrorPeerAccessAlreadyEnabled) {
+      (void)cudaGetLastError();
+    } else {
+      check_cuda(status, "cudaDeviceEnablePeerAccess");
+    }
+  }
+}
+
+}  // namespace lockstep

@@ -1,0 +1,170 @@
+#include "comm/gpu/nccl_backend.hpp"
+
+#include "comm/backends.hpp"
+#include "lockstep/error.hpp"
+
+#if LOCKSTEP_NCCL
+#include "comm/check_call.hpp"
+#include "comm/gpu/nccl_core.hpp"
+
+namespace lockstep {
+namespace {
+
+class NcclPending final : public Pending {
+ public:
+  NcclPending(std::shared_ptr<NcclCore> core, std::shared_ptr<NcclCore::Task> task)
+      : core_(std::move(core)), task_(std::move(task)) {}
+  ~NcclPending() override {
+    if (!done_) core_->abort("it dropped an all_reduce that was not done");
+  }
+  NcclPending(const NcclPending&) = delete;
+  NcclPending& operator=(const NcclPending&) = delete;
+
+  bool advance() override {
+    if (!done_ && core_->advance(*task_)) wait();
+    return done_;
+  }
+  void wait() override {
+    if (done_) return;
+    core_->finish(*task_);
+    done_ = true;
+  }
+
+ private:
+  std::shared_ptr<NcclCore> core_;
+  std::shared_ptr<NcclCore::Task> task_;
+  bool done_ = false;
+};
+
+class NcclMemory final : public ReachableMemory {
+ public:
+  explicit NcclMemory(int64_t bytes) : memory_(bytes) {}
+
+  void* data() const override { return memory_.data(); }
+  int64_t bytes() const override { return memory_.bytes(); }
+
+ private:
+  GpuMemory memory_;
+};
+
+class NcclBackend final : public Backend {
+ public:
+  explicit NcclBackend(std::shared_ptr<NcclCore> core) : core_(std::move(core)) {}
+
+  std::string_view name() const override { return "nccl"; }
+  bool on_gpu() const override { return true; }
+  const Group& group() const override { return core_->group(); }
+
+  std::unique_ptr<Pending> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
+                                      const CallContext& context) override {
+    check_reduce(buffer, op, weight);
+    Call what = call_of(Operation::kAllReduce, buffer.count, buffer.dtype);
+    what.reduce = op;
+    what.weight = weight;
+    auto task = core_->begin(what, context, [buffer, op](const NcclTransfer& to, auto calls) {
+      to.all_reduce(buffer, op, mean_factors(calls));
+    });
+    return std::make_unique<NcclPending>(core_, std::move(task));
+  }
+
+  void broadcast(const Buffer& buffer, int root, const CallContext& context) override {
+    check_broadcast(group(), buffer, root);
+    Call what = call_of(Operation::kBroadcast, buffer.count, buffer.dtype);
+    what.root = root;
+    core_->call(what, context, [&](const NcclTransfer& to, auto) { to.broadcast(buffer, root); });
+  }
+
+  void reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op, double weight,
+                      const CallContext& context) override {
+    check_reduce_scatter(group(), input, output, op, weight);
+    Call what = call_of(Operation::kReduceScatter, output.count, output.dtype);
+    what.reduce = op;
+    what.weight = weight;
+    core_->call(what, context, [&](const NcclTransfer& to, auto calls) {
+      to.reduce_scatter(input, output, op, mean_factors(calls));
+    });
+  }
+
+  void all_gather(const ConstBuffer& input, const Buffer& output,
+                  const CallContext& context) override {
+    check_all_gather(group(), input, output);
+    core_->call(call_of(Operation::kAllGather, input.count, input.dtype), context,
+                [&](const NcclTransfer& to, auto) { to.all_gather(input, output); });
+  }
+
+  void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) override {
+    check_message(group(), buffer.count, to);
+    core_->send(buffer, to, tag, context);
+  }
+
+  void recv(const Buffer& buffer, int from, int tag, const CallContext& context) override {
+    check_message(group(), buffer.count, from);
+    core_->recv(buffer, from, tag, context);
+  }
+
+  // That all ranks have told their calls is all there is to it.
+  void barrier(const CallContext& context) override {
+    core_->call(call_of(Operation::kBarrier, 0, Dtype::kU8), context, nullptr);
+  }
+
+  std::unique_ptr<Backend> split(int colour, int key, std::string_view group_name,
+                                 const CallContext& context) override {
+    auto control = core_->split(colour, key, group_name, context);
+    const GpuGuard on_gpu(core_->gpu());
+    return std::make_unique<NcclBackend>(
+        std::make_shared<NcclCore>(std::move(control), core_->gpu(), context.deadline_ns));
+  }
+
+  std::shared_ptr<ReachableMemory> allocate(int64_t bytes, const CallContext& context) override {
+    check_allocate(bytes);
+    core_->call(call_of(Operation::kAllocate, bytes, Dtype::kU8), context, nullptr);
+    const GpuGuard on_gpu(core_->gpu());
+    return std::make_shared<NcclMemory>(bytes);
+  }
+
+  void abort(std::string_view reason) noexcept override { core_->abort(reason); }
+
+ private:
+  static Call call_of(Operation operation, int64_t count, Dtype dtype) {
+    Call call;
+    call.operation = operation;
+    call.count = count;
+    call.dtype = dtype;
+    return call;
+  }
+
+  std::shared_ptr<NcclCore> core_;
+};
+
+}  // namespace
+
+bool nccl_is_built() {
+  return true;
+}
+
+std::unique_ptr<Backend> make_nccl_backend(const GpuBackendOptions& options) {
+  auto control =
+      std::make_unique<GpuControl>(*options.host, NcclCore::kChannels, options.deadline_ns);
+  const GpuGuard on_gpu(options.gpu);
+  return std::make_unique<NcclBackend>(
+      std::make_shared<NcclCore>(std::move(control), options.gpu, options.deadline_ns));
+}
+
+}  // namespace lockstep
+
+#else
+
+namespace lockstep {
+
+bool nccl_is_built() {
+  return false;
+}
+
+std::unique_ptr<Backend> make_nccl_backend(const GpuBackendOptions&) {
+  throw Error(Code::kBackend, "this build of lockstep has no NCCL",
+              "configure it with a libtorch that nccl.h and libnccl.so lie beside, or use auto");
+}
+
+}  // namespace lockstep
+
+#endif

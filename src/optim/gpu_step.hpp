@@ -1,0 +1,26 @@
+#pragma once
+
+#include <span>
+
+#include "lockstep/fused_step.hpp"
+#include "optim/captured_rates.hpp"
+#include "optim/gpu_slots.hpp"
+#include "optim/step_items.hpp"
+
+namespace lockstep {
+
+/// The state of one item.
+struct GpuItemState {
+  torch::Tensor momentum;  ///< undefined: none
+  torch::Tensor variance;
+  UpdateSlot* slot = nullptr;
+  int64_t start = -1;  ///< as GpuPrepareItem has it
+};
+
+/// Updates the items, each on its GPU, in the order of that GPU's current stream. Of builds with
+/// CUDA only.
+void step_on_gpus(GpuOptimizer optimizer, const StepItems& items,
+                  std::span<const GpuItemState> states, const RatesSource& rates,
+                  const ScaledGradients& gradients, const StepExtras& extras);
+
+}  // namespace lockstep

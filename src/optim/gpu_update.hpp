@@ -1,0 +1,80 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "base/cuda_stream.hpp"
+#include "lockstep/dtype.hpp"
+
+// Updates on a GPU: gpu_prepare, then gpu_update_sgd or gpu_update_adamw on the same stream. The
+// host waits for nothing and nothing is read by it, so all of it can be captured. Of builds with
+// CUDA only.
+namespace lockstep {
+
+/// A group's numbers as the host has them; those of the other optimizer stay 0.
+struct GroupRates {
+  double lr = 0;
+  double weight_decay = 0;
+  double momentum = 0;   // SGD
+  double dampening = 0;  // SGD
+  double nesterov = 0;   // SGD: 1 or 0
+  double beta1 = 0;      // AdamW
+  double beta2 = 0;      // AdamW
+  double eps = 0;        // AdamW
+
+  bool operator==(const GroupRates&) const = default;
+};
+
+/// What the GPU knows of one parameter. Its memory outlives the steps.
+struct UpdateSlot {
+  int64_t steps;  ///< updates that were made; skipped ones do not count
+  int32_t skip;   // of this step: nothing changes
+  int32_t unused;
+  double numbers[9];  // of this step: SgdNumbers or AdamWNumbers
+};
+
+/// Where the numbers of one step come from. Pointers are of the GPU and may be null.
+struct GpuStepNumbers {
+  double inverse_scale = 1;                ///< holds where there is no scale
+  const float* scale = nullptr;            ///< gradients are divided by it
+  const float* found_inf = nullptr;        ///< not 0: skip
+  const double* sum_of_squares = nullptr;  ///< of gradients as they are; null: no clipping
+  double max_norm = 0;
+};
+
+struct GpuPrepareItem {
+  UpdateSlot* slot = nullptr;
+  int64_t start = -1;  ///< updates so far, where the slot does not know; -1: it does
+  int32_t group = 0;   ///< ascending from item to item
+  bool is_double = false;
+};
+
+/// One tensor's memory, all in the same order.
+struct GpuUpdateItem {
+  void* weight = nullptr;
+  void* gradient = nullptr;
+  void* momentum = nullptr;  ///< SGD's buffer, AdamW's first moment; SGD may have none
+  void* variance = nullptr;  ///< AdamW's second moment
+  void* low = nullptr;  ///< of the gradient's dtype: written too, where that is not the weight's
+  const UpdateSlot* slot = nullptr;
+  int64_t count = 0;          ///< 1 at least
+  Dtype dtype = Dtype::kF32;  ///< of weight and state
+  Dtype gradient_dtype = Dtype::kF32;
+};
+
+enum class GpuOptimizer { kSgd, kAdamW };
+
+/// Counts the step in every slot and works out its numbers. `on_gpu`: rates of all groups there,
+/// which then hold instead of `groups`.
+void gpu_prepare(GpuOptimizer optimizer, std::span<const GpuPrepareItem> items,
+                 std::span<const GroupRates> groups, const GroupRates* on_gpu,
+                 const GpuStepNumbers& numbers, CudaStream stream);
+
+/// The formulas of update_kernels.hpp, in float (double for F64), unless the slot says skip.
+/// Weights may be F32, F64, F16 or BF16 with gradients of the same dtype, or F32 with F16 or BF16
+/// ones. `store_gradients`: what they were multiplied by is written to them too.
+void gpu_update_sgd(std::span<const GpuUpdateItem> items, bool store_gradients, CudaStream stream);
+void gpu_update_adamw(std::span<const GpuUpdateItem> items, bool store_gradients,
+                      CudaStream stream);
+
+}  // namespace lockstep

@@ -1,0 +1,139 @@
+#include "lockstep/master_weights.hpp"
+
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <unordered_map>
+#include <utility>
+
+#include "device/capture.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/tensor_text.hpp"
+
+namespace lockstep {
+namespace {
+
+bool owns_a_matrix(const torch::nn::Module& module) {
+  const auto own = module.parameters(/*recurse=*/false);
+  return std::any_of(own.begin(), own.end(), [](const auto& each) { return each.dim() >= 2; });
+}
+
+// Every parameter with its owner, as named_parameters() names it; a shared one at each owner.
+template <class Visit>
+void for_each_parameter(const torch::nn::Module& module, const std::string& prefix,
+                        const Visit& visit) {
+  for (const auto& item : module.named_parameters(/*recurse=*/false)) {
+    visit(module, prefix + item.key(), item.value());
+  }
+  for (const auto& child : module.named_children()) {
+    for_each_parameter(*child.value(), prefix + child.key() + ".", visit);
+  }
+}
+
+void check_choice(const std::string& name, const torch::Tensor& parameter) {
+  if (parameter.scalar_type() != torch::kFloat32) {
+    throw Error(Code::kTensorMismatch,
+                fmt::format("MasterWeights: {} is {}, and only float32 weights can become low "
+                            "precision",
+                            name, dtype_text(parameter.scalar_type())),
+                "make MasterWeights once, from a float32 model, or leave this parameter out with "
+                "MasterWeightsOptions::which");
+  }
+  if (parameter.layout() != torch::kStrided || !parameter.is_non_overlapping_and_dense()) {
+    throw Error(Code::kTensorMismatch, fmt::format("MasterWeights: {} is not dense", name),
+                "make the parameter from a contiguous() copy");
+  }
+}
+
+// The parameter's memory is exchanged; a gradient of the other dtype would fit no more.
+void put(torch::Tensor parameter, const torch::Tensor& data) {
+  parameter.mutable_grad().reset();
+  parameter.set_data(data);
+}
+
+}  // namespace
+
+struct MasterWeights::State {
+  struct Held {
+    torch::Tensor parameter;
+    torch::Tensor master;
+  };
+
+  const Held* find(const torch::Tensor& parameter) const {
+    const auto found = held.find(parameter.unsafeGetTensorImpl());
+    return found == held.end() ? nullptr : &found->second;
+  }
+
+  void hold(const torch::Tensor& parameter, torch::ScalarType dtype) {
+    const torch::Tensor master = parameter.data();  // the memory that was the parameter's
+    put(parameter, master.to(dtype));
+    held.emplace(parameter.unsafeGetTensorImpl(), Held{parameter, master});
+  }
+
+  std::unordered_map<const c10::TensorImpl*, Held> held;  // [parameter]
+};
+
+MasterWeights::MasterWeights(torch::nn::Module& module, const MasterWeightsOptions& options)
+    : state_(std::make_shared<State>()) {
+  if (options.dtype != torch::kHalf && options.dtype != torch::kBFloat16) {
+    throw Error(Code::kUsage,
+                fmt::format("MasterWeights rounds to {}, which is not a lower precision",
+                            dtype_text(options.dtype)),
+                "use torch::kBFloat16 or torch::kHalf");
+  }
+  const torch::NoGradGuard no_grad;
+  std::vector<torch::Tensor> chosen;  // all are checked before any is changed
+  for_each_parameter(
+      module, "", [&](const auto& owner, const std::string& name, const torch::Tensor& parameter) {
+        const bool low = options.which
+                             ? options.which(name, parameter)
+                             : parameter.scalar_type() == torch::kFloat32 && owns_a_matrix(owner);
+        if (!low) return;
+        check_choice(name, parameter);
+        chosen.push_back(parameter);
+      });
+  for (const torch::Tensor& parameter : chosen) {
+    if (!holds(parameter)) state_->hold(parameter, options.dtype);  // a shared one comes twice
+  }
+}
+
+torch::Tensor MasterWeights::of(const torch::Tensor& parameter) const {
+  const auto found = state_->held.find(parameter.unsafeGetTensorImpl());
+  if (found == state_->held.end()) return parameter;
+  torch::Tensor& master = found->second.master;
+  if (master.device() != parameter.device()) {  // the module has moved
+    require_not_capturing("moving master weights", "let a step run before it is captured");
+    master = master.to(parameter.device());
+  }
+  return master;
+}
+
+bool MasterWeights::holds(const torch::Tensor& parameter) const {
+  return state_->find(parameter) != nullptr;
+}
+
+int64_t MasterWeights::bytes() const {
+  int64_t bytes = 0;
+  for (const auto& [key, held] : state_->held) {
+    bytes += held.master.numel() * static_cast<int64_t>(sizeof(float));
+  }
+  return bytes;
+}
+
+void MasterWeights::restore(torch::nn::Module& module) const {
+  require_not_capturing("MasterWeights::restore()", "restore after the step");
+  const torch::NoGradGuard no_grad;
+  for (const torch::Tensor& parameter : module.parameters()) {
+    if (!holds(parameter)) continue;
+    put(parameter, of(parameter));
+    state_->held.erase(parameter.unsafeGetTensorImpl());
+  }
+}
+
+void MasterWeights::take_from_parameters() {
+  const torch::NoGradGuard no_grad;
+  for (const auto& [key, held] : state_->held) of(held.parameter).copy_(held.parameter);
+}
+
+}  // namespace lockstep

@@ -1,0 +1,78 @@
+#include "train/cuda_step_graph.hpp"
+
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
+#include <cuda_runtime_api.h>
+
+#include "lockstep/error.hpp"
+
+namespace lockstep::cuda {
+namespace {
+
+// Each part of the way out is tried, whatever became of the others.
+template <class Part>
+void try_to(Part part) noexcept {
+  try {
+    part();
+  } catch (const std::exception&) {  // was not begun, or has ended already
+  }
+}
+
+}  // namespace
+
+StepGraph::~StepGraph() {
+  if (phase_ == Phase::kRecording) drop();
+}
+
+void StepGraph::begin(at::cuda::MempoolId_t pool) {
+  phase_ = Phase::kRecording;
+  capture_begin(pool, cudaStreamCaptureModeRelaxed);
+}
+
+bool StepGraph::is_empty() const {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  cudaGraph_t graph = nullptr;
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(capture_stream_.stream(), &status, &id, &graph));
+  if (status != cudaStreamCaptureStatusActive) return false;
+  size_t nodes = 0;
+  C10_CUDA_CHECK(cudaGraphGetNodes(graph, nullptr, &nodes));
+  return nodes == 0;
+}
+
+bool StepGraph::is_spoilt() const {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const auto error = cudaStreamIsCapturing(capture_stream_.stream(), &status);
+  (void)cudaGetLastError();
+  return error != cudaSuccess || status != cudaStreamCaptureStatusActive;
+}
+
+void StepGraph::end() {
+  if (is_spoilt()) {
+    throw Error(Code::kCapture, "an operation of the step has spoilt its capture",
+                "leave out of the step what waits for the GPU, or run it without capture");
+  }
+  capture_end();
+  phase_ = Phase::kRecorded;
+}
+
+void StepGraph::drop() noexcept {
+  if (phase_ != Phase::kRecording) return;
+  phase_ = Phase::kDropped;
+  cudaGraph_t half = nullptr;
+  if (cudaStreamEndCapture(capture_stream_.stream(), &half) == cudaSuccess && half != nullptr) {
+    (void)cudaGraphDestroy(half);
+  }
+  (void)cudaGetLastError();  // a spoilt recording says so once more
+  for (auto& [generator, increment] : captured_generator_states_) generator->capturing_ = false;
+  if (capture_dev_ == UNDEFINED_DEVICE) return;  // it failed before memory was asked for
+  auto* host_memory = at::getHostAllocator(at::kCUDA);
+  try_to([&] { c10::cuda::CUDACachingAllocator::endAllocateToPool(capture_dev_, mempool_id_); });
+  try_to([&] { c10::cuda::CUDACachingAllocator::releasePool(capture_dev_, mempool_id_); });
+  try_to([&] { host_memory->end_allocate_to_pool(mempool_id_); });
+  try_to([&] { host_memory->release_pool(mempool_id_); });
+}
+
+}  // namespace lockstep::cuda

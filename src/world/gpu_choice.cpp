@@ -1,0 +1,73 @@
+#include "world/gpu_choice.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <iterator>
+#include <vector>
+
+#include "lockstep/error.hpp"
+
+namespace lockstep {
+namespace {
+
+bool same_gpu(const GpuCard& a, const GpuCard& b) {
+  return a.on_gpu != 0 && b.on_gpu != 0 &&
+         std::equal(std::begin(a.uuid), std::end(a.uuid), std::begin(b.uuid));
+}
+
+// The first ranks found to share a GPU; none where each has its own.
+std::vector<size_t> sharing_ranks(std::span<const GpuCard> cards) {
+  for (const GpuCard& card : cards) {
+    std::vector<size_t> ranks;
+    for (size_t rank = 0; rank < cards.size(); ++rank) {
+      if (same_gpu(card, cards[rank])) ranks.push_back(rank);
+    }
+    if (ranks.size() > 1) return ranks;
+  }
+  return {};
+}
+
+// The first rank that computes on the CPU; cards.size() where none does.
+size_t rank_on_cpu(std::span<const GpuCard> cards) {
+  const auto found = std::find_if(cards.begin(), cards.end(),
+                                  [](const GpuCard& card) { return card.on_gpu == 0; });
+  return static_cast<size_t>(found - cards.begin());
+}
+
+std::string choose_automatically(std::span<const GpuCard> cards, bool one_host, bool has_nccl) {
+  if (cards.size() == 1 || rank_on_cpu(cards) < cards.size()) return "";
+  if (sharing_ranks(cards).empty()) return has_nccl ? "nccl" : "";
+  return one_host ? "ipc" : "";
+}
+
+}  // namespace
+
+std::string choose_gpu_backend(const std::string& asked, std::span<const GpuCard> cards,
+                               bool one_host, bool has_nccl) {
+  if (asked == "auto") return choose_automatically(cards, one_host, has_nccl);
+  const size_t on_cpu = rank_on_cpu(cards);
+  if (on_cpu < cards.size()) {
+    throw Error(Code::kBackend,
+                fmt::format("backend {} moves the memory of GPUs, but rank {} computes on the CPU",
+                            asked, on_cpu),
+                "give every rank a GPU with --devices, such as cuda:0*2, or use auto");
+  }
+  if (asked == "ipc" && !one_host) {
+    throw Error(Code::kBackend,
+                "backend ipc serves the ranks of one host, but these are on several",
+                "use auto, or nccl with a GPU for each rank");
+  }
+  const std::vector<size_t> sharing = sharing_ranks(cards);
+  if (asked == "nccl" && !sharing.empty()) {
+    throw Error(Code::kBackend,
+                fmt::format("backend nccl needs a GPU for each rank, but ranks {} share the GPU {}",
+                            fmt::join(sharing, ", "), cards[sharing[0]].bus_id),
+                one_host ? "use auto or ipc, or give each rank a GPU of its own with --devices"
+                         : "use auto or gloo, or give each rank a GPU of its own with --devices");
+  }
+  return asked;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+namespace lockstep {
+
+/// A stream of a communicator's own, in whose order calls happen that were begun and not yet waited
+/// for: what the backend queues there holds nobody back, so that a backward computes on while its
+/// buckets travel.
+class SideStream {
+ public:
+  explicit SideStream(int gpu)
+      : stream_(cuda().getStreamFromGlobalPool(
+            c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(gpu)))) {}
+
+  c10::Stream stream() const { return stream_; }
+
+  /// What is queued here from now on starts after what the thread's current stream holds.
+  void follow_current() const { order(current(), stream_); }
+
+  /// What the thread's current stream is given from now on starts after what is queued here.
+  void hold_back_current() const { order(stream_, current()); }
+
+ private:
+  static c10::impl::VirtualGuardImpl cuda() {
+    return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA);
+  }
+  c10::Stream current() const { return cuda().getStream(stream_.device()); }
+
+  static void order(c10::Stream first, c10::Stream then) {
+    if (first == then) return;
+    c10::Event event(c10::DeviceType::CUDA);
+    event.record(first);
+    event.block(then);
+  }
+
+  c10::Stream stream_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,283 @@
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <thread>
+
+#include "backend_gpu_view.hpp"
+#include "ranks/backend_elements.hpp"
+#include "ranks/backend_world.hpp"
+
+// What only GPU backends have: memory that is not the host's, streams, and work that is queued.
+
+namespace lockstep::test {
+namespace {
+
+GpuView& view_of(const Rank& rank) {
+  return dynamic_cast<GpuView&>(*rank.comm);
+}
+
+CallContext on_stream(const Rank& rank, std::string_view label = "") {
+  CallContext context = rank.in_time(label);
+  context.stream = view_of(rank).stream();
+  return context;
+}
+
+void finish(const Rank& rank) {
+  check_cuda(cudaStreamSynchronize(view_of(rank).stream()), "cudaStreamSynchronize");
+}
+
+void to_gpu(const Rank& rank, void* gpu, const Elements& host) {
+  gpu_copy(gpu, host.buffer().data, host.buffer().bytes(), view_of(rank).stream());
+}
+
+void to_host(const Rank& rank, const Elements& host, const void* gpu) {
+  gpu_copy(host.buffer().data, gpu, host.buffer().bytes(), view_of(rank).stream());
+  finish(rank);
+}
+
+double coloured(int rank, int64_t i) {
+  return static_cast<double>(i % 7 + 10 * rank);
+}
+
+double sum_of_colours(int size, int64_t i) {
+  return static_cast<double>(size * (i % 7)) + 10 * size * (size - 1) / 2.0;
+}
+
+std::vector<WorldCase> ipc_cases(const std::vector<int>& sizes) {
+  std::vector<WorldCase> cases = world_cases(sizes);
+  std::erase_if(cases, [](const WorldCase& world) { return world.backend != "ipc"; });
+  return cases;
+}
+
+using GpuBackends = BackendTest;
+
+// Inside reachable memory, at places that are aligned, aligned alike on all ranks, and not alike;
+// what lies around stays as it was.
+TEST_P(GpuBackends, AllReduceWritesExactlyItsPartOfReachableMemory) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    constexpr int64_t kCount = 100'003;
+    constexpr int64_t kRoom = 64;
+    const auto memory = view_of(rank).gpu().allocate((kCount + 2 * kRoom) * 4, on_stream(rank));
+    const OwnElements all(kCount + 2 * kRoom, Dtype::kF32);
+    for (const int64_t offset : {kRoom, kRoom + 1, kRoom + 1 + rank.rank % 3}) {
+      const auto inside = [&](int64_t i) { return i >= offset && i < offset + kCount; };
+      all->fill([&](int64_t i) { return inside(i) ? coloured(rank.rank, i - offset) : -5; });
+      to_gpu(rank, memory->data(), *all);
+      const Buffer part{static_cast<float*>(memory->data()) + offset, kCount, Dtype::kF32};
+      view_of(rank).gpu().all_reduce(part, ReduceOp::kSum, 1, on_stream(rank))->wait();
+      to_host(rank, *all, memory->data());
+      const auto expected = [&](int64_t i) {
+        return inside(i) ? sum_of_colours(rank.size, i - offset) : -5;
+      };
+      EXPECT_EQ(all->first_wrong(expected), -1) << "rank " << rank.rank << ", offset " << offset;
+      rank.comm->barrier(rank.in_time());
+    }
+  });
+}
+
+// More than the staging areas hold: pieces follow each other through two slots.
+TEST_P(GpuBackends, PrivateMemoryOfAnySizeGoesThroughStaging) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    constexpr int64_t kCount = (3 * (16 << 20) + (5 << 20)) / 4 + 3;  // four pieces, the last short
+    const OwnElements elements(kCount, Dtype::kF32);
+    elements->fill([&](int64_t i) { return coloured(rank.rank, i); });
+    rank.comm->all_reduce(elements->buffer(), ReduceOp::kSum, 1, rank.in_time())->wait();
+    const auto sum = [&](int64_t i) { return sum_of_colours(rank.size, i); };
+    EXPECT_EQ(elements->first_wrong(sum), -1);
+    elements->fill([&](int64_t i) { return coloured(rank.rank, i); });
+    rank.comm->broadcast(elements->buffer(), rank.size - 1, rank.in_time());
+    EXPECT_EQ(elements->first_wrong([&](int64_t i) { return coloured(rank.size - 1, i); }), -1);
+    const int64_t block = kCount / rank.size;
+    const OwnElements part(block, Dtype::kF32);
+    rank.comm->reduce_scatter({elements->buffer().data, block * rank.size, Dtype::kF32},
+                              part->buffer(), ReduceOp::kMax, 1, rank.in_time());
+    const auto own_block = [&](int64_t i) { return elements->get(rank.rank * block + i); };
+    EXPECT_EQ(part->first_wrong(own_block), -1);
+    const OwnElements whole(block * rank.size, Dtype::kF32);
+    rank.comm->all_gather(part->const_buffer(), whole->buffer(), rank.in_time());
+    EXPECT_EQ(whole->first_wrong([&](int64_t i) { return elements->get(i); }), -1);
+    if (rank.size == 1) return;
+    if (rank.rank == 0) rank.comm->send(elements->const_buffer(), 1, 3, rank.in_time());
+    if (rank.rank == 1) {
+      elements->fill([](int64_t) { return 0; });
+      rank.comm->recv(elements->buffer(), 0, 3, rank.in_time());
+      EXPECT_EQ(elements->first_wrong([&](int64_t i) { return coloured(rank.size - 1, i); }), -1);
+    }
+  });
+}
+
+// More in flight than the ring of events has places, waited for from the end, twice with the same
+// bits: values whose sum depends on its order.
+TEST_P(GpuBackends, ManyInFlightGiveTheSameBitsInEveryRun) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    constexpr int kBuckets = 40;
+    constexpr int64_t kCount = 20'011;
+    constexpr int64_t kStride = kCount + 5;
+    const auto memory = view_of(rank).gpu().allocate(kBuckets * kStride * 4, on_stream(rank));
+    const OwnElements values(kBuckets * kStride, Dtype::kF32);
+    const auto run = [&] {
+      values->fill([&](int64_t i) { return std::sin(static_cast<double>(i * 3 + rank.rank)); });
+      to_gpu(rank, memory->data(), *values);
+      std::vector<std::unique_ptr<Pending>> pending;
+      for (int bucket = 0; bucket < kBuckets; ++bucket) {
+        const Buffer part{static_cast<float*>(memory->data()) + bucket * kStride, kCount,
+                          Dtype::kF32};
+        pending.push_back(view_of(rank).gpu().all_reduce(part, ReduceOp::kMean, rank.rank + 1,
+                                                         on_stream(rank, "bucket")));
+        if (bucket % 3 == 0) pending.front()->advance();
+      }
+      for (size_t i = pending.size(); i > 0; --i) pending[i - 1]->wait();
+      to_host(rank, *values, memory->data());
+      return values.bytes();
+    };
+    const auto first = run();
+    rank.comm->barrier(rank.in_time());
+    EXPECT_TRUE(run() == first) << "rank " << rank.rank;
+  });
+}
+
+// What a stream waits for until the test lets it go on, but not for ever.
+struct Gate {
+  std::atomic<bool> open = false;
+  std::atomic<bool> gave_up = false;
+
+  static void wait(void* self) {
+    auto* gate = static_cast<Gate*>(self);
+    for (int ms = 0; ms < 20'000 && !gate->open; ++ms) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    if (!gate->open) gate->gave_up = true;
+  }
+};
+
+// Rank 0's stream is busy before it writes the buffer. No host may wait for it in the call, and
+// every GPU must.
+TEST_P(GpuBackends, CallsWaitForTheStreamAndNotForTheHost) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    constexpr int64_t kCount = 300'007;
+    const auto memory = view_of(rank).gpu().allocate(kCount * 4, on_stream(rank));
+    const Buffer buffer{memory->data(), kCount, Dtype::kF32};
+    const OwnElements values(kCount, Dtype::kF32);
+    values->fill([&](int64_t i) { return coloured(rank.rank, i); });
+    const auto all_reduce = [&] {
+      view_of(rank).gpu().all_reduce(buffer, ReduceOp::kSum, 1, on_stream(rank))->wait();
+    };
+    // What the timed part needs lies ready: kernels are loaded, and the values are on the GPU.
+    const GpuMemory ready(kCount * 4);
+    to_gpu(rank, ready.data(), *values);
+    for (int i = 0; i < rank.size; ++i) all_reduce();  // each time another rank's kernel
+    finish(rank);
+    rank.meet();
+    Gate gate;
+    if (rank.rank == 0) {
+      check_cuda(cudaLaunchHostFunc(view_of(rank).stream(), Gate::wait, &gate),
+                 "cudaLaunchHostFunc");
+    }
+    gpu_copy(memory->data(), ready.data(), kCount * 4, view_of(rank).stream());
+    all_reduce();
+    // All ranks' calls are done on the host before rank 0's stream goes on.
+    rank.shared->numbers[0].fetch_add(1);
+    EXPECT_TRUE(wait_until_at_least(rank.shared->numbers[0], rank.size));
+    gate.open = true;
+    to_host(rank, *values, memory->data());
+    EXPECT_FALSE(gate.gave_up) << "a host waited for the GPU";
+    EXPECT_EQ(values->first_wrong([&](int64_t i) { return sum_of_colours(rank.size, i); }), -1);
+  });
+}
+
+// Memory that was dropped is given again, and is zero again.
+TEST_P(GpuBackends, DroppedMemoryComesBackZeroed) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    constexpr int64_t kCount = 3'000'000;
+    for (int round = 0; round < 4; ++round) {
+      const auto memory = view_of(rank).gpu().allocate(kCount, on_stream(rank));
+      const OwnElements bytes(kCount, Dtype::kU8);
+      bytes->fill([](int64_t) { return 9; });
+      to_host(rank, *bytes, memory->data());
+      EXPECT_EQ(bytes->first_wrong([](int64_t) { return 0; }), -1) << "round " << round;
+      check_cuda(cudaMemsetAsync(memory->data(), 7, kCount, view_of(rank).stream()),
+                 "cudaMemsetAsync");
+      finish(rank);
+    }
+  });
+}
+
+TEST_P(GpuBackends, ACapturedStreamIsRefusedAndNothingIsLost) {
+  if (GetParam().backend != "ipc") GTEST_SKIP() << "nccl can be captured";
+  run_ranks(GetParam(), [](Rank& rank) {
+    const auto memory = view_of(rank).gpu().allocate(4096, on_stream(rank));
+    const CudaStream stream = view_of(rank).stream();
+    check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal),
+               "cudaStreamBeginCapture");
+    const auto caught = catch_error([&] {
+      view_of(rank)
+          .gpu()
+          .all_reduce({memory->data(), 1024, Dtype::kF32}, ReduceOp::kSum, 1, on_stream(rank))
+          ->wait();
+    });
+    cudaGraph_t graph = nullptr;
+    check_cuda(cudaStreamEndCapture(stream, &graph), "cudaStreamEndCapture");
+    check_cuda(cudaGraphDestroy(graph), "cudaGraphDestroy");
+    caught.expect(Code::kCapture, {"all_reduce of ipc"});
+    rank.comm->barrier(rank.in_time());
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(All, GpuBackends, testing::ValuesIn(world_cases({1, 2, 3})), case_name);
+
+using IpcBackends = BackendTest;
+
+// Rank 0 needs the others in the all_reduce before it sends; they wait for the message first.
+TEST_P(IpcBackends, CollectivesGoOnWhileARankWaitsForAMessage) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    const OwnElements sum(5003, Dtype::kF32);
+    const OwnElements note(3, Dtype::kI64);
+    sum->fill([](int64_t) { return 1; });
+    note->fill([&](int64_t i) { return static_cast<double>(rank.rank == 0 ? i + 40 : 0); });
+    const auto pending = rank.comm->all_reduce(sum->buffer(), ReduceOp::kSum, 1, rank.in_time());
+    if (rank.rank == 0) {
+      pending->wait();
+      for (int to = 1; to < rank.size; ++to) {
+        rank.comm->send(note->const_buffer(), to, 0, rank.in_time());
+      }
+    } else {
+      rank.comm->recv(note->buffer(), 0, 0, rank.in_time());
+      pending->wait();
+    }
+    EXPECT_EQ(note->first_wrong([](int64_t i) { return static_cast<double>(i + 40); }), -1);
+    EXPECT_EQ(sum->first_wrong([&](int64_t) { return static_cast<double>(rank.size); }), -1);
+  });
+}
+
+// Both send more than the slots hold, one after the other, many times: slots are used again only
+// when they were taken.
+TEST_P(IpcBackends, MessagesInBothDirectionsKeepTheirBytes) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    if (rank.rank > 1) return;
+    const int other = 1 - rank.rank;
+    constexpr int64_t kCount = (20 << 20) / 4 + 1;
+    const OwnElements elements(kCount, Dtype::kF32);
+    for (int round = 0; round < 3; ++round) {
+      const auto value = [&](int from) {
+        return [from, round](int64_t i) { return coloured(from, i + round); };
+      };
+      for (const int sender : {0, 1}) {
+        if (rank.rank == sender) {
+          elements->fill(value(sender));
+          rank.comm->send(elements->const_buffer(), other, round, rank.in_time());
+        } else {
+          rank.comm->recv(elements->buffer(), other, round, rank.in_time());
+          EXPECT_EQ(elements->first_wrong(value(sender)), -1) << "round " << round;
+        }
+      }
+    }
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(All, IpcBackends, testing::ValuesIn(ipc_cases({2, 3})), case_name);
+
+}  // namespace
+}  // namespace lockstep::test
