@@ -352,7 +352,8 @@ class OneGraph final : public Capture {
   template <class Step>
   void capture(Step&& step) {
     const c10::cuda::CUDAStreamGuard guard(on_);
-    graph_.capture_begin();
+    // As CapturedStep does: memory that is not the graph's own may be allocated meanwhile.
+    graph_.capture_begin({0, 0}, cudaStreamCaptureModeRelaxed);
     {
       const Current current(*this);
       step();
