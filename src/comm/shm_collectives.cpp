@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "comm/make_call.hpp"
 #include "comm/reduce_kernels.hpp"
 #include "comm/stream_copy.hpp"
 
@@ -13,27 +14,6 @@ namespace {
 // ranks stays in a core's cache, large enough that claiming one costs nothing.
 constexpr int64_t kSmallestChunk = 16 << 10;
 constexpr int64_t kLargestChunk = 128 << 10;
-
-Call make_call(Operation operation, Dtype dtype, int64_t count) {
-  Call call;
-  call.operation = operation;
-  call.dtype = dtype;
-  call.count = count;
-  return call;
-}
-
-Call make_reduce_call(Operation operation, Dtype dtype, int64_t count, ReduceOp op, double weight) {
-  Call call = make_call(operation, dtype, count);
-  call.reduce = op;
-  call.weight = weight;
-  return call;
-}
-
-Call make_broadcast_call(const Buffer& buffer, int root) {
-  Call call = make_call(Operation::kBroadcast, buffer.dtype, buffer.count);
-  call.root = root;
-  return call;
-}
 
 std::byte* bytes_at(void* data, int64_t bytes) {
   return static_cast<std::byte*>(data) + bytes;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "comm/make_call.hpp"
+
 namespace lockstep {
 namespace {
 
@@ -50,16 +52,6 @@ class PipeEnd {
   std::byte* data_;
   int64_t capacity_;
 };
-
-Call make_call(Operation operation, int64_t sequence, int64_t count, Dtype dtype, int tag) {
-  Call call;
-  call.operation = operation;
-  call.sequence = sequence;
-  call.count = count;
-  call.dtype = dtype;
-  call.root = tag;
-  return call;
-}
 
 class Send final : public ShmTask {
  public:
@@ -158,7 +150,7 @@ void ShmMessages::send(const ConstBuffer& buffer, int to, int tag, const CallCon
     return engine_.guarded([&] { own_.send(buffer, tag, context); });
   }
   int64_t& sent = sent_[static_cast<size_t>(to)];
-  const Call call = make_call(Operation::kSend, ++sent, buffer.count, buffer.dtype, tag);
+  const Call call = make_message_call(Operation::kSend, ++sent, buffer, tag, context.label);
   Send task(engine_, call, context, buffer.data, to);
   engine_.run_message(task);
 }
@@ -168,7 +160,8 @@ void ShmMessages::recv(const Buffer& buffer, int from, int tag, const CallContex
     return engine_.guarded([&] { own_.recv(buffer, tag, context); });
   }
   int64_t& received = received_[static_cast<size_t>(from)];
-  const Call call = make_call(Operation::kRecv, ++received, buffer.count, buffer.dtype, tag);
+  const Call call = make_message_call(
+      Operation::kRecv, ++received, {buffer.data, buffer.count, buffer.dtype}, tag, context.label);
   Recv task(engine_, call, context, buffer.data, from);
   engine_.run_message(task);
 }

@@ -7,17 +7,11 @@
 #include <algorithm>
 #include <cstring>
 
+#include "comm/make_call.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
 namespace {
-
-Call make_call(Operation operation, int64_t count) {
-  Call call;
-  call.operation = operation;
-  call.count = count;
-  return call;
-}
 
 // This rank's part of a segment. The last handle of the last rank lets all ranks unmap it.
 class ShmMemory final : public ReachableMemory {
@@ -94,7 +88,8 @@ bool ShmHandout::look_for_message() {
 }
 
 ShmAllocate::ShmAllocate(ShmEngine& engine, int64_t bytes, const CallContext& context)
-    : ShmHandout(engine, make_call(Operation::kAllocate, bytes), context, MessageKind::kSegment),
+    : ShmHandout(engine, make_call(Operation::kAllocate, Dtype::kU8, bytes), context,
+                 MessageKind::kSegment),
       bytes_(bytes),
       part_bytes_(round_up(std::max<int64_t>(bytes, 1), page_bytes())) {}
 
@@ -140,7 +135,7 @@ std::vector<int> ShmAllocate::awaited_to_settle() const {
 
 ShmSplit::ShmSplit(ShmEngine& engine, int colour, int key, std::string_view group_name,
                    const CallContext& context)
-    : ShmHandout(engine, make_call(Operation::kSplit, 0), context, MessageKind::kChild),
+    : ShmHandout(engine, make_call(Operation::kSplit, Dtype::kU8, 0), context, MessageKind::kChild),
       wish_{colour, key},
       group_name_(group_name) {}
 

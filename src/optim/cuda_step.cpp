@@ -4,6 +4,7 @@
 #include <map>
 
 #include "device/dtype_map.hpp"
+#include "lockstep/error.hpp"
 #include "optim/gpu_step.hpp"
 #include "precision/gpu_gradients.hpp"
 
@@ -111,6 +112,20 @@ void step_on_gpus(GpuOptimizer optimizer, const StepItems& items,
     }
   }
   items.finish(changed, extras);
+}
+
+void keep_for_replays(const std::shared_ptr<GpuSlots>& slots,
+                      const std::vector<GpuItemState>& states) {
+  Capture* const capture = Capture::current();
+  if (capture == nullptr) return;
+  capture->keep(slots->memory());
+  capture->keep(std::make_shared<std::vector<GpuItemState>>(states));
+  capture->before_replay([&slots, captured = slots] {
+    if (slots == captured) return;
+    throw Error(Code::kCapture,
+                "the optimizer's state was loaded or moved since its step was captured",
+                "make the CapturedStep anew after load()");
+  });
 }
 
 }  // namespace lockstep

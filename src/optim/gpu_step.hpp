@@ -1,6 +1,8 @@
 #pragma once
 
+#include <memory>
 #include <span>
+#include <vector>
 
 #include "lockstep/fused_step.hpp"
 #include "optim/captured_rates.hpp"
@@ -22,5 +24,10 @@ struct GpuItemState {
 void step_on_gpus(GpuOptimizer optimizer, const StepItems& items,
                   std::span<const GpuItemState> states, const RatesSource& rates,
                   const ScaledGradients& gradients, const StepExtras& extras);
+
+/// In a step that is captured: its graphs keep this memory, and a replay is refused (kCapture) once
+/// the optimizer has other slots. `slots` is the optimizer's own member.
+void keep_for_replays(const std::shared_ptr<GpuSlots>& slots,
+                      const std::vector<GpuItemState>& states);
 
 }  // namespace lockstep

@@ -152,16 +152,7 @@ void Sgd::step_on_cuda([[maybe_unused]] const StepItems& items,
   step_on_gpus(
       GpuOptimizer::kSgd, items, states, [this] { return rates_of(param_groups()); }, gradients,
       extras);
-  if (Capture* capture = Capture::current()) {
-    capture->keep(slots_->memory());
-    capture->keep(std::make_shared<std::vector<GpuItemState>>(states));
-    capture->before_replay([this, captured = slots_] {
-      if (slots_ == captured) return;
-      throw Error(Code::kCapture,
-                  "the optimizer's state was loaded or moved since its step was captured",
-                  "make the CapturedStep anew after load()");
-    });
-  }
+  keep_for_replays(slots_, states);
 #endif
 }
 

@@ -4,25 +4,10 @@
 
 #include <array>
 
+#include "comm/make_call.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
-namespace {
-
-Call call_of(Operation operation, int64_t count, Dtype dtype, int tag, int64_t sequence,
-             const CallContext& context) {
-  Call call;
-  call.operation = operation;
-  call.sequence = sequence;
-  call.count = count;
-  call.dtype = dtype;
-  call.root = tag;
-  call.set_label(context.label);
-  return call;
-}
-
-}  // namespace
-
 GpuSelfMessages::GpuSelfMessages(const Group& group) {
   const int own = group.world_ranks[static_cast<size_t>(group.rank)];
   pair_ = {.rank = 0, .world_ranks = {own, own}, .name = group.name};
@@ -34,7 +19,7 @@ GpuSelfMessages::~GpuSelfMessages() {
 
 void GpuSelfMessages::send(const ConstBuffer& buffer, int tag, const CallContext& context) {
   Message message;
-  message.call = call_of(Operation::kSend, buffer.count, buffer.dtype, tag, ++sent_, context);
+  message.call = make_message_call(Operation::kSend, ++sent_, buffer, tag, context.label);
   if (buffer.count > 0) {
     check_cuda(cudaMallocAsync(&message.bytes, static_cast<size_t>(buffer.bytes()), context.stream),
                "cudaMallocAsync");
@@ -48,7 +33,8 @@ void GpuSelfMessages::send(const ConstBuffer& buffer, int tag, const CallContext
 
 void GpuSelfMessages::recv(const Buffer& buffer, int tag, const CallContext& context) {
   const Call call =
-      call_of(Operation::kRecv, buffer.count, buffer.dtype, tag, received_ + 1, context);
+      make_message_call(Operation::kRecv, received_ + 1, {buffer.data, buffer.count, buffer.dtype},
+                        tag, context.label);
   if (messages_.empty()) {
     throw Error(Code::kUsage, describe(call) + ": this rank waits for a message from itself",
                 "send it first");

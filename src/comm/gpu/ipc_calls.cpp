@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "comm/gpu/ipc_collectives.hpp"
+#include "comm/make_call.hpp"
 
 namespace lockstep {
 namespace {
@@ -22,13 +23,6 @@ class IpcMemory final : public ReachableMemory {
   std::shared_ptr<IpcShare> share_;
   std::shared_ptr<std::atomic<bool>> dropped_;
 };
-
-Call make_call(Operation operation, int64_t count) {
-  Call call;
-  call.operation = operation;
-  call.count = count;
-  return call;
-}
 
 }  // namespace
 
@@ -80,7 +74,7 @@ std::unique_ptr<GpuExchange> IpcBarrier::next() {
 }
 
 IpcAllocate::IpcAllocate(IpcCore& core, int64_t bytes, const CallContext& context)
-    : IpcCollective(core, make_call(Operation::kAllocate, bytes), context) {}
+    : IpcCollective(core, make_call(Operation::kAllocate, Dtype::kU8, bytes), context) {}
 
 std::unique_ptr<GpuExchange> IpcAllocate::next() {
   free_dropped();
@@ -127,7 +121,7 @@ void IpcAllocate::free_dropped() {
 
 IpcSplit::IpcSplit(IpcCore& core, int colour, int key, std::string_view group_name,
                    const CallContext& context)
-    : IpcCollective(core, make_call(Operation::kSplit, 0), context),
+    : IpcCollective(core, make_call(Operation::kSplit, Dtype::kU8, 0), context),
       colour_(colour),
       key_(key),
       group_name_(group_name) {}

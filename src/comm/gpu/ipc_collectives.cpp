@@ -5,33 +5,13 @@
 #include <span>
 
 #include "comm/gpu/gpu_reduce.hpp"
+#include "comm/make_call.hpp"
 
 namespace lockstep {
 namespace {
 
 // Shares of a reduction begin at multiples of this, so that aligned buffers stay so.
 constexpr int64_t kShareBytes = 128;
-
-Call make_call(Operation operation, Dtype dtype, int64_t count) {
-  Call call;
-  call.operation = operation;
-  call.dtype = dtype;
-  call.count = count;
-  return call;
-}
-
-Call make_reduce_call(Operation operation, Dtype dtype, int64_t count, ReduceOp op, double weight) {
-  Call call = make_call(operation, dtype, count);
-  call.reduce = op;
-  call.weight = weight;
-  return call;
-}
-
-Call make_broadcast_call(const Buffer& buffer, int root) {
-  Call call = make_call(Operation::kBroadcast, buffer.dtype, buffer.count);
-  call.root = root;
-  return call;
-}
 
 std::byte* bytes_at(void* data, int64_t bytes) {
   return static_cast<std::byte*>(data) + bytes;

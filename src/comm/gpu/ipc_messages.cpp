@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 
+#include "comm/make_call.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -13,18 +14,6 @@ constexpr int64_t kChunkBytes = 8 << 20;
 constexpr int kSlots = IpcCore::kMessageSlots;  // each with an event that it was filled
 constexpr int kData = 0;
 constexpr int kTaken = 1;
-
-Call make_call(Operation operation, int64_t sequence, int64_t count, Dtype dtype, int tag,
-               const CallContext& context) {
-  Call call;
-  call.operation = operation;
-  call.sequence = sequence;
-  call.count = count;
-  call.dtype = dtype;
-  call.root = tag;
-  call.set_label(context.label);
-  return call;
-}
 
 int slot_of(int64_t chunk) {
   return static_cast<int>(chunk % kSlots);
@@ -67,7 +56,7 @@ void IpcMessages::send(const ConstBuffer& buffer, int to, int tag, const CallCon
     if (to == core_.rank()) return own_.send(buffer, tag, context);
     Outgoing& out = outgoing_[static_cast<size_t>(to)];
     const Call call =
-        make_call(Operation::kSend, ++out.messages, buffer.count, buffer.dtype, tag, context);
+        make_message_call(Operation::kSend, ++out.messages, buffer, tag, context.label);
     out.last = call;
     out.deadline_ns = context.deadline_ns;
     const auto* data = static_cast<const std::byte*>(buffer.data);
@@ -113,7 +102,8 @@ void IpcMessages::recv(const Buffer& buffer, int from, int tag, const CallContex
     if (from == core_.rank()) return own_.recv(buffer, tag, context);
     Incoming& in = incoming_[static_cast<size_t>(from)];
     const Call call =
-        make_call(Operation::kRecv, ++in.messages, buffer.count, buffer.dtype, tag, context);
+        make_message_call(Operation::kRecv, ++in.messages,
+                          {buffer.data, buffer.count, buffer.dtype}, tag, context.label);
     auto* data = static_cast<std::byte*>(buffer.data);
     const int64_t total = buffer.bytes();
     int64_t done = 0;

@@ -1,6 +1,7 @@
 #include "comm/gpu/nccl_backend.hpp"
 
 #include "comm/backends.hpp"
+#include "comm/make_call.hpp"
 #include "lockstep/error.hpp"
 
 #if LOCKSTEP_NCCL
@@ -58,7 +59,7 @@ class NcclBackend final : public Backend {
   std::unique_ptr<Pending> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
                                       const CallContext& context) override {
     check_reduce(buffer, op, weight);
-    Call what = call_of(Operation::kAllReduce, buffer.count, buffer.dtype);
+    Call what = make_call(Operation::kAllReduce, buffer.dtype, buffer.count);
     what.reduce = op;
     what.weight = weight;
     auto task = core_->begin(what, context, [buffer, op](const NcclTransfer& to, auto calls) {
@@ -69,7 +70,7 @@ class NcclBackend final : public Backend {
 
   void broadcast(const Buffer& buffer, int root, const CallContext& context) override {
     check_broadcast(group(), buffer, root);
-    Call what = call_of(Operation::kBroadcast, buffer.count, buffer.dtype);
+    Call what = make_call(Operation::kBroadcast, buffer.dtype, buffer.count);
     what.root = root;
     core_->call(what, context, [&](const NcclTransfer& to, auto) { to.broadcast(buffer, root); });
   }
@@ -77,7 +78,7 @@ class NcclBackend final : public Backend {
   void reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op, double weight,
                       const CallContext& context) override {
     check_reduce_scatter(group(), input, output, op, weight);
-    Call what = call_of(Operation::kReduceScatter, output.count, output.dtype);
+    Call what = make_call(Operation::kReduceScatter, output.dtype, output.count);
     what.reduce = op;
     what.weight = weight;
     core_->call(what, context, [&](const NcclTransfer& to, auto calls) {
@@ -88,7 +89,7 @@ class NcclBackend final : public Backend {
   void all_gather(const ConstBuffer& input, const Buffer& output,
                   const CallContext& context) override {
     check_all_gather(group(), input, output);
-    core_->call(call_of(Operation::kAllGather, input.count, input.dtype), context,
+    core_->call(make_call(Operation::kAllGather, input.dtype, input.count), context,
                 [&](const NcclTransfer& to, auto) { to.all_gather(input, output); });
   }
 
@@ -104,7 +105,7 @@ class NcclBackend final : public Backend {
 
   // That all ranks have told their calls is all there is to it.
   void barrier(const CallContext& context) override {
-    core_->call(call_of(Operation::kBarrier, 0, Dtype::kU8), context, nullptr);
+    core_->call(make_call(Operation::kBarrier, Dtype::kU8, 0), context, nullptr);
   }
 
   std::unique_ptr<Backend> split(int colour, int key, std::string_view group_name,
@@ -117,7 +118,7 @@ class NcclBackend final : public Backend {
 
   std::shared_ptr<ReachableMemory> allocate(int64_t bytes, const CallContext& context) override {
     check_allocate(bytes);
-    core_->call(call_of(Operation::kAllocate, bytes, Dtype::kU8), context, nullptr);
+    core_->call(make_call(Operation::kAllocate, Dtype::kU8, bytes), context, nullptr);
     const GpuGuard on_gpu(core_->gpu());
     return std::make_shared<NcclMemory>(bytes);
   }
@@ -125,14 +126,6 @@ class NcclBackend final : public Backend {
   void abort(std::string_view reason) noexcept override { core_->abort(reason); }
 
  private:
-  static Call call_of(Operation operation, int64_t count, Dtype dtype) {
-    Call call;
-    call.operation = operation;
-    call.count = count;
-    call.dtype = dtype;
-    return call;
-  }
-
   std::shared_ptr<NcclCore> core_;
 };
 

@@ -8,6 +8,7 @@
 #include <exception>
 #include <thread>
 
+#include "comm/make_call.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 
@@ -40,18 +41,6 @@ std::shared_ptr<NcclFlight> make_flight(const Call& call, const CallContext& con
   flight->call = call;
   flight->limit_ns = std::max<int64_t>(0, context.deadline_ns - monotonic_ns());
   return flight;
-}
-
-Call message_call(Operation operation, int64_t sequence, const ConstBuffer& buffer, int tag,
-                  const CallContext& context) {
-  Call call;
-  call.operation = operation;
-  call.sequence = sequence;
-  call.count = buffer.count;
-  call.dtype = buffer.dtype;
-  call.root = tag;
-  call.set_label(context.label);
-  return call;
 }
 
 }  // namespace
@@ -179,7 +168,7 @@ void NcclCore::send(const ConstBuffer& buffer, int to, int tag, const CallContex
   guarded([&] {
     if (to == group().rank) return own_messages_.send(buffer, tag, context);
     const int64_t sequence = ++sent_[static_cast<size_t>(to)];
-    message(message_call(Operation::kSend, sequence, buffer, tag, context), to, context,
+    message(make_message_call(Operation::kSend, sequence, buffer, tag, context.label), to, context,
             [&](const NcclTransfer& transfer) { transfer.send(buffer, to); });
   });
 }
@@ -190,8 +179,8 @@ void NcclCore::recv(const Buffer& buffer, int from, int tag, const CallContext& 
     if (from == group().rank) return own_messages_.recv(buffer, tag, context);
     const int64_t sequence = ++received_[static_cast<size_t>(from)];
     const ConstBuffer expected{buffer.data, buffer.count, buffer.dtype};
-    message(message_call(Operation::kRecv, sequence, expected, tag, context), from, context,
-            [&](const NcclTransfer& transfer) { transfer.recv(buffer, from); });
+    message(make_message_call(Operation::kRecv, sequence, expected, tag, context.label), from,
+            context, [&](const NcclTransfer& transfer) { transfer.recv(buffer, from); });
   });
 }
 
