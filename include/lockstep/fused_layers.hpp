@@ -36,6 +36,10 @@ std::tuple<torch::Tensor, torch::Tensor> add_layer_norm(const torch::Tensor& x,
 /// the result [batch, positions, width].
 torch::Tensor causal_self_attention(const torch::Tensor& qkv, int64_t heads);
 
+/// The mean of the squares of x - target, computed in float32: torch::mse_loss as Autocast computes
+/// it, in one pass forward and one backward. target: of x's dtype or float32; it gets no gradient.
+torch::Tensor mean_squared_error(const torch::Tensor& x, const torch::Tensor& target);
+
 /// mean over rows of cross_entropy(x · weightᵀ, targets), computed and differentiated in pieces so
 /// that all logits never exist at once. x: [rows, width], weight: [classes, width], targets: int64
 /// [rows]; classes from `valid_classes` on are padding that no target names.

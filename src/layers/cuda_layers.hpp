@@ -27,6 +27,11 @@ std::tuple<torch::Tensor, torch::Tensor> cuda_add_layer_norm(const torch::Tensor
 /// cuDNN's attention where it can, else what libtorch chooses. q, k, v are views of qkv.
 torch::Tensor cuda_causal_self_attention(const torch::Tensor& qkv, int64_t heads);
 
+/// Whether the kernels can do this: a number of values that divides by 8, addresses that divide by
+/// 16, a target of x's dtype or float32 that needs no gradient.
+bool cuda_squared_error_fits(const torch::Tensor& x, const torch::Tensor& target);
+torch::Tensor cuda_mean_squared_error(const torch::Tensor& x, const torch::Tensor& target);
+
 /// Whether the kernels can do this: classes that divide by 8.
 bool cuda_cross_entropy_fits(const torch::Tensor& weight);
 torch::Tensor cuda_linear_cross_entropy(const torch::Tensor& x, const torch::Tensor& weight,

@@ -127,8 +127,7 @@ class Problem {
     if (work.bias.defined()) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, work.bias.data_ptr());
     if (work.aux.defined()) {
       set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, work.aux.data_ptr());
-      const bool bits = work.aux.scalar_type() == torch::kByte;
-      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, int64_t{work.aux.size(1) * (bits ? 8 : 1)});
+      set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, int64_t{work.aux.size(1)});
     }
     a_ = layout_of(work.b);
     b_ = layout_of(work.a);
@@ -291,7 +290,7 @@ Plan plan_of(const Problem& problem, const Matmul& work) {
   return plan;
 }
 
-// Gradients of activations and masks want rows of whole 16 bytes; nothing is gained elsewhere.
+// Gradients of activations want rows of whole 16 bytes; nothing is gained elsewhere.
 bool may_be_fused(const Matmul& work) {
   if (work.epilogue == CUBLASLT_EPILOGUE_DEFAULT || work.epilogue == CUBLASLT_EPILOGUE_BIAS) {
     return true;
@@ -303,12 +302,6 @@ bool may_be_fused(const Matmul& work) {
 }
 
 }  // namespace
-
-torch::Tensor relu_mask(const torch::Tensor& output) {
-  constexpr int64_t kBits = 128;  // that cuBLASLt wants a row to be a multiple of
-  const int64_t row_bits = (output.size(1) + kBits - 1) / kBits * kBits;
-  return at::empty({output.size(0), row_bits / 8}, output.options().dtype(at::kByte));
-}
 
 bool try_matmul(const Matmul& work) {
   if (!may_be_fused(work)) return false;

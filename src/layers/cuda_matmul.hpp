@@ -18,17 +18,10 @@ struct Matmul {
   float alpha = 1;
   float beta = 0;
 
-  /// cuBLASLt counts columns first, so that its bias is along N, and BGRADB sums `a` over K.
   cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
-  torch::Tensor bias = {};  ///< read, or written by a bias gradient: [N]; [M] for BGRADB
-
-  /// Read or written by epilogues with _AUX and by gradients of activations: relu_mask() or a
-  /// matrix like out.
-  torch::Tensor aux = {};
+  torch::Tensor bias = {};  ///< of epilogues with _BIAS: [N]
+  torch::Tensor aux = {};   ///< written by epilogues with _AUX: a matrix like out
 };
-
-/// Memory for the bits that say where ReLU let values pass, for an output [rows, columns].
-torch::Tensor relu_mask(const torch::Tensor& output);
 
 /// Queues it. False, and nothing was done: cuBLASLt has no algorithm for this epilogue here.
 bool try_matmul(const Matmul& work);

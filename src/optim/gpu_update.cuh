@@ -106,7 +106,8 @@ struct UpdateBatch {
 
 template <class W, class G, class Update, class Table>
 __global__ void __launch_bounds__(kThreads) update(const __grid_constant__ Table table) {
-  const int block = static_cast<int>(blockIdx.x);
+  // From the end: the gradients that the scan has read last are still in the cache.
+  const int block = static_cast<int>(gridDim.x - 1 - blockIdx.x);
   const UpdateEntry& entry = table.entries[entry_of(table, block)];
   if (entry.slot->skip != 0) return;
   using Numbers = typename Update::template Numbers<Wide<W>>;

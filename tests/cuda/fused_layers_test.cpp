@@ -256,6 +256,47 @@ TEST_P(FusedLayersCuda, CausalSelfAttention) {
   }
 }
 
+TEST_P(FusedLayersCuda, MeanSquaredError) {
+  for (const int64_t rows : {1, 3, 517}) {
+    for (const auto target_dtype : {torch::kFloat32, GetParam()}) {
+      const auto target = torch::randn({rows, 40}, torch::kCUDA).to(target_dtype);
+      const Layer layer = [&](const Tensors& in) -> Tensors {
+        return {mean_squared_error(
+            in[0],
+            target.to(in[0].scalar_type() == torch::kDouble ? torch::kDouble : target_dtype))};
+      };
+      const Tensors inputs = {random({rows, 40}, GetParam())};
+      expect_as_in_double(layer, inputs, GetParam(), std::to_string(rows) + " rows");
+      expect_repeatable(layer, inputs);
+    }
+  }
+}
+
+// 5 and 24 columns: without and with the kernel; more rows than a block takes.
+TEST_P(FusedLayersCuda, ActivationsAreUndoneAndBiasGradientsSummed) {
+  // Whole numbers and halves: no sum before ReLU is near 0, where rounding decides.
+  const auto whole = [&](std::vector<int64_t> sizes, double more = 0) {
+    return (torch::randint(-1, 2, sizes, torch::kCUDA) + more).to(GetParam()).requires_grad_();
+  };
+  for (const int64_t width : {5, 24, 776}) {
+    for (const auto& [rows, activation] :
+         std::vector<std::pair<int64_t, Activation>>{{1, Activation::kRelu},
+                                                     {130, Activation::kRelu},
+                                                     {1000, Activation::kRelu},
+                                                     {1, Activation::kGeluTanh},
+                                                     {1000, Activation::kGeluTanh}}) {
+      const Layer layer = [activation = activation](const Tensors& in) -> Tensors {
+        return {multi_layer(in[0], {in[1], in[3]}, {in[2], in[4]}, activation)};
+      };
+      const Tensors inputs = {whole({rows, 16}), whole({width, 16}), whole({width}, 0.5),
+                              random({8, width}, GetParam(), 0.1), random({8}, GetParam())};
+      expect_as_in_double(layer, inputs, GetParam(),
+                          std::to_string(rows) + " x " + std::to_string(width));
+      expect_repeatable(layer, inputs);
+    }
+  }
+}
+
 TEST_P(FusedLayersCuda, LinearCrossEntropy) {
   for (const auto& [rows, width, classes, valid] :
        std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>{

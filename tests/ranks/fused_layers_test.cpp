@@ -90,6 +90,17 @@ TEST(FusedLayers, AttentionSeesOnlyThePast) {
   }
 }
 
+TEST(FusedLayers, MeanSquaredErrorIsComputedInFloat32) {
+  const auto x = torch::randn({7, 5}).to(torch::kBFloat16).requires_grad_();
+  const auto target = torch::randn({7, 5});
+  const auto loss = mean_squared_error(x, target);
+  EXPECT_EQ(loss.scalar_type(), torch::kFloat32);
+  EXPECT_TRUE(torch::equal(loss, torch::mse_loss(x.to(torch::kFloat32), target)));
+  loss.backward();
+  EXPECT_EQ(x.grad().scalar_type(), torch::kBFloat16);
+  EXPECT_THROW(mean_squared_error(x, target.narrow(0, 0, 3)), Error);
+}
+
 TEST(FusedLayers, CrossEntropyLeavesPaddingOut) {
   torch::manual_seed(5);
   const auto x = random({6, 4});
