@@ -10,6 +10,7 @@
 #include "comm/backends.hpp"
 #include "comm/check_call.hpp"
 #include "comm/gloo_core.hpp"
+#include "comm/make_call.hpp"
 #include "comm/reduce_kernels.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
@@ -146,12 +147,7 @@ class GlooBackend final : public Backend {
 std::unique_ptr<Pending> GlooBackend::all_reduce(const Buffer& buffer, ReduceOp op, double weight,
                                                  const CallContext& context) {
   check_reduce(buffer, op, weight);
-  Call what;
-  what.operation = Operation::kAllReduce;
-  what.count = buffer.count;
-  what.dtype = buffer.dtype;
-  what.reduce = op;
-  what.weight = weight;
+  const Call what = make_reduce_call(Operation::kAllReduce, buffer.dtype, buffer.count, op, weight);
   const auto body = [this, buffer, op](const GlooCore::Task& task, std::span<const Call> calls) {
     const auto factors = factors_of(op, calls);
     if (buffer.count == 0 || size() == 1) return;
@@ -173,18 +169,14 @@ std::unique_ptr<Pending> GlooBackend::all_reduce(const Buffer& buffer, ReduceOp 
 
 void GlooBackend::broadcast(const Buffer& buffer, int root, const CallContext& context) {
   check_broadcast(group(), buffer, root);
-  Call what;
-  what.operation = Operation::kBroadcast;
-  what.count = buffer.count;
-  what.dtype = buffer.dtype;
-  what.root = root;
-  call(what, context, [&](const GlooCore::Task& task, std::span<const Call>) {
-    if (buffer.count == 0) return;
-    core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& gloo_call) {
-      return api.broadcast(gloo, buffer.data, static_cast<size_t>(buffer.bytes()), root,
-                           &gloo_call);
-    });
-  });
+  call(make_broadcast_call(buffer, root), context,
+       [&](const GlooCore::Task& task, std::span<const Call>) {
+         if (buffer.count == 0) return;
+         core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& gloo_call) {
+           return api.broadcast(gloo, buffer.data, static_cast<size_t>(buffer.bytes()), root,
+                                &gloo_call);
+         });
+       });
 }
 
 // Every rank sends each other one its block, and reduces what it got in the order of the ranks:
@@ -192,12 +184,8 @@ void GlooBackend::broadcast(const Buffer& buffer, int root, const CallContext& c
 void GlooBackend::reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op,
                                  double weight, const CallContext& context) {
   check_reduce_scatter(group(), input, output, op, weight);
-  Call what;
-  what.operation = Operation::kReduceScatter;
-  what.count = output.count;
-  what.dtype = output.dtype;
-  what.reduce = op;
-  what.weight = weight;
+  const Call what =
+      make_reduce_call(Operation::kReduceScatter, output.dtype, output.count, op, weight);
   call(what, context, [&](const GlooCore::Task& task, std::span<const Call> calls) {
     const auto factors = factors_of(op, calls);
     if (output.count == 0) return;
@@ -218,10 +206,7 @@ void GlooBackend::reduce_scatter(const ConstBuffer& input, const Buffer& output,
 void GlooBackend::all_gather(const ConstBuffer& input, const Buffer& output,
                              const CallContext& context) {
   check_all_gather(group(), input, output);
-  Call what;
-  what.operation = Operation::kAllGather;
-  what.count = input.count;
-  what.dtype = input.dtype;
+  const Call what = make_call(Operation::kAllGather, input.dtype, input.count);
   call(what, context, [&](const GlooCore::Task& task, std::span<const Call>) {
     if (input.count == 0) return;
     const auto bytes = static_cast<size_t>(input.bytes());

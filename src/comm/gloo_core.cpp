@@ -7,6 +7,7 @@
 
 #include "comm/check_call.hpp"
 #include "comm/gloo_meeting.hpp"
+#include "comm/make_call.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
@@ -31,17 +32,6 @@ std::string as_bytes(const Call& call) {
 Call from_bytes(const std::string& bytes) {
   Call call;
   std::memcpy(&call, bytes.data(), std::min(bytes.size(), sizeof call));
-  return call;
-}
-
-Call message_call(Operation operation, const ConstBuffer& buffer, int tag,
-                  const CallContext& context) {
-  Call call;
-  call.operation = operation;
-  call.count = buffer.count;
-  call.dtype = buffer.dtype;
-  call.root = tag;
-  call.set_label(context.label);
   return call;
 }
 
@@ -171,8 +161,8 @@ void GlooCore::send(const ConstBuffer& buffer, int to, int tag, const CallContex
   message([&] {
     if (to == group_.rank) return own_messages_.send(buffer, tag, context);
     Task task;
-    task.call = message_call(Operation::kSend, buffer, tag, context);
-    task.call.sequence = ++sent_[static_cast<size_t>(to)];
+    task.call = make_message_call(Operation::kSend, ++sent_[static_cast<size_t>(to)], buffer, tag,
+                                  context.label);
     task.begun_ns = monotonic_ns();
     task.deadline_ns = context.deadline_ns;
     link_->send(to, GlooLink::Frame::kMessage, as_bytes(task.call));
@@ -192,8 +182,8 @@ void GlooCore::recv(const Buffer& buffer, int from, int tag, const CallContext& 
   message([&] {
     if (from == group_.rank) return own_messages_.recv(buffer, tag, context);
     Task task;
-    task.call = message_call(Operation::kRecv, {nullptr, buffer.count, buffer.dtype}, tag, context);
-    task.call.sequence = ++received_[static_cast<size_t>(from)];
+    task.call = make_message_call(Operation::kRecv, ++received_[static_cast<size_t>(from)],
+                                  {nullptr, buffer.count, buffer.dtype}, tag, context.label);
     task.begun_ns = monotonic_ns();
     task.deadline_ns = context.deadline_ns;
     const auto gathered =

@@ -46,6 +46,10 @@ double sum_of_colours(int size, int64_t i) {
   return static_cast<double>(size * (i % 7)) + 10 * size * (size - 1) / 2.0;
 }
 
+// Elements of F32: processes that share a GPU move the first through the host's memory.
+constexpr int64_t kCarried = 100'003;
+constexpr int64_t kNotCarried = 1'100'003;
+
 std::vector<WorldCase> ipc_cases(const std::vector<int>& sizes) {
   std::vector<WorldCase> cases = world_cases(sizes);
   std::erase_if(cases, [](const WorldCase& world) { return world.backend != "ipc"; });
@@ -57,16 +61,15 @@ using GpuBackends = BackendTest;
 // Inside reachable memory, at places that are aligned, aligned alike on all ranks, and not alike;
 // what lies around stays as it was.
 TEST_P(GpuBackends, AllReduceWritesExactlyItsPartOfReachableMemory) {
-  run_ranks(GetParam(), [](Rank& rank) {
-    constexpr int64_t kCount = 100'003;
+  const auto check = [](Rank& rank, int64_t count) {
     constexpr int64_t kRoom = 64;
-    const auto memory = view_of(rank).gpu().allocate((kCount + 2 * kRoom) * 4, on_stream(rank));
-    const OwnElements all(kCount + 2 * kRoom, Dtype::kF32);
+    const auto memory = view_of(rank).gpu().allocate((count + 2 * kRoom) * 4, on_stream(rank));
+    const OwnElements all(count + 2 * kRoom, Dtype::kF32);
     for (const int64_t offset : {kRoom, kRoom + 1, kRoom + 1 + rank.rank % 3}) {
-      const auto inside = [&](int64_t i) { return i >= offset && i < offset + kCount; };
+      const auto inside = [&](int64_t i) { return i >= offset && i < offset + count; };
       all->fill([&](int64_t i) { return inside(i) ? coloured(rank.rank, i - offset) : -5; });
       to_gpu(rank, memory->data(), *all);
-      const Buffer part{static_cast<float*>(memory->data()) + offset, kCount, Dtype::kF32};
+      const Buffer part{static_cast<float*>(memory->data()) + offset, count, Dtype::kF32};
       view_of(rank).gpu().all_reduce(part, ReduceOp::kSum, 1, on_stream(rank))->wait();
       to_host(rank, *all, memory->data());
       const auto expected = [&](int64_t i) {
@@ -75,18 +78,28 @@ TEST_P(GpuBackends, AllReduceWritesExactlyItsPartOfReachableMemory) {
       EXPECT_EQ(all->first_wrong(expected), -1) << "rank " << rank.rank << ", offset " << offset;
       rank.comm->barrier(rank.in_time());
     }
+  };
+  run_ranks(GetParam(), [&](Rank& rank) {
+    check(rank, kCarried);
+    check(rank, kNotCarried);
   });
 }
 
-// More than the staging areas hold: pieces follow each other through two slots.
+// More than the staging areas hold: pieces follow each other through two slots. What fits into
+// both together is one piece.
 TEST_P(GpuBackends, PrivateMemoryOfAnySizeGoesThroughStaging) {
   run_ranks(GetParam(), [](Rank& rank) {
-    constexpr int64_t kCount = (3 * (16 << 20) + (5 << 20)) / 4 + 3;  // four pieces, the last short
+    constexpr int64_t kCount =
+        (2 * (32 << 20) + (5 << 20)) / 4 + 3;  // three pieces, the last short
     const OwnElements elements(kCount, Dtype::kF32);
-    elements->fill([&](int64_t i) { return coloured(rank.rank, i); });
-    rank.comm->all_reduce(elements->buffer(), ReduceOp::kSum, 1, rank.in_time())->wait();
     const auto sum = [&](int64_t i) { return sum_of_colours(rank.size, i); };
-    EXPECT_EQ(elements->first_wrong(sum), -1);
+    for (const int64_t count : {kCount, kCount - (10 << 20) / 4}) {
+      elements->fill([&](int64_t i) { return coloured(rank.rank, i); });
+      const Buffer part{elements->buffer().data, count, Dtype::kF32};
+      rank.comm->all_reduce(part, ReduceOp::kSum, 1, rank.in_time())->wait();
+      const auto expected = [&](int64_t i) { return i < count ? sum(i) : coloured(rank.rank, i); };
+      EXPECT_EQ(elements->first_wrong(expected), -1) << count;
+    }
     elements->fill([&](int64_t i) { return coloured(rank.rank, i); });
     rank.comm->broadcast(elements->buffer(), rank.size - 1, rank.in_time());
     EXPECT_EQ(elements->first_wrong([&](int64_t i) { return coloured(rank.size - 1, i); }), -1);
@@ -112,18 +125,16 @@ TEST_P(GpuBackends, PrivateMemoryOfAnySizeGoesThroughStaging) {
 // More in flight than the ring of events has places, waited for from the end, twice with the same
 // bits: values whose sum depends on its order.
 TEST_P(GpuBackends, ManyInFlightGiveTheSameBitsInEveryRun) {
-  run_ranks(GetParam(), [](Rank& rank) {
-    constexpr int kBuckets = 40;
-    constexpr int64_t kCount = 20'011;
-    constexpr int64_t kStride = kCount + 5;
-    const auto memory = view_of(rank).gpu().allocate(kBuckets * kStride * 4, on_stream(rank));
-    const OwnElements values(kBuckets * kStride, Dtype::kF32);
+  const auto check = [](Rank& rank, int buckets, int64_t count) {
+    const int64_t stride = count + 5;
+    const auto memory = view_of(rank).gpu().allocate(buckets * stride * 4, on_stream(rank));
+    const OwnElements values(buckets * stride, Dtype::kF32);
     const auto run = [&] {
       values->fill([&](int64_t i) { return std::sin(static_cast<double>(i * 3 + rank.rank)); });
       to_gpu(rank, memory->data(), *values);
       std::vector<std::unique_ptr<Pending>> pending;
-      for (int bucket = 0; bucket < kBuckets; ++bucket) {
-        const Buffer part{static_cast<float*>(memory->data()) + bucket * kStride, kCount,
+      for (int bucket = 0; bucket < buckets; ++bucket) {
+        const Buffer part{static_cast<float*>(memory->data()) + bucket * stride, count,
                           Dtype::kF32};
         pending.push_back(view_of(rank).gpu().all_reduce(part, ReduceOp::kMean, rank.rank + 1,
                                                          on_stream(rank, "bucket")));
@@ -135,7 +146,11 @@ TEST_P(GpuBackends, ManyInFlightGiveTheSameBitsInEveryRun) {
     };
     const auto first = run();
     rank.comm->barrier(rank.in_time());
-    EXPECT_TRUE(run() == first) << "rank " << rank.rank;
+    EXPECT_TRUE(run() == first) << "rank " << rank.rank << ", " << count << " elements each";
+  };
+  run_ranks(GetParam(), [&](Rank& rank) {
+    check(rank, 40, 20'011);
+    check(rank, 18, kNotCarried);
   });
 }
 
@@ -157,7 +172,7 @@ struct Gate {
 // every GPU must.
 TEST_P(GpuBackends, CallsWaitForTheStreamAndNotForTheHost) {
   run_ranks(GetParam(), [](Rank& rank) {
-    constexpr int64_t kCount = 300'007;
+    constexpr int64_t kCount = kNotCarried;
     const auto memory = view_of(rank).gpu().allocate(kCount * 4, on_stream(rank));
     const Buffer buffer{memory->data(), kCount, Dtype::kF32};
     const OwnElements values(kCount, Dtype::kF32);

@@ -11,7 +11,7 @@ namespace {
 
 constexpr Dtype kDtypes[] = {Dtype::kF32, Dtype::kF64, Dtype::kBF16, Dtype::kF16, Dtype::kI64};
 constexpr int64_t kSizes[] = {0, 1, 1027};
-constexpr int64_t kLarge = 786'433;  // 3 MiB of F32, and no multiple of anything
+constexpr int64_t kLarge = 1'310'723;  // 5 MiB of F32, and no multiple of anything
 
 // Rank r's element i: coloured by the rank, and so small that sums are exact in every type.
 double coloured(int rank, int64_t i) {

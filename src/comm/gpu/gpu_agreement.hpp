@@ -12,10 +12,19 @@
 
 namespace lockstep {
 
+/// A part of a call that others must take part in.
+class Awaited {
+ public:
+  virtual ~Awaited() = default;
+  /// Does what can be done without waiting; true when over.
+  virtual bool advance() = 0;
+  virtual void wait() = 0;
+};
+
 /// A small block of bytes from every rank, over a communicator of the host. Blocks of one exchange
 /// have one size; ranks begin the exchanges of a communicator in one order. Destroyed before it is
 /// done, it aborts that communicator.
-class GpuExchange {
+class GpuExchange final : public Awaited {
  public:
   /// `why` is the GPU call that this is a part of: errors speak of it, not of the host's call.
   GpuExchange(Backend& channel, const Call& why, std::span<const std::byte> own,
@@ -23,10 +32,10 @@ class GpuExchange {
   GpuExchange(const GpuExchange&) = delete;
   GpuExchange& operator=(const GpuExchange&) = delete;
 
-  /// Does what can be done without waiting; true when all blocks are here.
-  bool advance();
-  void wait();
+  bool advance() override;
+  void wait() override;
 
+  /// When over.
   std::span<const std::byte> block(int place) const;
 
  private:
@@ -38,14 +47,14 @@ class GpuExchange {
 };
 
 /// All ranks' calls, compared. `note` may carry what else ranks must know of each other.
-class GpuAgreement {
+class GpuAgreement final : public Awaited {
  public:
   GpuAgreement(Backend& channel, const Call& own, std::span<const std::byte> note,
                int64_t deadline_ns);
 
-  /// True when all ranks have made this call; kCallMismatch where one made another.
-  bool advance();
-  void wait();
+  /// kCallMismatch where a rank made another call.
+  bool advance() override;
+  void wait() override;
 
   std::span<const Call> calls() const { return calls_; }  ///< [place], when done
   template <class Note>

@@ -11,6 +11,15 @@ namespace {
 
 constexpr int64_t kBlockBytes = 2 << 20;
 
+bool is_over(cudaError_t status, std::string_view call) {
+  if (status == cudaErrorNotReady) {
+    (void)cudaGetLastError();  // an answer, not an error
+    return false;
+  }
+  check_cuda(status, call);
+  return true;
+}
+
 }  // namespace
 
 void check_cuda(int status, std::string_view call) {
@@ -56,6 +65,17 @@ GpuMemory::~GpuMemory() {
   if (data_ != nullptr) (void)cudaFree(data_);
 }
 
+PinnedMemory::PinnedMemory(int64_t bytes) {
+  void* memory = nullptr;
+  check_cuda(cudaHostAlloc(&memory, static_cast<size_t>(bytes), cudaHostAllocPortable),
+             fmt::format("cudaHostAlloc of {}", format_bytes(bytes)));
+  data_ = static_cast<std::byte*>(memory);
+}
+
+PinnedMemory::~PinnedMemory() {
+  (void)cudaFreeHost(data_);
+}
+
 GpuEvent::GpuEvent(Reach reach) {
   const unsigned flags =
       cudaEventDisableTiming | (reach == Reach::kShared ? cudaEventInterprocess : 0U);
@@ -74,6 +94,10 @@ void GpuEvent::hold(CudaStream stream) const {
   check_cuda(cudaStreamWaitEvent(stream, event_, 0), "cudaStreamWaitEvent");
 }
 
+bool GpuEvent::reached() const {
+  return is_over(cudaEventQuery(event_), "cudaEventQuery");
+}
+
 GpuStream::GpuStream() {
   int lowest = 0;
   int highest = 0;
@@ -88,13 +112,7 @@ GpuStream::~GpuStream() {
 }
 
 bool GpuStream::idle() const {
-  const cudaError_t status = cudaStreamQuery(stream_);
-  if (status == cudaErrorNotReady) {
-    (void)cudaGetLastError();  // an answer, not an error
-    return false;
-  }
-  check_cuda(status, "cudaStreamQuery");
-  return true;
+  return is_over(cudaStreamQuery(stream_), "cudaStreamQuery");
 }
 
 void gpu_copy(void* to, const void* from, int64_t bytes, CudaStream stream) {

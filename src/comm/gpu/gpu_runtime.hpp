@@ -48,6 +48,20 @@ class GpuMemory {
   int64_t bytes_;
 };
 
+/// Memory of the host that GPUs copy from and to by themselves.
+class PinnedMemory {
+ public:
+  explicit PinnedMemory(int64_t bytes);
+  ~PinnedMemory();
+  PinnedMemory(const PinnedMemory&) = delete;
+  PinnedMemory& operator=(const PinnedMemory&) = delete;
+
+  std::byte* data() const { return data_; }
+
+ private:
+  std::byte* data_ = nullptr;
+};
+
 /// An event without timing; `kShared` ones can be opened by other processes.
 class GpuEvent {
  public:
@@ -63,6 +77,7 @@ class GpuEvent {
   void record(CudaStream stream) const;
   /// What is queued on `stream` from now on waits for the latest record.
   void hold(CudaStream stream) const;
+  bool reached() const;  ///< the latest record
 
  private:
   CudaEvent event_ = nullptr;
@@ -86,7 +101,8 @@ class GpuStream {
   CudaStream stream_ = nullptr;
 };
 
-/// Copies within and between GPUs, in the order of the stream; nothing where both are the same.
+/// Copies within and between GPUs and pinned memory, in the order of the stream; nothing where both
+/// are the same.
 void gpu_copy(void* to, const void* from, int64_t bytes, CudaStream stream);
 
 /// kCapture where the stream is being captured into a graph: `what` needs the host at every call.

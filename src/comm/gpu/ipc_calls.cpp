@@ -29,7 +29,7 @@ class IpcMemory final : public ReachableMemory {
 void IpcCollective::begin() {
   call_ = core_.control().number(call_, context_);
   context_.label = {};
-  core_.record_ready(call_.sequence, context_.stream);
+  if (is_awaited()) core_.record_ready(call_.sequence, context_.stream);
   const IpcPlace own = place();
   agreement_ = core_.control().agree(call_, context_, std::as_bytes(std::span(&own, 1)));
 }
@@ -46,9 +46,9 @@ bool IpcCollective::go_on(Patience patience) {
     agreed_ = true;
   }
   for (;;) {
-    if (exchange_ && !over(*exchange_)) return false;
-    exchange_ = next();
-    if (exchange_) continue;
+    if (before_next_ && !over(*before_next_)) return false;
+    before_next_ = next();
+    if (before_next_) continue;
     done_ = true;
     return true;
   }
@@ -65,7 +65,7 @@ void IpcCollective::hold_caller() {
   result_.reset();
 }
 
-std::unique_ptr<GpuExchange> IpcBarrier::next() {
+std::unique_ptr<Awaited> IpcBarrier::next() {
   if (held_ || core_.size() == 1) return nullptr;
   core_.hold_all_ready(call_.sequence);
   mark_result();
@@ -76,7 +76,7 @@ std::unique_ptr<GpuExchange> IpcBarrier::next() {
 IpcAllocate::IpcAllocate(IpcCore& core, int64_t bytes, const CallContext& context)
     : IpcCollective(core, make_call(Operation::kAllocate, Dtype::kU8, bytes), context) {}
 
-std::unique_ptr<GpuExchange> IpcAllocate::next() {
+std::unique_ptr<Awaited> IpcAllocate::next() {
   free_dropped();
   const auto own = IpcShare::make(call_.count, 0);
   auto dropped = std::make_shared<std::atomic<bool>>(false);
@@ -126,7 +126,7 @@ IpcSplit::IpcSplit(IpcCore& core, int colour, int key, std::string_view group_na
       key_(key),
       group_name_(group_name) {}
 
-std::unique_ptr<GpuExchange> IpcSplit::next() {
+std::unique_ptr<Awaited> IpcSplit::next() {
   part_ = core_.control().split(colour_, key_, group_name_, call_, context_);
   return nullptr;
 }

@@ -6,12 +6,13 @@
 #include <vector>
 
 #include "comm/backend.hpp"
+#include "comm/gpu/gpu_agreement.hpp"
 #include "comm/gpu/ipc_core.hpp"
 
 namespace lockstep {
 
 /// A call that all ranks make, in progress on this one: its calls are compared, then its parts
-/// follow each other, with an exchange between two of them.
+/// follow each other, with something to wait for between two of them.
 class IpcCollective {
  public:
   IpcCollective(IpcCore& core, const Call& what, const CallContext& context)
@@ -33,14 +34,14 @@ class IpcCollective {
   void hold_caller();
 
  protected:
+  /// Whether peers wait for this rank's stream to come to the call.
+  virtual bool is_awaited() const { return true; }
   /// Where peers find this rank's input.
   virtual IpcPlace place() const { return {}; }
-  /// The next part, and what all must have begun before the one after it; null: the call is done.
-  virtual std::unique_ptr<GpuExchange> next() = 0;
+  /// The next part, and what must be over before the one after it; null: the call is done.
+  virtual std::unique_ptr<Awaited> next() = 0;
 
-  std::unique_ptr<GpuExchange> handshake() const {
-    return core_.exchange(call_, context_.deadline_ns);
-  }
+  std::unique_ptr<Awaited> handshake() const { return core_.exchange(call_, context_.deadline_ns); }
   /// The result is there when the core's stream comes to this point.
   void mark_result();
 
@@ -48,7 +49,6 @@ class IpcCollective {
   Call call_;
   CallContext context_;  // its label is in the call
   std::unique_ptr<GpuAgreement> agreement_;
-  std::unique_ptr<GpuExchange> exchange_;  // the one before the next part
 
  private:
   enum class Patience { kLookOnce, kUntilDone };
@@ -56,21 +56,24 @@ class IpcCollective {
 
   bool agreed_ = false;
   bool done_ = false;
+  std::unique_ptr<Awaited> before_next_;
   std::optional<GpuEvent> result_;
 };
 
-/// A call that moves elements. Where every rank that contributes has reachable memory, they are
-/// taken from there, whole; else piece by piece through the staging areas.
+/// A call that moves elements. Small ones go through the host's memory where processes share a
+/// GPU. Others, where every rank that contributes has reachable memory, are taken from there,
+/// whole; else piece by piece through the staging areas.
 class IpcMovement : public IpcCollective {
  public:
   /// `input` is what this rank contributes: `width` blocks of the call's count.
   IpcMovement(IpcCore& core, const Call& what, const CallContext& context, const void* input,
-              int64_t width);
+              int64_t width, const Buffer& output);
 
  protected:
   using Contributions = std::vector<const std::byte*>;  // [place]; null where it has none
 
   virtual bool contributes(int /*place*/) const { return true; }
+  virtual bool receives() const { return true; }
   /// In a group of one.
   virtual void move_alone() {}
   /// Takes elements [begin, begin + count) of what all contribute, whose blocks lie `stride`
@@ -79,27 +82,30 @@ class IpcMovement : public IpcCollective {
   /// Moves all, in reachable memory.
   virtual void take_direct(const Contributions& from);
 
+  bool is_awaited() const final { return !is_carried(); }
   IpcPlace place() const final;
-  std::unique_ptr<GpuExchange> next() final;
+  std::unique_ptr<Awaited> next() final;
 
   const std::byte* input_;
   int64_t width_;
+  Buffer output_;
   int64_t element_bytes_;
   std::vector<double> factors_;  // of a mean
 
  private:
-  enum class State { kCompared, kSharing, kShared, kStaged, kTaken, kDirect };
+  enum class State { kCompared, kShared, kStaged, kTaken, kDirect, kCarried };
 
-  std::unique_ptr<GpuExchange> start();
-  std::unique_ptr<GpuExchange> stage_piece();
-  std::unique_ptr<GpuExchange> take_piece();
-  std::unique_ptr<GpuExchange> finish();
+  bool is_carried() const;
+  std::unique_ptr<Awaited> start();
+  std::unique_ptr<Awaited> stage_piece();
+  std::unique_ptr<Awaited> take_piece();
+  std::unique_ptr<Awaited> finish();
+  Contributions direct_contributions() const;
   int64_t piece_begin() const { return piece_ * piece_count_; }
   int64_t count_of_piece() const;
 
   State state_ = State::kCompared;
-  std::shared_ptr<IpcShare> own_staging_;  // while it is being shared
-  int64_t piece_count_;                    // elements of a piece, of one block
+  int64_t piece_count_;  // elements of a piece, of one block
   int64_t piece_ = 0;
 };
 
@@ -111,8 +117,6 @@ class IpcAllReduce final : public IpcMovement {
  private:
   void take(int64_t begin, int64_t count, int64_t stride, const Contributions& from) override;
   void take_direct(const Contributions& from) override;
-
-  Buffer buffer_;
 };
 
 class IpcBroadcast final : public IpcMovement {
@@ -121,9 +125,8 @@ class IpcBroadcast final : public IpcMovement {
 
  private:
   bool contributes(int place) const override { return place == call_.root; }
+  bool receives() const override { return core_.rank() != call_.root; }
   void take(int64_t begin, int64_t count, int64_t stride, const Contributions& from) override;
-
-  Buffer buffer_;
 };
 
 class IpcReduceScatter final : public IpcMovement {
@@ -134,8 +137,6 @@ class IpcReduceScatter final : public IpcMovement {
  private:
   void move_alone() override;
   void take(int64_t begin, int64_t count, int64_t stride, const Contributions& from) override;
-
-  Buffer output_;
 };
 
 class IpcAllGather final : public IpcMovement {
@@ -146,8 +147,6 @@ class IpcAllGather final : public IpcMovement {
  private:
   void move_alone() override;
   void take(int64_t begin, int64_t count, int64_t stride, const Contributions& from) override;
-
-  Buffer output_;
 };
 
 /// After it, on every rank's stream: all that any rank had queued before it is over.
@@ -156,7 +155,7 @@ class IpcBarrier final : public IpcCollective {
   IpcBarrier(IpcCore& core, const CallContext& context) : IpcCollective(core, Call{}, context) {}
 
  private:
-  std::unique_ptr<GpuExchange> next() override;
+  std::unique_ptr<Awaited> next() override;
   bool held_ = false;
 };
 
@@ -166,7 +165,7 @@ class IpcAllocate final : public IpcCollective {
   std::shared_ptr<ReachableMemory> memory() { return std::move(memory_); }
 
  private:
-  std::unique_ptr<GpuExchange> next() override;
+  std::unique_ptr<Awaited> next() override;
   void free_dropped();
 
   std::shared_ptr<ReachableMemory> memory_;
@@ -179,7 +178,7 @@ class IpcSplit final : public IpcCollective {
   std::unique_ptr<GpuControl> take_control() { return std::move(part_); }
 
  private:
-  std::unique_ptr<GpuExchange> next() override;
+  std::unique_ptr<Awaited> next() override;
 
   int colour_;
   int key_;

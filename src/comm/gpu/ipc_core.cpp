@@ -33,11 +33,11 @@ int moved_event(int64_t count) {
 
 // Of the staging area, for the slot of a piece.
 int staged_event(int64_t piece) {
-  return static_cast<int>(piece % 2);
+  return static_cast<int>(piece % IpcCore::kSlots);
 }
 
 int taken_event(int64_t piece) {
-  return 2 + static_cast<int>(piece % 2);
+  return IpcCore::kSlots + static_cast<int>(piece % IpcCore::kSlots);
 }
 
 }  // namespace
@@ -175,7 +175,12 @@ const GpuEvent& IpcCore::message_taken(int receiver, int sender, int slot) const
 }
 
 std::shared_ptr<IpcShare> IpcCore::make_staging() {
-  return IpcShare::make(2 * kSlotBytes, kStagingEvents);
+  return IpcShare::make(kSlots * kSlotBytes, kStagingEvents);
+}
+
+IpcCore::HostArea& IpcCore::host_area() {
+  if (!things_->host_area) things_->host_area = std::make_unique<HostArea>();
+  return *things_->host_area;
 }
 
 void IpcCore::set_staging(std::vector<std::shared_ptr<IpcShare>> staging) {
@@ -184,7 +189,7 @@ void IpcCore::set_staging(std::vector<std::shared_ptr<IpcShare>> staging) {
 }
 
 std::byte* IpcCore::slot(int place, int64_t piece) const {
-  return things_->staging[static_cast<size_t>(place)]->memory() + piece % 2 * kSlotBytes;
+  return things_->staging[static_cast<size_t>(place)]->memory() + piece % kSlots * kSlotBytes;
 }
 
 void IpcCore::record_staged(int64_t piece) const {

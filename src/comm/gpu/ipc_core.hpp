@@ -67,6 +67,10 @@ class IpcCore {
   /// Whether all ranks use one GPU.
   bool one_gpu() const { return one_gpu_; }
 
+  /// Whether a call that moves so many bytes goes through the host's memory; see IpcCarried.
+  bool carries(int64_t bytes) const { return in_turns_ && bytes <= kCarriedBytes; }
+  static constexpr int64_t kCarriedBytes = 4 << 20;
+
   // Collectives.
 
   void begin(const std::shared_ptr<IpcCollective>& task);
@@ -105,7 +109,8 @@ class IpcCore {
 
   // The staging area: two slots, used in turn by the pieces of a call.
 
-  static constexpr int64_t kSlotBytes = 16 << 20;
+  static constexpr int64_t kSlotBytes = 32 << 20;
+  static constexpr int kSlots = 2;
   bool has_staging() const { return !things_->staging.empty(); }
   void set_staging(std::vector<std::shared_ptr<IpcShare>> staging);
   static std::shared_ptr<IpcShare> make_staging();
@@ -115,6 +120,13 @@ class IpcCore {
   void hold_all_staged(int64_t piece) const;
   void record_taken(int64_t piece) const;
   void hold_all_taken(int64_t piece) const;
+
+  /// For one call after the other that goes through the host.
+  struct HostArea {
+    PinnedMemory memory{2 * kCarriedBytes};
+    GpuEvent free;  ///< the call before has no use of it any more
+  };
+  HostArea& host_area();
 
   // Memory that allocate() made.
 
@@ -126,6 +138,8 @@ class IpcCore {
   /// A share that serves messages with this peer: kept as long as GPU work may use it.
   void keep_share(int place, const std::shared_ptr<IpcShare>& share);
 
+  /// The host waits for an event of this rank's streams.
+  void await(const GpuEvent& event, const Call& why, int64_t deadline_ns) const;
   /// The host waits for the GPU: what was queued must be over before memory goes.
   void wait_until_idle(const Call& why, int64_t deadline_ns) const;
 
@@ -137,6 +151,7 @@ class IpcCore {
     std::vector<std::shared_ptr<IpcShare>> staging;  // [place]; empty until it is needed
     std::vector<std::vector<std::shared_ptr<IpcShare>>> messages;  // [place]
     std::vector<IpcSegment> segments;
+    std::unique_ptr<HostArea> host_area;  // null until it is needed
   };
 
   void meet(int64_t deadline_ns);
@@ -152,6 +167,7 @@ class IpcCore {
   int gpu_;
   pid_t owner_;  // a forked child holds a copy, but the rank is not its own
   bool one_gpu_ = true;
+  bool in_turns_ = false;  // some processes share a GPU
   bool left_ = false;
   std::unique_ptr<Things> things_;
   std::mutex shares_mutex_;          // the watch reads what things_ shares

@@ -23,6 +23,19 @@ constexpr int64_t kGoodbyeNs = 2'000'000'000;         // for peers to leave too
 constexpr int64_t kPatienceNs = 30'000'000'000;       // for queued work to end
 constexpr int64_t kBrokenPatienceNs = 1'000'000'000;  // where it may wait for a dead rank
 
+// A nap costs more than it says: the first looks follow each other.
+constexpr int kLooksAtOnce = 100;
+constexpr auto kNap = std::chrono::microseconds(20);
+
+template <class Condition>
+bool comes_true(const Condition& condition, int64_t deadline_ns) {
+  for (int look = 0; !condition(); ++look) {
+    if (monotonic_ns() >= deadline_ns) return false;
+    if (look >= kLooksAtOnce) std::this_thread::sleep_for(kNap);
+  }
+  return true;
+}
+
 }  // namespace
 
 // The streams' waits for a rank that died would never end: whoever opened an event may record it.
@@ -93,6 +106,7 @@ void IpcCore::leave() noexcept {
       abort("destroyed its communicator while calls were in flight");
     }
     const bool in_order = !control_->broken() && say_goodbye();
+    if (things_->host_area) things_->host_area->free.hold(stream());
     const bool idle = becomes_idle(monotonic_ns() + (in_order ? kPatienceNs : kBrokenPatienceNs));
     watch_.reset();
     if (idle) things_.reset();
@@ -105,17 +119,20 @@ void IpcCore::leave() noexcept {
 }
 
 bool IpcCore::becomes_idle(int64_t deadline_ns) const {
-  while (!things_->stream.idle()) {
-    if (monotonic_ns() >= deadline_ns) return false;
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
-  }
-  return true;
+  return comes_true([this] { return things_->stream.idle(); }, deadline_ns);
+}
+
+void IpcCore::await(const GpuEvent& event, const Call& why, int64_t deadline_ns) const {
+  if (comes_true([&] { return event.reached(); }, deadline_ns)) return;
+  throw Error(Code::kBackend,
+              describe(why) + ": the GPU did not finish what was queued before it in time",
+              "look for a kernel that does not end on some rank");
 }
 
 void IpcCore::wait_until_idle(const Call& why, int64_t deadline_ns) const {
-  if (becomes_idle(deadline_ns)) return;
-  throw Error(Code::kBackend, describe(why) + ": the GPU did not finish earlier calls in time",
-              "look for a kernel that does not end on some rank");
+  const GpuEvent last;
+  last.record(stream());
+  await(last, why, deadline_ns);
 }
 
 // A peer in another process may only now begin to wait for an event of the last call: what it waits
@@ -142,8 +159,10 @@ void IpcCore::meet_gpus(const Call& why, int64_t deadline_ns) {
   struct Home {
     char host[64] = {};    // the running kernel's own name
     char bus_id[32] = {};  // of the GPU
+    int64_t process = 0;
   };
   Home own;
+  own.process = owner_;
   if (std::FILE* file = std::fopen("/proc/sys/kernel/random/boot_id", "re")) {
     if (std::fgets(own.host, sizeof own.host, file) == nullptr) own.host[0] = '\0';
     std::fclose(file);
@@ -151,9 +170,18 @@ void IpcCore::meet_gpus(const Call& why, int64_t deadline_ns) {
   check_cuda(cudaDeviceGetPCIBusId(own.bus_id, sizeof own.bus_id, gpu_), "cudaDeviceGetPCIBusId");
   const auto homes = exchange(why, deadline_ns, std::as_bytes(std::span(&own, 1)));
   homes->wait();
+  std::vector<Home> all(static_cast<size_t>(size()));
   for (int place = 0; place < size(); ++place) {
-    Home theirs;
-    std::memcpy(&theirs, homes->block(place).data(), sizeof theirs);
+    std::memcpy(&all[static_cast<size_t>(place)], homes->block(place).data(), sizeof(Home));
+  }
+  for (const Home& one : all) {
+    in_turns_ =
+        in_turns_ || std::any_of(all.begin(), all.end(), [&](const Home& other) {
+          return std::string_view(one.bus_id) == other.bus_id && one.process != other.process;
+        });
+  }
+  for (int place = 0; place < size(); ++place) {
+    const Home& theirs = all[static_cast<size_t>(place)];
     const int world_rank = group().world_ranks[static_cast<size_t>(place)];
     if (std::string_view(theirs.host) != own.host) {
       throw Error(Code::kBackend, fmt::format("rank {} is on another host", world_rank),
@@ -172,7 +200,8 @@ void IpcCore::meet_gpus(const Call& why, int64_t deadline_ns) {
       throw Error(Code::kBackend,
                   fmt::format("GPU {} cannot reach the memory of GPU {} of rank {}", own.bus_id,
                               theirs.bus_id, world_rank),
-                  "use --backend nccl, or one GPU for all ranks");
+                  "use --backend nccl, one GPU for all ranks, or --backend shm, which goes through "
+                  "the host's memory");
     }
     const cudaError_t status = cudaDeviceEnablePeerAccess(other, 0);
     if (status == cudaErrorPeerAccessAlreadyEnabled) {

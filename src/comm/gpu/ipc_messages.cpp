@@ -24,8 +24,9 @@ int slot_of(int64_t chunk) {
 // What travels over the host. The card is that of the slots.
 struct IpcMessages::Frame {
   int64_t kind = kData;
-  int64_t chunk = 0;  // of this pair, counted from 0
-  int64_t bytes = 0;  // 0: a message without data
+  int64_t chunk = 0;    // of this pair, counted from 0
+  int64_t bytes = 0;    // in a slot; 0: a message without data
+  int64_t carried = 0;  // bytes that follow the frame
   Call call;
   std::array<std::byte, 512> card = {};
 
@@ -36,6 +37,11 @@ struct IpcMessages::Frame {
   std::shared_ptr<IpcShare> open() const {
     return IpcShare::open(std::span(card).first(IpcShare::card_bytes(kSlots)), kSlots);
   }
+};
+
+struct IpcMessages::Heard {
+  Frame frame;
+  std::vector<std::byte> carried;
 };
 
 IpcMessages::IpcMessages(IpcCore& core)
@@ -61,6 +67,7 @@ void IpcMessages::send(const ConstBuffer& buffer, int to, int tag, const CallCon
     out.deadline_ns = context.deadline_ns;
     const auto* data = static_cast<const std::byte*>(buffer.data);
     const int64_t total = buffer.bytes();
+    if (total > 0 && core_.carries(total)) return send_carried(to, call, data, total, context);
     int64_t done = 0;
     do {
       const int64_t bytes = std::min(kChunkBytes, total - done);
@@ -92,9 +99,23 @@ void IpcMessages::send_chunk(Outgoing& out, int to, const Call& call, const std:
   say(to, frame, call, context.deadline_ns);
 }
 
+void IpcMessages::send_carried(int to, const Call& call, const std::byte* data, int64_t bytes,
+                               const CallContext& context) {
+  if (!down_) down_ = std::make_unique<PinnedMemory>(IpcCore::kCarriedBytes);
+  gpu_copy(down_->data(), data, bytes, context.stream);
+  const GpuEvent is_down;
+  is_down.record(context.stream);
+  core_.block([&] { core_.await(is_down, call, context.deadline_ns); });
+  Frame frame;
+  frame.call = call;
+  frame.carried = bytes;
+  say(to, frame, call, context.deadline_ns);
+  say_bytes(to, {down_->data(), static_cast<size_t>(bytes)}, call, context.deadline_ns);
+}
+
 // The peer tells it after it has recorded its event.
 void IpcMessages::await_taken(Outgoing& out, int to, const Call& why, int64_t deadline_ns) {
-  out.taken = hear(to, kTaken, why, deadline_ns).chunk + 1;
+  out.taken = hear(to, kTaken, why, deadline_ns).frame.chunk + 1;
 }
 
 void IpcMessages::recv(const Buffer& buffer, int from, int tag, const CallContext& context) {
@@ -108,7 +129,7 @@ void IpcMessages::recv(const Buffer& buffer, int from, int tag, const CallContex
     const int64_t total = buffer.bytes();
     int64_t done = 0;
     do {
-      const Frame frame = hear(from, kData, call, context.deadline_ns);
+      const auto [frame, carried] = hear(from, kData, call, context.deadline_ns);
       if (!agree(frame.call, call)) {
         const Group& group = core_.group();
         const Group pair{.rank = 1,
@@ -118,7 +139,9 @@ void IpcMessages::recv(const Buffer& buffer, int from, int tag, const CallContex
         throw_mismatch(pair, std::array{frame.call, call});
       }
       if (frame.bytes > 0) take_chunk(in, from, call, frame, data + done, context);
-      done += frame.bytes;
+      // Memory that is not pinned: CUDA has read it when this returns.
+      gpu_copy(data + done, carried.data(), frame.carried, context.stream);
+      done += frame.bytes + frame.carried;
     } while (done < total);
   });
 }
@@ -164,11 +187,16 @@ void IpcMessages::drain() noexcept {
 }
 
 void IpcMessages::say(int to, const Frame& frame, const Call& why, int64_t deadline_ns) {
+  say_bytes(to, std::as_bytes(std::span(&frame, 1)), why, deadline_ns);
+}
+
+void IpcMessages::say_bytes(int to, std::span<const std::byte> bytes, const Call& why,
+                            int64_t deadline_ns) {
   core_.block([&] {
     try {
       core_.control()
           .channel(IpcCore::kMessages)
-          .send({&frame, sizeof frame, Dtype::kU8}, to, 0,
+          .send({bytes.data(), static_cast<int64_t>(bytes.size()), Dtype::kU8}, to, 0,
                 {.deadline_ns = deadline_ns, .label = ""});
     } catch (const Error&) {
       rethrow_as_part_of(core_.group(), why);
@@ -176,30 +204,37 @@ void IpcMessages::say(int to, const Frame& frame, const Call& why, int64_t deadl
   });
 }
 
-IpcMessages::Frame IpcMessages::hear(int from, int kind, const Call& why, int64_t deadline_ns) {
+IpcMessages::Heard IpcMessages::hear(int from, int kind, const Call& why, int64_t deadline_ns) {
   auto& heard = heard_[static_cast<size_t>(from)];
   const auto found = std::find_if(heard.begin(), heard.end(),
-                                  [&](const Frame& frame) { return frame.kind == kind; });
+                                  [&](const Heard& earlier) { return earlier.frame.kind == kind; });
   if (found != heard.end()) {
-    const Frame frame = *found;
+    Heard result = std::move(*found);
     heard.erase(found);
-    return frame;
+    return result;
   }
   for (;;) {
-    Frame frame;
-    core_.block([&] {
-      try {
-        core_.control()
-            .channel(IpcCore::kMessages)
-            .recv({&frame, sizeof frame, Dtype::kU8}, from, 0,
-                  {.deadline_ns = deadline_ns, .label = ""});
-      } catch (const Error&) {
-        rethrow_as_part_of(core_.group(), why);
-      }
-    });
-    if (frame.kind == kind) return frame;
-    heard.push_back(frame);
+    Heard next;
+    hear_bytes(from, std::as_writable_bytes(std::span(&next.frame, 1)), why, deadline_ns);
+    next.carried.resize(static_cast<size_t>(next.frame.carried));
+    if (!next.carried.empty()) hear_bytes(from, next.carried, why, deadline_ns);
+    if (next.frame.kind == kind) return next;
+    heard.push_back(std::move(next));
   }
+}
+
+void IpcMessages::hear_bytes(int from, std::span<std::byte> bytes, const Call& why,
+                             int64_t deadline_ns) {
+  core_.block([&] {
+    try {
+      core_.control()
+          .channel(IpcCore::kMessages)
+          .recv({bytes.data(), static_cast<int64_t>(bytes.size()), Dtype::kU8}, from, 0,
+                {.deadline_ns = deadline_ns, .label = ""});
+    } catch (const Error&) {
+      rethrow_as_part_of(core_.group(), why);
+    }
+  });
 }
 
 }  // namespace lockstep

@@ -2,6 +2,7 @@
 
 #include <deque>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "comm/backend.hpp"
@@ -12,7 +13,8 @@ namespace lockstep {
 
 /// Messages between two ranks. The sender copies chunks into two slots of its own, in turn; the
 /// receiver copies them out and says so. What is said travels over the host, in frames; each side
-/// works in the order of its call's stream.
+/// works in the order of its call's stream. The data of a small message travels there too, where
+/// processes share a GPU: see IpcCarried for why.
 class IpcMessages {
  public:
   explicit IpcMessages(IpcCore& core);
@@ -29,6 +31,7 @@ class IpcMessages {
 
  private:
   struct Frame;
+  struct Heard;
 
   // What this rank sends to one peer.
   struct Outgoing {
@@ -47,17 +50,22 @@ class IpcMessages {
 
   void send_chunk(Outgoing& out, int to, const Call& call, const std::byte* data, int64_t bytes,
                   const CallContext& context);
+  void send_carried(int to, const Call& call, const std::byte* data, int64_t bytes,
+                    const CallContext& context);
   void take_chunk(Incoming& in, int from, const Call& call, const Frame& frame, std::byte* data,
                   const CallContext& context);
   void await_taken(Outgoing& out, int to, const Call& why, int64_t deadline_ns);
   void say(int to, const Frame& frame, const Call& why, int64_t deadline_ns);
-  Frame hear(int from, int kind, const Call& why, int64_t deadline_ns);
+  void say_bytes(int to, std::span<const std::byte> bytes, const Call& why, int64_t deadline_ns);
+  Heard hear(int from, int kind, const Call& why, int64_t deadline_ns);
+  void hear_bytes(int from, std::span<std::byte> bytes, const Call& why, int64_t deadline_ns);
 
   IpcCore& core_;
   GpuSelfMessages own_;
   std::vector<Outgoing> outgoing_;        // [place]
   std::vector<Incoming> incoming_;        // [place]
-  std::vector<std::deque<Frame>> heard_;  // [place]: came while another kind was awaited
+  std::vector<std::deque<Heard>> heard_;  // [place]: came while another kind was awaited
+  std::unique_ptr<PinnedMemory> down_;    // what is carried, on the host; null until it is needed
 };
 
 }  // namespace lockstep

@@ -59,9 +59,8 @@ class NcclBackend final : public Backend {
   std::unique_ptr<Pending> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
                                       const CallContext& context) override {
     check_reduce(buffer, op, weight);
-    Call what = make_call(Operation::kAllReduce, buffer.dtype, buffer.count);
-    what.reduce = op;
-    what.weight = weight;
+    const Call what =
+        make_reduce_call(Operation::kAllReduce, buffer.dtype, buffer.count, op, weight);
     auto task = core_->begin(what, context, [buffer, op](const NcclTransfer& to, auto calls) {
       to.all_reduce(buffer, op, mean_factors(calls));
     });
@@ -70,17 +69,15 @@ class NcclBackend final : public Backend {
 
   void broadcast(const Buffer& buffer, int root, const CallContext& context) override {
     check_broadcast(group(), buffer, root);
-    Call what = make_call(Operation::kBroadcast, buffer.dtype, buffer.count);
-    what.root = root;
-    core_->call(what, context, [&](const NcclTransfer& to, auto) { to.broadcast(buffer, root); });
+    core_->call(make_broadcast_call(buffer, root), context,
+                [&](const NcclTransfer& to, auto) { to.broadcast(buffer, root); });
   }
 
   void reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op, double weight,
                       const CallContext& context) override {
     check_reduce_scatter(group(), input, output, op, weight);
-    Call what = make_call(Operation::kReduceScatter, output.dtype, output.count);
-    what.reduce = op;
-    what.weight = weight;
+    const Call what =
+        make_reduce_call(Operation::kReduceScatter, output.dtype, output.count, op, weight);
     core_->call(what, context, [&](const NcclTransfer& to, auto calls) {
       to.reduce_scatter(input, output, op, mean_factors(calls));
     });
