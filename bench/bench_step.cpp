@@ -118,6 +118,11 @@ class Trainer {
   }
 
   torch::Tensor step() { return (*step_)(rows_.x, rows_.y); }
+
+  /// Rows stay where the captured step reads them: they are its peer's tensors too, not copies.
+  void settle() {
+    if (const auto own = step_->inputs(); !own.empty()) rows_ = {own.at(0), own.at(1)};
+  }
   const lockstep::CapturedStep& captured() const { return *step_; }
 
  private:
@@ -132,7 +137,9 @@ class Trainer {
         const lockstep::Autocast amp(device_, dtype_of(precision_), precision_ != "fp32");
         const auto part = x.narrow(0, micro * rows, rows);
         const auto out = ddp_ ? ddp_->forward(part) : net_->forward(part);
-        loss = torch::mse_loss(out, y.narrow(0, micro * rows, rows));
+        const auto wanted = y.narrow(0, micro * rows, rows);
+        loss =
+            net_->fused ? lockstep::mean_squared_error(out, wanted) : torch::mse_loss(out, wanted);
       }
       if (micro_steps_ > 1) loss = loss / micro_steps_;
       scaler_.scale(loss).backward();
@@ -180,6 +187,7 @@ json checked_losses(Trainer& trainer, int64_t steps) {
 int run(int, char** argv) {
   const auto settings = json::parse(argv[1]);
   std::optional<lockstep::World> world;
+  std::optional<lockstep::Devices> own;
   std::optional<lockstep::UseDevice> home;
   std::optional<lockstep::Communicator> comm;
   torch::Device device(settings.value("device", "cuda:0"));
@@ -189,8 +197,12 @@ int run(int, char** argv) {
     device = world->device().torch_device();
     comm = world->comm();
     world->device().reset_peak_memory();
-  } else if (settings.value("ddp", false)) {
-    comm = lockstep::Communicator::self();
+  } else {
+    if (device.is_cuda()) {  // on the device's stream, as programs are: a step changes none then
+      own.emplace(device.str());
+      home.emplace((*own)[0]);
+    }
+    if (settings.value("ddp", false)) comm = lockstep::Communicator::self();
   }
   Trainer trainer(settings, device, comm);
   json ready = {{"pid", ::getpid()},
@@ -199,6 +211,7 @@ int run(int, char** argv) {
                 {"why_not", trainer.captured().why_not()},
                 {"graphs", trainer.captured().stats().graphs},
                 {"graph_mib", mib(trainer.captured().stats().memory_bytes)}};
+  trainer.settle();
   if (comm) ready["backend"] = comm->backend();
   bench::serve(settings, world ? world->rank() : 0, ready, [&](int64_t steps) -> json {
     if (comm) comm->barrier();

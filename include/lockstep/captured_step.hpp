@@ -41,12 +41,13 @@ struct CaptureStats {
 ///     });
 ///     for (...) loss = step(x, y);
 ///
-/// Inputs are copied into memory of the step's own; what is returned is the caller's and has no
-/// history. Rates of lockstep's optimizers may change between calls, those of torch::optim may not.
-/// The function runs in the first calls of each shape, and on the CPU always; from then on its host
-/// code does not run. It must not wait for the GPU (item(), cpu(), printing a tensor), nor decide
-/// by values: that is an Error (kCapture) that names the operation. It is thrown once, before the
-/// step has done anything; later calls run the function as it is.
+/// Inputs are copied into memory of the step's own, unless they are that: see inputs(). What is
+/// returned is the caller's and has no history. Rates of lockstep's optimizers may change between
+/// calls, those of torch::optim may not. The function runs in the first calls of each shape, and on
+/// the CPU always; from then on its host code does not run. It must not wait for the GPU (item(),
+/// cpu(), printing a tensor), nor decide by values: that is an Error (kCapture) that names the
+/// operation. It is thrown once, before the step has done anything; later calls run the function as
+/// it is.
 class CapturedStep {
  public:
   using Function = std::function<torch::Tensor(const std::vector<torch::Tensor>&)>;
@@ -69,6 +70,10 @@ class CapturedStep {
   operator()(const Tensors&... inputs) {
     return (*this)(std::vector<torch::Tensor>{inputs...});
   }
+
+  /// What the graphs of the last replay read; none where the last call replayed nothing. A loader
+  /// may write the next batch of that shape there: given to the next call, they are not copied.
+  std::vector<torch::Tensor> inputs() const;
 
   CaptureStats stats() const;
 

@@ -34,8 +34,9 @@ class GraphMemory {
   /// Beyond what tensors that still live hold.
   int64_t held_bytes() const;
 
-  /// Address and bytes of blocks from a recording whose tensors still live.
-  std::vector<std::pair<void*, int64_t>> live_blocks() const;
+  using Blocks = std::vector<std::pair<void*, int64_t>>;  ///< address, bytes
+  /// Those from recordings whose tensors still live.
+  Blocks live_blocks() const;
 
   struct State;
 

@@ -87,9 +87,9 @@ class MemoryWatch {
     return graphs.peak_bytes - graphs.live_bytes;
   }
 
-  std::vector<std::pair<void*, int64_t>> live_blocks(const GraphMemory::State& graphs) {
+  GraphMemory::Blocks live_blocks(const GraphMemory::State& graphs) {
     const std::lock_guard lock(mutex_);
-    std::vector<std::pair<void*, int64_t>> live;
+    GraphMemory::Blocks live;
     for (const auto& [address, block] : blocks_) {
       if (block.graphs == &graphs) live.emplace_back(reinterpret_cast<void*>(address), block.bytes);
     }
@@ -192,7 +192,7 @@ int64_t GraphMemory::held_bytes() const {
   return MemoryWatch::instance().held_bytes(*state_);
 }
 
-std::vector<std::pair<void*, int64_t>> GraphMemory::live_blocks() const {
+GraphMemory::Blocks GraphMemory::live_blocks() const {
   return MemoryWatch::instance().live_blocks(*state_);
 }
 

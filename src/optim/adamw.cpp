@@ -208,9 +208,10 @@ void AdamW::save(torch::serialize::OutputArchive& archive) const {
 }
 
 void AdamW::load(torch::serialize::InputArchive& archive) {
+  const auto masters = read_masters(param_groups(), masters_, archive);
   torch::optim::AdamW::load(archive);
   slots_ = nullptr;
-  load_masters(param_groups(), masters_, archive);
+  put_masters(param_groups(), masters_, masters);
 }
 
 }  // namespace lockstep

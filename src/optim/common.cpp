@@ -76,17 +76,18 @@ void save_masters(const Groups& groups, const std::optional<MasterWeights>& mast
   archive.write(kMastersKey, weights);
 }
 
-void load_masters(const Groups& groups, const std::optional<MasterWeights>& masters,
-                  torch::serialize::InputArchive& archive) {
-  if (!masters) return;
+std::vector<torch::Tensor> read_masters(const Groups& groups,
+                                        const std::optional<MasterWeights>& masters,
+                                        torch::serialize::InputArchive& archive) {
+  if (!masters) return {};
   torch::serialize::InputArchive weights;
   if (!archive.try_read(kMastersKey, weights)) {
     throw Error(Code::kFileFormat, "the saved optimizer has no master weights",
                 "load it into an optimizer without masters; or load the module only, then call "
                 "MasterWeights::take_from_parameters()");
   }
-  const torch::NoGradGuard no_grad;
-  for_each_held(groups, *masters, [&](const std::string& key, torch::Tensor parameter) {
+  std::vector<torch::Tensor> all;
+  for_each_held(groups, *masters, [&](const std::string& key, const torch::Tensor& parameter) {
     const torch::Tensor master = masters->of(parameter);
     torch::Tensor saved;
     if (!weights.try_read(key, saved, /*is_buffer=*/true) || saved.sizes() != master.sizes()) {
@@ -96,7 +97,19 @@ void load_masters(const Groups& groups, const std::optional<MasterWeights>& mast
                   "load a state that was saved for the same model, with the parameters in the same "
                   "order");
     }
-    master.copy_(saved);
+    all.push_back(saved);
+  });
+  return all;
+}
+
+void put_masters(const Groups& groups, const std::optional<MasterWeights>& masters,
+                 const std::vector<torch::Tensor>& saved) {
+  if (!masters) return;
+  const torch::NoGradGuard no_grad;
+  size_t next = 0;
+  for_each_held(groups, *masters, [&](const std::string&, torch::Tensor parameter) {
+    const torch::Tensor master = masters->of(parameter);
+    master.copy_(saved[next++]);
     parameter.copy_(master);
   });
 }

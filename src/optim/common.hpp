@@ -31,10 +31,15 @@ void save_masters(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                   const std::optional<MasterWeights>& masters,
                   torch::serialize::OutputArchive& archive);
 
-/// Reads them, and rounds the parameters anew. Refuses an archive without them.
-void load_masters(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                  const std::optional<MasterWeights>& masters,
-                  torch::serialize::InputArchive& archive);
+/// Reads them, in their order, and changes nothing. Refuses an archive without them.
+std::vector<torch::Tensor> read_masters(
+    const std::vector<torch::optim::OptimizerParamGroup>& groups,
+    const std::optional<MasterWeights>& masters, torch::serialize::InputArchive& archive);
+
+/// Takes over what read_masters() gave, and rounds the parameters anew.
+void put_masters(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                 const std::optional<MasterWeights>& masters,
+                 const std::vector<torch::Tensor>& saved);
 
 /// Whether a scaler on the CPU found an overflow: then nothing changes.
 bool skips_on_cpu(const StepItems& items, const ScaledGradients& gradients);

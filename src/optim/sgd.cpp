@@ -170,9 +170,10 @@ void Sgd::save(torch::serialize::OutputArchive& archive) const {
 }
 
 void Sgd::load(torch::serialize::InputArchive& archive) {
+  const auto masters = read_masters(param_groups(), masters_, archive);
   torch::optim::SGD::load(archive);
   slots_ = nullptr;
-  load_masters(param_groups(), masters_, archive);
+  put_masters(param_groups(), masters_, masters);
 }
 
 }  // namespace lockstep

@@ -31,6 +31,13 @@ void require_usable(const GradScalerState& state) {
           "the saved state is damaged: start from a whole one");
 }
 
+#if LOCKSTEP_CUDA
+bool same_rules(const GradScalerState& one, const GradScalerState& other) {
+  return one.growth_factor == other.growth_factor && one.backoff_factor == other.backoff_factor &&
+         one.growth_interval == other.growth_interval;
+}
+#endif
+
 }  // namespace
 
 void require_scale(double scale) {
@@ -125,6 +132,12 @@ void LossScale::settle([[maybe_unused]] const std::vector<GpuScan>& scans,
   if (Capture* capture = Capture::current()) {
     capture->keep(std::make_shared<torch::Tensor>(memory_));
     capture->keep(ring_);
+    capture->before_replay([this, captured = state_] {
+      if (same_rules(state_, captured)) return;
+      throw Error(Code::kCapture,
+                  "the GradScaler's growth rules were loaded since its step was captured",
+                  "make the CapturedStep anew after load_state_dict()");
+    });
   }
 #endif
 }

@@ -71,6 +71,13 @@ torch::Tensor CapturedStep::operator()(const std::vector<torch::Tensor>& inputs)
 #endif
 }
 
+std::vector<torch::Tensor> CapturedStep::inputs() const {
+#if LOCKSTEP_CUDA
+  if (replayed()) return state_->graphs->inputs();
+#endif
+  return {};
+}
+
 CaptureStats CapturedStep::stats() const {
 #if LOCKSTEP_CUDA
   if (state_->graphs) return state_->graphs->stats();

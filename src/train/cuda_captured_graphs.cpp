@@ -178,12 +178,13 @@ void CapturedGraphs::capture(const Function& step, const Tensors& inputs, Shape&
   C10_CUDA_CHECK(cudaStreamSynchronize(stream_.stream()));
   c10::cuda::CUDACachingAllocator::emptyCache();
   const PauseSampling no_queries;
+  const auto of_other_shapes = memory_->live_blocks();
   try {
     record(step, shape);
   } catch (const std::exception& error) {
     shape.inputs.clear();
     shape.output.reset();
-    clear_leftovers();
+    clear_leftovers(of_other_shapes);
     const auto* known = dynamic_cast<const Error*>(&error);
     if (known != nullptr && known->code() == Code::kCapture) give_up(known->message());
     throw;
@@ -226,8 +227,10 @@ void CapturedGraphs::record(const Function& step, Shape& shape) {
 }
 
 // Tensors that outlive a capture that failed, such as gradients, were never computed.
-void CapturedGraphs::clear_leftovers() const {
-  for (const auto& [address, bytes] : memory_->live_blocks()) {
+void CapturedGraphs::clear_leftovers(const GraphMemory::Blocks& computed) const {
+  for (const auto& block : memory_->live_blocks()) {
+    if (std::find(computed.begin(), computed.end(), block) != computed.end()) continue;
+    const auto& [address, bytes] = block;
     C10_CUDA_CHECK(cudaMemsetAsync(address, 0, static_cast<size_t>(bytes), stream_.stream()));
   }
 }
@@ -236,6 +239,7 @@ void CapturedGraphs::replay(const Tensors& inputs, Shape& shape) {
   {
     const torch::NoGradGuard no_grad;
     for (size_t i = 0; i < inputs.size(); ++i) {
+      if (inputs[i].is_same(shape.inputs[i])) continue;  // the caller has filled it
       shape.inputs[i].copy_(inputs[i], /*non_blocking=*/true);
     }
   }

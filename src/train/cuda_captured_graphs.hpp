@@ -39,6 +39,8 @@ class CapturedGraphs {
   /// The step's result, without its history, as a tensor of the caller's.
   torch::Tensor call(const Function& step, const Tensors& inputs);
 
+  /// Of the last call, which has replayed.
+  const Tensors& inputs() const { return shapes_.front().inputs; }
   CaptureStats stats() const;
   const std::string& why_not() const { return why_not_; }  ///< of the last call; "": it replayed
 
@@ -72,7 +74,7 @@ class CapturedGraphs {
   void require_on_gpu(const Tensors& inputs);
   void give_up(const std::string& why);
   bool any_captured() const;
-  void clear_leftovers() const;
+  void clear_leftovers(const GraphMemory::Blocks& computed) const;
 
   const CaptureOptions options_;
   const c10::cuda::CUDAStream stream_;

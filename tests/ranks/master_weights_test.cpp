@@ -10,13 +10,11 @@
 #include "lockstep/distributed_data_parallel.hpp"
 #include "lockstep/grad_scaler.hpp"
 #include "lockstep/sgd.hpp"
+#include "master_weights_support.hpp"
 #include "rank_threads.hpp"
-#include "tensor_support.hpp"
 
 namespace lockstep::test {
 namespace {
-
-using torch::optim::Optimizer;
 
 torch::nn::Sequential make_net() {
   torch::manual_seed(3);
@@ -24,39 +22,6 @@ torch::nn::Sequential make_net() {
       torch::nn::Linear(7, 5),
       torch::nn::LayerNorm(torch::nn::LayerNormOptions(std::vector<int64_t>{5})),
       torch::nn::Linear(5, 3));
-}
-
-void set_gradients(const std::vector<torch::Tensor>& parameters, int step, double scale = 1) {
-  torch::manual_seed(100 + static_cast<uint64_t>(step));
-  for (const auto& parameter : parameters) {
-    parameter.mutable_grad() = (torch::randn(parameter.sizes()) * scale).to(parameter.dtype());
-  }
-}
-
-// The same gradients, in float32: what low precision has rounded is rounded here too.
-void copy_gradients(const std::vector<torch::Tensor>& from, const std::vector<torch::Tensor>& to) {
-  for (size_t i = 0; i < from.size(); ++i) {
-    to[i].mutable_grad() = from[i].grad().to(torch::kFloat32);
-  }
-}
-
-using Make = std::function<std::unique_ptr<Optimizer>(std::vector<torch::Tensor>,
-                                                      std::optional<MasterWeights>)>;
-
-std::vector<std::pair<std::string, Make>> makers() {
-  return {{"sgd",
-           [](auto parameters, auto masters) {
-             return std::make_unique<Sgd>(
-                 parameters, SgdOptions{.lr = 0.01, .momentum = 0.9, .masters = masters});
-           }},
-          {"adamw", [](auto parameters, auto masters) {
-             return std::make_unique<AdamW>(parameters,
-                                            AdamWOptions{.lr = 0.01, .masters = masters});
-           }}};
-}
-
-FusedOptimizer& fused(Optimizer& optimizer) {
-  return dynamic_cast<FusedOptimizer&>(optimizer);
 }
 
 TEST(MasterWeights, MatricesAndTheirBiasesBecomeLowAndNormsDoNot) {
@@ -101,29 +66,7 @@ TEST(MasterWeights, RefusalsNameTheParameterAndChangeNothing) {
 // The master walks as float32 training does on the same gradients, to the bit; the parameter is its
 // rounding.
 TEST(MasterWeights, MastersWalkAsFloat32Does) {
-  for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
-    for (const auto& [name, make] : makers()) {
-      SCOPED_TRACE(name);
-      auto low = make_net();
-      auto full = make_net();
-      const MasterWeights masters(*low, {.dtype = dtype});
-      const auto ours = make(low->parameters(), masters);
-      const auto expected = make(full->parameters(), std::nullopt);
-      for (int step = 0; step < 20; ++step) {
-        set_gradients(low->parameters(), step);
-        copy_gradients(low->parameters(), full->parameters());
-        const StepExtras extras = {.zero_grad = step % 2 == 0};
-        fused(*ours).step_fused({}, extras);
-        fused(*expected).step_fused({}, extras);
-        EXPECT_EQ(low->parameters()[0].grad().defined(), step % 2 != 0);
-      }
-      for (size_t i = 0; i < 6; ++i) {
-        const auto parameter = low->parameters()[i];
-        EXPECT_TRUE(torch::equal(masters.of(parameter), full->parameters()[i])) << i;
-        EXPECT_TRUE(torch::equal(parameter, masters.of(parameter).to(parameter.dtype()))) << i;
-      }
-    }
-  }
+  check_masters_walk_as_float32(make_net);
 }
 
 TEST(MasterWeights, UpdatesTooSmallForTheParameterAddUp) {
@@ -171,35 +114,22 @@ TEST(MasterWeights, ASharedWeightIsHeldAndUpdatedOnce) {
 }
 
 TEST(MasterWeights, ASavedOptimizerGoesOnWithTheSameBits) {
-  for (const auto& [name, make] : makers()) {
+  for (const auto& [name, make] : master_optimizers()) {
     SCOPED_TRACE(name);
-    auto whole = make_net();
-    auto resumed = make_net();
-    const MasterWeights whole_masters(*whole);
-    const MasterWeights resumed_masters(*resumed);
-    const auto first = make(whole->parameters(), whole_masters);
-    const auto second = make(resumed->parameters(), resumed_masters);
-    for (int step = 0; step < 10; ++step) {
-      if (step == 5) {
-        // The module's own weights come from its file; of norms nobody keeps another copy.
-        const torch::NoGradGuard no_grad;
-        for (size_t i = 0; i < 6; ++i) resumed->parameters()[i].copy_(whole->parameters()[i]);
-        load(*second, saved(*first));
-      }
-      set_gradients(whole->parameters(), step);
-      first->step();
-      if (step < 5) continue;
-      set_gradients(resumed->parameters(), step);
-      second->step();
-    }
-    for (size_t i = 0; i < 6; ++i) {
-      EXPECT_TRUE(torch::equal(resumed_masters.of(resumed->parameters()[i]),
-                               whole_masters.of(whole->parameters()[i])))
-          << i;
-    }
-    const auto without = make(make_net()->parameters(), std::nullopt);
+    check_saved_optimizer_goes_on(make_net, make, torch::kCPU);
+    auto net = make_net();
+    const MasterWeights masters(*net);
+    const auto with = make(net->parameters(), masters);
+    const auto other_net = make_net();
+    const auto without = make(other_net->parameters(), std::nullopt);
+    set_gradients(net->parameters(), 1);
+    with->step();
+    set_gradients(other_net->parameters(), 2);
+    without->step();
+    const std::string before = saved(*with);
     expect_error(Code::kFileFormat, {"no master weights", "take_from_parameters"},
-                 [&] { load(*second, saved(*without)); });
+                 [&] { load(*with, saved(*without)); });
+    EXPECT_TRUE(saved(*with) == before) << "a refused state has changed the optimizer";
   }
 }
 
@@ -234,40 +164,37 @@ TEST(MasterWeights, AModelThatWasConvertedSinceIsRefused) {
 
 // Unscaled in fp16, gradients of 1e-8 would be zero.
 TEST(MasterWeights, AScalerAcceptsHalfGradientsOfHeldParameters) {
-  for (const auto& [name, make] : makers()) {
+  const auto make_zero_net = [] {  // so that the smallest update is seen
+    const auto net = make_net();
+    for (auto& parameter : net->parameters()) torch::nn::init::zeros_(parameter);
+    return net;
+  };
+  for (const auto& [name, make] : master_optimizers()) {
     SCOPED_TRACE(name);
-    auto low = make_net();
-    auto full = make_net();
-    for (const auto& net : {low, full}) {  // so that the smallest update is seen
-      for (auto& parameter : net->parameters()) torch::nn::init::zeros_(parameter);
-    }
-    const MasterWeights masters(*low, {.dtype = torch::kHalf});
-    const auto ours = make(low->parameters(), masters);
-    const auto expected = make(full->parameters(), std::nullopt);
+    const LowAndFull both(make_zero_net, torch::kHalf, make);
+    const auto parameters = both.low->parameters();
     GradScaler scaler;
     GradScaler full_scaler;
-    scaler.name_parameters(*low);
+    scaler.name_parameters(*both.low);
     for (int step = 1; step <= 4; ++step) {
       scaler.scale(torch::ones({}));
       full_scaler.scale(torch::ones({}));
-      set_gradients(low->parameters(), step, 65536 * 1e-8);
+      both.set_gradients(step, 65536 * 1e-8);
       if (step == 2) {
-        low->parameters()[4].mutable_grad()[1][1] = std::numeric_limits<double>::infinity();
+        parameters[4].mutable_grad()[1][1] = std::numeric_limits<double>::infinity();
       }
-      copy_gradients(low->parameters(), full->parameters());
+      both.copy_gradients();
       if (step == 3) {
         expect_error(Code::kTensorMismatch, {"0.weight", "fp16", "unscale_", "max_norm"},
-                     [&] { scaler.unscale_(*ours); });
+                     [&] { scaler.unscale_(*both.ours); });
       }
-      scaler.step(*ours, {.zero_grad = true});
-      full_scaler.step(*expected, {.zero_grad = true});
+      scaler.step(*both.ours, {.zero_grad = true});
+      full_scaler.step(*both.expected, {.zero_grad = true});
       scaler.update();
       full_scaler.update();
     }
-    for (size_t i = 0; i < 6; ++i) {
-      EXPECT_TRUE(torch::equal(masters.of(low->parameters()[i]), full->parameters()[i])) << i;
-    }
-    EXPECT_TRUE(masters.of(low->parameters()[0]).ne(0).all().item<bool>());
+    both.expect_masters_as_full();
+    EXPECT_TRUE(both.masters.of(parameters[0]).ne(0).all().item<bool>());
     ASSERT_EQ(scaler.skipped_steps().size(), 1U);
     EXPECT_EQ(scaler.skipped_steps()[0].parameter, "2.weight");
   }
