@@ -11,6 +11,9 @@
 #include "parallel/bucket_flight.hpp"
 #include "parallel/gradient_buckets.hpp"
 #include "parallel/gradient_hooks.hpp"
+#include "parallel/gradient_streams.hpp"
+#include "parallel/gradient_tally.hpp"
+#include "parallel/launch_order.hpp"
 
 namespace lockstep {
 
@@ -19,6 +22,7 @@ class Capture;
 /// Averages gradients over the ranks while backward computes them.
 ///
 ///   hook -> parameter ready -> bucket ready -> launched, strictly in order -> finished
+///           GradientTally      LaunchOrder                                   BucketFlight
 ///
 /// Note [No communication thread]: on the CPU there is no core to spare. The hooks themselves move
 /// buckets whose peers have come, and what is left is finished when backward ends.
@@ -80,23 +84,32 @@ class Reducer final : public GradientListener {
   enum class Phase { kIdle, kForwarded, kBackward };
 
   bool passive() const { return !buckets_; }
+
   void begin_backward();
-  void check_decision();
-  void check_window();
-  void mark_ready(size_t parameter);
   void mark_unused(size_t parameter);
+  void mark_ready(size_t parameter);
   void launch_ready_buckets();
   void launch(size_t bucket, double weight);
-  void join_capture(Capture& capture);
-  void record_launch(size_t bucket);
-  void wait_for_buckets();
-  void count(std::function<void()> change);
   void end_backward();
   void finish_backward();
-  void count_step();
-  void settle_unused();
   void learn_static_graph();
   void settle_missing();
+  void settle_unused();
+  void count_step();
+
+  // In reducer_capture.cpp.
+  void join_capture(Capture& capture);
+  void record_launch(size_t bucket);
+  void record_wait();
+  void count(std::function<void()> change);
+
+  // In reducer_checks.cpp.
+  void check_ended();
+  void check_window();
+  void check_decision();
+  void check_gradient(const TrainedParameter& target, const torch::Tensor& gradient);
+  [[noreturn]] void refuse_late(size_t parameter);
+  [[noreturn]] void refuse_missing(const std::vector<size_t>& awaited);
   [[noreturn]] void fail(Code code, const std::string& message, const std::string& help);
 
   std::vector<TrainedParameter> parameters_;
@@ -113,20 +126,11 @@ class Reducer final : public GradientListener {
   double weight_ = 1;
   Capture* capture_ = nullptr;  // that this step is part of; null: none
   AccumulationWindow window_;
+  GradientStreams streams_;
 
-  std::mutex mutex_;                       // hooks of several GPUs come from several threads
-  std::vector<int> firings_left_;          // [parameter] until it is ready; 0: ready
-  std::vector<int> firings_;               // [parameter] in this backward
-  std::vector<bool> used_;                 // [parameter] since the last synchronised backward
-  std::vector<bool> zero_filled_;          // [parameter] whose place stands in for no gradient
-  std::vector<bool> reachable_;            // [parameter] of forwards since backward; empty: all
-  std::vector<int> static_firings_;        // [parameter] of the first step of a static graph
-  std::vector<size_t> missing_in_bucket_;  // [bucket] gradients until it is ready
-  size_t next_bucket_ = 0;                 // to launch
-
-  std::vector<size_t> order_;        // the one the buckets are in
-  std::vector<size_t> ready_order_;  // of the first synchronised backward
-  enum class Rebuild { kWatching, kDue, kDone } rebuild_ = Rebuild::kWatching;
+  std::mutex mutex_;     // hooks of several GPUs come from several threads
+  GradientTally tally_;  // which gradients of this backward are there
+  LaunchOrder order_;    // which bucket is next
 
   DdpStats stats_;
   BucketFlight flight_;
