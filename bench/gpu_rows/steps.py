@@ -1,0 +1,75 @@
+"""Rows 7 and 8: a training step of an MLP under AMP, with and without gradient accumulation."""
+
+import contextlib
+
+import workers
+from gpu_rows import losses, mlp, tables
+
+SHAPES = {  # of a row: shape, and steps in one measurement
+    "7": [((1024, 1024, 2, 64), 40), ((1024, 4096, 2, 512), 40)],
+    "8": [((4096, 4096, 4, 4096), 10)],
+}
+REFERENCE = "PyTorch AMP, eager, foreach SGD"
+
+
+def run(bench, rows):
+    """All programs of all rows are started at once: compiling takes longer than measuring."""
+    shapes = [(row, shape, steps) for row in rows for shape, steps in SHAPES[row]]
+    for accumulate in (1,) if bench.flags.quick else (1, 4):
+        with contextlib.ExitStack() as stack:
+            groups = [stack.enter_context(bench.running(step_cases(bench, shape, accumulate)))
+                      for _, shape, _ in shapes]
+            wait_until_ready(groups)
+            for (row, shape, steps), started in zip(shapes, groups):
+                time_steps(bench, row, shape, steps, accumulate, started)
+
+
+def wait_until_ready(groups):
+    """Nobody compiles while others are timed. A program that failed is reported when it is to be timed."""
+    for started in groups:
+        for worker in started.values():
+            with contextlib.suppress(workers.Failed):
+                worker.ready()
+
+
+def step_cases(bench, shape, accumulate):
+    def ours(**more):
+        return bench.program("bench_step"), mlp.settings(bench, shape, accumulate=accumulate, **more), 0
+
+    def theirs(**more):
+        return bench.peer("step.py"), mlp.settings(bench, shape, accumulate=accumulate, **more), 0
+
+    cases = {REFERENCE: theirs(sgd="foreach"),
+             "PyTorch AMP, eager, fused SGD": theirs(sgd="fused")}
+    if not bench.dry:
+        cases["PyTorch AMP, torch.compile, fused SGD"] = theirs(sgd="fused", compile=True)
+    if accumulate == 1:
+        cases["lockstep, eager"] = ours()
+    cases["lockstep, captured"] = ours(capture=True)
+    cases["lockstep, captured, master weights"] = ours(capture=True, masters=True)
+    cases["lockstep, captured, master weights, fused layers"] = ours(capture=True, masters=True, fused=True)
+    cases["lockstep, the same, tuned"] = ours(capture=True, masters=True, fused=True, tuned=True)
+    return cases
+
+
+def time_steps(bench, row, shape, steps, accumulate, started):
+    problems = losses.problems(started, REFERENCE, bench.precision)
+    answers = workers.take_turns(started, bench.repetitions, max(2, steps // accumulate))
+    found = {name: tables.values_of(value, "ms") for name, value in answers.items()}
+    bases = {"eager": [name for name in found if "eager" in name and "PyTorch" in name]}
+    if not bench.dry:
+        bases["compiled"] = [name for name in found if "compile" in name]
+    title = f"Row {row}: {mlp.text(shape)}" + (f", {accumulate} micro-steps" if accumulate > 1 else "")
+    floor = mlp.floor_ms(bench.rates, shape, accumulate)
+    medians = tables.print_times(f"{title}; AMP {bench.precision}, GradScaler, SGD; floor {floor:.3g} ms",
+                                 found, problems, bases, floor)
+    print_not_captured(started)
+    bench.record[title] = {"medians": medians, "problems": problems, "floor_ms": floor, "answers": found}
+
+
+def print_not_captured(started):
+    for name, worker in started.items():
+        if "captured" in name and not worker.failure:
+            ready = worker.ready()
+            if not ready["replayed"]:
+                print(f"NOT CAPTURED, {name}: {ready['why_not']}")
