@@ -1,0 +1,179 @@
+// Training over ranks that share a GPU: replicas, stages and divided layers give the numbers of one
+// rank alone.
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "gpu_ranks.hpp"
+#include "lockstep/distributed_data_parallel.hpp"
+#include "lockstep/pipeline.hpp"
+#include "lockstep/schedule.hpp"
+#include "lockstep/sgd.hpp"
+#include "lockstep/stages.hpp"
+#include "lockstep/tensor_parallel.hpp"
+
+namespace lockstep::test {
+namespace {
+
+using CudaCommunicator = GpuTest;
+
+// Layers wide enough to keep a GPU busy, the same in every thread.
+torch::nn::Sequential make_net(int64_t width = 256, int layers = 4) {
+  torch::nn::Sequential net;
+  for (int i = 0; i < layers; ++i) {
+    net->push_back(torch::nn::Linear(width, width));
+    net->push_back(torch::nn::Tanh());
+  }
+  const torch::NoGradGuard no_grad;
+  double phase = 0;
+  for (auto& parameter : net->parameters()) {
+    parameter.copy_(torch::arange(parameter.numel())
+                        .view(parameter.sizes())
+                        .mul(0.37)
+                        .add(phase)  //
+                        .sin()
+                        .mul(1.0 / static_cast<double>(width)));
+    phase += 1;
+  }
+  net->to(kGpu);
+  return net;
+}
+
+std::pair<torch::Tensor, torch::Tensor> batch_of(int step, int64_t width = 256) {
+  constexpr int64_t kRows = 64;
+  const auto x = torch::arange(kRows * width).view({kRows, width}).mul(0.61).add(step).cos();
+  return {x.to(kGpu), x.mul(0.5).to(kGpu)};
+}
+
+std::vector<torch::Tensor> weights_of(const std::vector<torch::Tensor>& parameters) {
+  std::vector<torch::Tensor> weights;
+  for (const auto& parameter : parameters) weights.push_back(parameter.detach().cpu());
+  return weights;
+}
+
+std::vector<torch::Tensor> train_alone(int steps) {
+  auto net = make_net();
+  Sgd optimizer(net->parameters(), {.lr = 0.1});
+  for (int step = 0; step < steps; ++step) {
+    const auto [x, y] = batch_of(step);
+    torch::mse_loss(net->forward(x), y).backward();
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  return weights_of(net->parameters());
+}
+
+// Buckets of a layer each, so that several travel while backward computes.
+DdpOptions small_buckets() {
+  return {.first_bucket_bytes = 64 << 10, .bucket_cap_bytes = 256 << 10};
+}
+
+// [rank] -> its weights after some steps on its part of the rows. Each rank makes options of its
+// own: a hook serves one rank.
+std::vector<std::vector<torch::Tensor>> train_ranks(
+    int size, int steps, const std::function<DdpOptions()>& options = small_buckets) {
+  std::vector<std::vector<torch::Tensor>> weights(static_cast<size_t>(size));
+  run_on_gpu(size, [&](const Communicator& comm, Device&) {
+    auto net = make_net();
+    DistributedDataParallel ddp(net, comm, options());
+    Sgd optimizer(ddp.parameters(), {.lr = 0.1});
+    for (int step = 0; step < steps; ++step) {
+      const auto [x, y] = batch_of(step);
+      const auto mine = [&](const torch::Tensor& rows) { return rows.chunk(size)[comm.rank()]; };
+      torch::mse_loss(ddp(mine(x)), mine(y)).backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    weights[static_cast<size_t>(comm.rank())] = weights_of(ddp.parameters());
+  });
+  return weights;
+}
+
+void expect_same_bits(const std::vector<torch::Tensor>& a, const std::vector<torch::Tensor>& b,
+                      const std::string& what) {
+  ASSERT_EQ(a.size(), b.size()) << what;
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(torch::equal(a[i], b[i])) << what << ", " << i;
+}
+
+void expect_within(const std::vector<torch::Tensor>& a, const std::vector<torch::Tensor>& b,
+                   double tolerance) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) {
+    EXPECT_LE((a[i] - b[i]).abs().max().item<double>(), tolerance) << "parameter " << i;
+  }
+}
+
+TEST_F(CudaCommunicator, DdpTrainsAsOneRankDoes) {
+  const auto alone = train_alone(10);
+  for (const int size : {2, 4}) {
+    const auto ranks = train_ranks(size, 10);
+    expect_within(ranks[0], alone, 1e-6);
+    for (const auto& rank : ranks) expect_same_bits(rank, ranks[0], "ranks of one run");
+  }
+}
+
+TEST_F(CudaCommunicator, DdpGivesTheSameBitsEveryTime) {
+  const auto first = train_ranks(2, 3);
+  for (int run = 1; run < 20; ++run) {
+    expect_same_bits(train_ranks(2, 3)[0], first[0], "run " + std::to_string(run));
+  }
+}
+
+TEST_F(CudaCommunicator, CompressedGradientsStayTheSameOnAllRanks) {
+  const auto ranks = train_ranks(2, 5, [] {
+    auto options = small_buckets();
+    options.hook = compress_gradients(torch::kBFloat16);
+    return options;
+  });
+  expect_same_bits(ranks[0], ranks[1], "ranks");
+  expect_within(ranks[0], train_alone(5), 1e-3);
+}
+
+TEST_F(CudaCommunicator, APipelineOverRanksTrainsAsOneDeviceDoes) {
+  const auto alone = train_alone(5);
+  for (const char* name : {"gpipe", "1f1b"}) {
+    const auto schedule = make_schedule(name, 2, 4);
+    std::vector<torch::Tensor> weights(alone.size());
+    run_on_gpu(2, [&](const Communicator& comm, Device& device) {
+      auto net = make_net();
+      Pipeline pipeline(split_stages(net, cut_by_count(static_cast<int64_t>(net->size()), 2)), comm,
+                        device, schedule,
+                        {.loss = [](const torch::Tensor& out, const torch::Tensor& y) {
+                          return torch::mse_loss(out, y);
+                        }});
+      Sgd optimizer(pipeline.parameters(), {.lr = 0.1});
+      for (int step = 0; step < 5; ++step) {
+        const auto [x, y] = batch_of(step);
+        EXPECT_TRUE(pipeline.step(x, y).isfinite().item<bool>());
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      const auto mine = weights_of(pipeline.parameters());
+      const size_t first = comm.rank() == 0 ? 0 : alone.size() - mine.size();
+      std::copy(mine.begin(), mine.end(), weights.begin() + static_cast<std::ptrdiff_t>(first));
+    });
+    expect_within(weights, alone, 1e-6);
+  }
+}
+
+TEST_F(CudaCommunicator, LayersDividedOverRanksGiveTheWholeOnesResult) {
+  run_on_gpu(2, [](const Communicator& comm, Device&) {
+    const auto whole = make_net(64, 2);
+    torch::nn::Linear up(std::dynamic_pointer_cast<torch::nn::LinearImpl>(whole->ptr(0)));
+    torch::nn::Linear down(std::dynamic_pointer_cast<torch::nn::LinearImpl>(whole->ptr(2)));
+    ColumnLinear column(up, comm);
+    RowLinear row(down, comm);
+    const auto x = std::get<0>(batch_of(1, 64)).requires_grad_();
+    const auto expected = down(torch::tanh(up(x)));
+    expected.pow(2).sum().backward();
+    const auto expected_gradient = x.grad().clone();
+    x.mutable_grad() = torch::Tensor();
+    const auto result = row(torch::tanh(column(x)));
+    result.pow(2).sum().backward();
+    expect_close(result.detach(), expected.detach(), "result");
+    expect_close(x.grad(), expected_gradient, "gradient");
+  });
+}
+
+}  // namespace
+}  // namespace lockstep::test
