@@ -23,6 +23,7 @@ IpcCarried::IpcCarried(IpcCore& core, const Call& call, const CallContext& conte
   area_.free.hold(stream_);
   if (input != nullptr) gpu_copy(below_, input, scatters ? all_bytes : bytes, stream_);
   down_.record(stream_);
+  area_.free.record(stream_);  // where this call fails before it takes anything up
 }
 
 bool IpcCarried::advance() {

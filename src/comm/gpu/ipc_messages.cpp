@@ -105,7 +105,12 @@ void IpcMessages::send_carried(int to, const Call& call, const std::byte* data, 
   gpu_copy(down_->data(), data, bytes, context.stream);
   const GpuEvent is_down;
   is_down.record(context.stream);
-  core_.block([&] { core_.await(is_down, call, context.deadline_ns); });
+  try {
+    core_.block([&] { core_.await(is_down, call, context.deadline_ns); });
+  } catch (...) {
+    (void)down_.release();  // the GPU may still write there
+    throw;
+  }
   Frame frame;
   frame.call = call;
   frame.carried = bytes;
