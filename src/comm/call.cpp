@@ -98,6 +98,16 @@ std::string describe(const Call& call) {
   return text;
 }
 
+void require_same_message(const Group& group, int sender, const Call& sent, int receiver,
+                          const Call& received) {
+  if (agree(sent, received)) return;
+  const auto world_rank = [&](int place) {
+    return group.world_ranks.at(static_cast<size_t>(place));
+  };
+  const Group pair{.world_ranks = {world_rank(sender), world_rank(receiver)}, .name = group.name};
+  throw_mismatch(pair, std::array{sent, received});
+}
+
 void throw_mismatch(const Group& group, std::span<const Call> calls) {
   const std::vector<Camp> camps = camps_of(group, calls);
   const Camp& majority = camps.back();

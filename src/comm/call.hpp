@@ -67,6 +67,10 @@ struct MissingRank {
 /// differs from a majority is blamed.
 [[noreturn]] void throw_mismatch(const Group& group, std::span<const Call> calls);
 
+/// The same for the two sides of a message, where they differ; `sender` and `receiver` are places.
+void require_same_message(const Group& group, int sender, const Call& sent, int receiver,
+                          const Call& received);
+
 /// kRankAbsent: "all_reduce #17 (bucket 3) …: rank 2 of 4 absent after 30 s".
 [[noreturn]] void throw_absent(const Group& group, const Call& call,
                                std::span<const MissingRank> missing, int64_t waited_ns);

@@ -119,13 +119,7 @@ class Recv final : public ShmTask {
  private:
   // Before any data is taken. The error is recorded, so that the sender learns of it.
   void compare() const {
-    if (agree(theirs_, call)) return;
-    const Group& group = engine_.group();
-    const Group pair{.rank = 1,
-                     .world_ranks = {group.world_ranks.at(static_cast<size_t>(from_)),
-                                     group.world_ranks.at(static_cast<size_t>(group.rank))},
-                     .name = group.name};
-    throw_mismatch(pair, std::vector<Call>{theirs_, call});
+    require_same_message(engine_.group(), from_, theirs_, engine_.rank(), call);
   }
 
   const ShmEngine& engine_;

@@ -86,10 +86,20 @@ __global__ void add_partials(int64_t count, int64_t width, const float* partials
   sums[column] = static_cast<T>(sum);
 }
 
+// Over the threads of a block, always in the same order; what thread 0 gets is whole.
+__device__ double sum_of_block(double mine) {
+  __shared__ double of_threads[kSumThreads];
+  of_threads[threadIdx.x] = mine;
+  for (int half = kSumThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.x < half) of_threads[threadIdx.x] += of_threads[threadIdx.x + half];
+  }
+  return of_threads[threadIdx.x];
+}
+
 template <class X, class Target>
 __global__ void __launch_bounds__(kSumThreads)
     sum_squares(int64_t count, const X* x, const Target* target, double* partials) {
-  __shared__ double of_threads[kSumThreads];
   float sum = 0;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kSumThreads * kVector;
   for (int64_t at = (static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x) * kVector;
@@ -104,25 +114,16 @@ __global__ void __launch_bounds__(kSumThreads)
       sum += difference * difference;
     }
   }
-  of_threads[threadIdx.x] = static_cast<double>(sum);
-  for (int half = kSumThreads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (threadIdx.x < half) of_threads[threadIdx.x] += of_threads[threadIdx.x + half];
-  }
-  if (threadIdx.x == 0) partials[blockIdx.x] = of_threads[0];
+  const double whole = sum_of_block(static_cast<double>(sum));
+  if (threadIdx.x == 0) partials[blockIdx.x] = whole;
 }
 
 __global__ void __launch_bounds__(kSumThreads)
     mean_of_partials(int64_t partial_count, const double* partials, double count, float* loss) {
-  __shared__ double of_threads[kSumThreads];
   double sum = 0;
   for (int64_t i = threadIdx.x; i < partial_count; i += kSumThreads) sum += partials[i];
-  of_threads[threadIdx.x] = sum;
-  for (int half = kSumThreads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (threadIdx.x < half) of_threads[threadIdx.x] += of_threads[threadIdx.x + half];
-  }
-  if (threadIdx.x == 0) *loss = static_cast<float>(of_threads[0] / count);
+  const double whole = sum_of_block(sum);
+  if (threadIdx.x == 0) *loss = static_cast<float>(whole / count);
 }
 
 template <class X, class Target>

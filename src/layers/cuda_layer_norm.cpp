@@ -17,10 +17,6 @@ using torch::Tensor;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-bool is_aligned(const Tensor& tensor) {
-  return !tensor.defined() || reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
-}
-
 // Contiguous, and where the kernels can read it: a gradient may be a view that begins anywhere.
 Tensor as_kernels_read(const Tensor& tensor) {
   const auto result = tensor.contiguous();

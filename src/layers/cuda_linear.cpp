@@ -28,10 +28,6 @@ struct Activated {
   Tensor bias_gradient;  // of the layer, where the layer after it found it on the way
 };
 
-bool is_aligned(const Tensor& tensor) {
-  return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
-}
-
 Tensor activation_gradient(const Tensor& gradient, const Activated& of, const Tensor& output) {
   return of.activation == Activation::kRelu ? at::threshold_backward(gradient, output, 0)
                                             : at::gelu_backward(gradient, of.before, "tanh");
@@ -43,8 +39,8 @@ Tensor activation_gradient(const Tensor& gradient, const Activated& of, const Te
 Tensor undo_in_place(Tensor gradient, Undone what, const Tensor& kept, bool sums_wanted) {
   Tensor sums;
   if (sums_wanted) sums = at::empty({gradient.size(1)}, gradient.options());
-  const bool fits = gradient.numel() > 0 && gradient.size(1) % 8 == 0 && is_aligned(gradient) &&
-                    (!kept.defined() || is_aligned(kept));
+  const bool fits =
+      gradient.numel() > 0 && gradient.size(1) % 8 == 0 && is_aligned(gradient) && is_aligned(kept);
   if (!fits) {
     if (what == Undone::kRelu) at::threshold_backward_out(gradient, gradient, kept, 0);
     if (what == Undone::kGeluTanh) at::gelu_backward_out(gradient, gradient, kept, "tanh");

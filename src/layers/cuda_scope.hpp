@@ -24,6 +24,11 @@ class LayerScope {
   c10::impl::ExcludeDispatchKeyGuard no_autocast_;
 };
 
+/// Whether kernels that take 16 bytes at a time can read it; what is undefined is not read.
+inline bool is_aligned(const torch::Tensor& tensor) {
+  return !tensor.defined() || reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
+}
+
 /// Refuses backward with create_graph = true.
 inline void require_first_derivative(const std::string& layer) {
   if (!torch::GradMode::is_enabled()) return;

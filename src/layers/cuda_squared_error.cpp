@@ -17,10 +17,6 @@ using torch::Tensor;
 using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
-bool is_aligned(const Tensor& tensor) {
-  return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
-}
-
 SquaredError work_of(const Tensor& x, const Tensor& target) {
   return {.dtype = *dtype_of(x.scalar_type()),
           .target_dtype = *dtype_of(target.scalar_type()),

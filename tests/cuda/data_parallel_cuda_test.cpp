@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "gpu_test.hpp"
 #include "lockstep/data_parallel.hpp"
 #include "lockstep/device.hpp"
 #include "tensor_support.hpp"
@@ -11,12 +12,7 @@
 namespace lockstep {
 namespace {
 
-class Cuda : public testing::Test {
- protected:
-  void SetUp() override {
-    if (!torch::cuda::is_available()) GTEST_SKIP() << "needs a GPU";
-  }
-};
+using Cuda = test::GpuTest;
 
 torch::nn::Sequential make_net() {
   torch::manual_seed(3);

@@ -6,6 +6,7 @@
 
 #include <thread>
 
+#include "gpu_test.hpp"
 #include "lockstep/autocast.hpp"
 #include "lockstep/grad_scaler.hpp"
 #include "lockstep/pipeline.hpp"
@@ -20,12 +21,7 @@ namespace {
 constexpr int64_t kWidth = 64;
 constexpr int kSteps = 10;
 
-class CudaPipeline : public testing::Test {
- protected:
-  void SetUp() override {
-    if (!torch::cuda::is_available()) GTEST_SKIP() << "needs a GPU";
-  }
-};
+using CudaPipeline = test::GpuTest;
 
 torch::nn::Sequential make_net(int64_t layers = 8) {
   torch::manual_seed(3);

@@ -8,6 +8,7 @@
 
 #include <limits>
 
+#include "gpu_test.hpp"
 #include "grad_scaler_golden.hpp"
 #include "lockstep/adamw.hpp"
 #include "lockstep/autocast.hpp"
@@ -20,12 +21,9 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
-class CudaPrecision : public testing::Test {
+class CudaPrecision : public GpuTest {
  protected:
-  void SetUp() override {
-    if (!torch::cuda::is_available()) GTEST_SKIP() << "needs a GPU";
-  }
-  const torch::Device gpu{torch::kCUDA, 0};
+  const torch::Device gpu = kGpu;
 };
 
 torch::nn::Sequential make_net(torch::Device device) {

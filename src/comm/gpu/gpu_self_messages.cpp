@@ -2,16 +2,10 @@
 
 #include <cuda_runtime_api.h>
 
-#include <array>
-
 #include "comm/make_call.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
-GpuSelfMessages::GpuSelfMessages(const Group& group) {
-  const int own = group.world_ranks[static_cast<size_t>(group.rank)];
-  pair_ = {.rank = 0, .world_ranks = {own, own}, .name = group.name};
-}
 
 GpuSelfMessages::~GpuSelfMessages() {
   for (const Message& message : messages_) (void)cudaFree(message.bytes);
@@ -40,7 +34,7 @@ void GpuSelfMessages::recv(const Buffer& buffer, int tag, const CallContext& con
                 "send it first");
   }
   const Message& message = messages_.front();
-  if (!agree(message.call, call)) throw_mismatch(pair_, std::array{message.call, call});
+  require_same_message(group_, group_.rank, message.call, group_.rank, call);
   if (message.bytes != nullptr) {
     message.filled.hold(context.stream);
     gpu_copy(buffer.data, message.bytes, buffer.bytes(), context.stream);

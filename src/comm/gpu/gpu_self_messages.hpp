@@ -10,7 +10,7 @@ namespace lockstep {
 /// Messages of a rank to itself: copies on its GPU, kept until it receives them.
 class GpuSelfMessages {
  public:
-  explicit GpuSelfMessages(const Group& group);
+  explicit GpuSelfMessages(const Group& group) : group_(group) {}
   ~GpuSelfMessages();
   GpuSelfMessages(const GpuSelfMessages&) = delete;
   GpuSelfMessages& operator=(const GpuSelfMessages&) = delete;
@@ -26,7 +26,7 @@ class GpuSelfMessages {
     GpuEvent filled;
   };
 
-  Group pair_;  // this rank, twice
+  Group group_;
   int64_t sent_ = 0;
   int64_t received_ = 0;
   std::deque<Message> messages_;

@@ -135,14 +135,7 @@ void IpcMessages::recv(const Buffer& buffer, int from, int tag, const CallContex
     int64_t done = 0;
     do {
       const auto [frame, carried] = hear(from, kData, call, context.deadline_ns);
-      if (!agree(frame.call, call)) {
-        const Group& group = core_.group();
-        const Group pair{.rank = 1,
-                         .world_ranks = {group.world_ranks.at(static_cast<size_t>(from)),
-                                         group.world_ranks.at(static_cast<size_t>(group.rank))},
-                         .name = group.name};
-        throw_mismatch(pair, std::array{frame.call, call});
-      }
+      require_same_message(core_.group(), from, frame.call, core_.rank(), call);
       if (frame.bytes > 0) take_chunk(in, from, call, frame, data + done, context);
       // Memory that is not pinned: CUDA has read it when this returns.
       gpu_copy(data + done, carried.data(), frame.carried, context.stream);

@@ -3,7 +3,6 @@
 #include "comm/gpu/nccl_core.hpp"
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <exception>
 #include <thread>
@@ -214,13 +213,9 @@ void NcclCore::rendezvous(const Call& own, int peer, int64_t deadline_ns) {
   } catch (const Error&) {
     rethrow_as_part_of(group(), own);
   }
-  if (agree(own, theirs)) return;
-  const int here = group().world_ranks.at(static_cast<size_t>(group().rank));
-  const int there = group().world_ranks.at(static_cast<size_t>(peer));
-  const Group pair{.rank = sends ? 0 : 1,
-                   .world_ranks = sends ? std::vector{here, there} : std::vector{there, here},
-                   .name = group().name};
-  throw_mismatch(pair, sends ? std::array{own, theirs} : std::array{theirs, own});
+  const int here = group().rank;
+  if (sends) return require_same_message(group(), here, own, peer, theirs);
+  require_same_message(group(), peer, theirs, here, own);
 }
 
 std::unique_ptr<GpuControl> NcclCore::split(int colour, int key, std::string_view group_name,
