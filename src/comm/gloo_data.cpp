@@ -63,6 +63,11 @@ void GlooData::connect(const Group& group, GlooLink& link, int64_t deadline_ns) 
            message.text);
     }
   }
+  // Who leaves now would take its end of a connection from a slower rank that still makes it.
+  link.send_all(GlooLink::Frame::kNote, "connected");
+  if (link.gather(GlooLink::Frame::kNote, peers, deadline_ns).index() != 0) {
+    fail("cannot connect", "a rank ended, or did not come in time");
+  }
 }
 
 }  // namespace lockstep

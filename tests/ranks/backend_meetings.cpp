@@ -58,6 +58,10 @@ TEST_P(BackendMeetings, NothingIsLeftBehind) {
   EXPECT_EQ(entries_of("/proc/self/task"), threads);
 }
 
+TEST_P(BackendMeetings, ARankMayLeaveAsSoonAsItHasMet) {
+  for (int i = 0; i < 20; ++i) run_ranks(GetParam(), [](Rank&) {});
+}
+
 INSTANTIATE_TEST_SUITE_P(All, BackendMeetings,
                          testing::ValuesIn(world_cases({3}, {Ranks::kThreads})), case_name);
 
