@@ -47,10 +47,10 @@ torch::Tensor linear_cross_entropy(const torch::Tensor& x, const torch::Tensor& 
                                    const torch::Tensor& targets, int64_t valid_classes = -1);
 
 /// From now on each new shape of a matrix product is timed with several of cuBLASLt's algorithms,
-/// on the calling GPU, and the fastest is kept as long as the process lives. Costs about 0.1 s a
-/// shape. Off, as at the start: cuBLASLt's own first choice, so that a run repeated is equal bit by
-/// bit; tuned runs are equal within rounding only. While a step is captured nothing is timed: warm
-/// up.
+/// on the calling GPU, and the fastest is kept as long as the process lives. Costs up to a
+/// second a shape. Off, as at the start: cuBLASLt's own first choice, so that a run repeated is
+/// equal bit by bit; tuned runs are equal within rounding only. While a step is captured nothing is
+/// timed: warm up.
 void tune_layers(bool on);
 
 }  // namespace lockstep

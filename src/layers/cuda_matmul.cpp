@@ -11,13 +11,13 @@
 #include <array>
 #include <atomic>
 #include <bit>
-#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <type_traits>
 #include <vector>
 
+#include "layers/cuda_fastest.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/fused_layers.hpp"
 
@@ -27,9 +27,6 @@ namespace {
 
 constexpr size_t kMaxWorkspaceBytes = size_t{32} << 20;
 constexpr int kCandidates = 16;
-constexpr int kTuneRounds = 3;  // over all candidates, so that a clock that changes hits all alike
-constexpr int kTuneRepeats = 8;
-constexpr float kClearlyFaster = 0.99F;  // of the time of an earlier candidate
 
 std::atomic<bool> tuning{false};
 
@@ -212,61 +209,18 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Milliseconds that the GPU takes for one `work`, of several in a row.
-class Stopwatch {
- public:
-  explicit Stopwatch(cudaStream_t stream) : stream_(stream) {
-    C10_CUDA_CHECK(cudaEventCreate(&begin_));
-    C10_CUDA_CHECK(cudaEventCreate(&end_));
-  }
-  ~Stopwatch() {
-    if (begin_) (void)cudaEventDestroy(begin_);
-    if (end_) (void)cudaEventDestroy(end_);
-  }
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
-
-  template <class Work>
-  float measure(Work&& work) {
-    work();
-    C10_CUDA_CHECK(cudaEventRecord(begin_, stream_));
-    for (int i = 0; i < kTuneRepeats; ++i) work();
-    C10_CUDA_CHECK(cudaEventRecord(end_, stream_));
-    C10_CUDA_CHECK(cudaEventSynchronize(end_));
-    float ms = 0;
-    C10_CUDA_CHECK(cudaEventElapsedTime(&ms, begin_, end_));
-    return ms / kTuneRepeats;
-  }
-
- private:
-  cudaStream_t stream_;
-  cudaEvent_t begin_ = nullptr;
-  cudaEvent_t end_ = nullptr;
-};
-
-// The position of the fastest candidate that runs. An earlier one wins where times are as good as
-// equal, so that runs tend to agree.
-size_t fastest(const Problem& problem, const Matmul& work,
-               const std::vector<cublasLtMatmulHeuristicResult_t>& candidates) {
+// The position of the fastest candidate.
+size_t fastest_candidate(const Problem& problem, const Matmul& work,
+                         const std::vector<cublasLtMatmulHeuristicResult_t>& candidates) {
   // Repeating a product that adds to its output would add again.
   const auto out = work.beta == 0 ? work.out : at::empty_like(work.out);
-  Stopwatch watch(problem.stream());
-  std::vector<float> best(candidates.size(), std::numeric_limits<float>::infinity());
-  for (int round = 0; round < kTuneRounds; ++round) {
-    for (size_t i = 0; i < candidates.size(); ++i) {
-      bool runs = true;
-      const float ms = watch.measure([&] {
-        runs = runs && problem.queue(candidates[i].algo, candidates[i].workspaceSize, out) ==
-                           CUBLAS_STATUS_SUCCESS;
-      });
-      if (runs) best[i] = std::min(best[i], ms);
-    }
+  std::vector<Way> ways;
+  for (const auto& candidate : candidates) {
+    ways.emplace_back([&] {
+      return problem.queue(candidate.algo, candidate.workspaceSize, out) == CUBLAS_STATUS_SUCCESS;
+    });
   }
-  size_t chosen = 0;
-  for (size_t i = 1; i < best.size(); ++i) {
-    if (best[i] < best[chosen] * kClearlyFaster) chosen = i;
-  }
-  return chosen;
+  return fastest(ways, problem.stream());
 }
 
 std::mutex plans_mutex;
@@ -281,7 +235,7 @@ Plan plan_of(const Problem& problem, const Matmul& work) {
   plan.searched = true;
   const auto candidates = problem.candidates(tune ? kCandidates : 1);
   if (candidates.empty()) return plan;
-  const size_t chosen = tune ? fastest(problem, work, candidates) : 0;
+  const size_t chosen = tune ? fastest_candidate(problem, work, candidates) : 0;
   plan = {.searched = true,
           .found = true,
           .tuned = tune,
@@ -333,17 +287,13 @@ bool choose_fused(const Matmul& fused, const Matmul& plain, const std::function<
   if (is_new && is_capturing(problem.stream())) return true;
   bool& choice = (*choices)[key_of(fused)];
   if (is_new) {
-    Stopwatch watch(problem.stream());
-    float fused_ms = std::numeric_limits<float>::infinity();
-    float plain_ms = fused_ms;
-    for (int round = 0; round < kTuneRounds; ++round) {
-      fused_ms = std::min(fused_ms, watch.measure([&] { try_matmul(fused); }));
-      plain_ms = std::min(plain_ms, watch.measure([&] {
-        matmul(plain);
-        rest();
-      }));
-    }
-    choice = fused_ms <= plain_ms;
+    const Way together = [&] { return try_matmul(fused); };
+    const Way apart = [&] {
+      matmul(plain);
+      rest();
+      return true;
+    };
+    choice = fastest({together, apart}, problem.stream()) == 0;
   }
   return choice;
 }

@@ -6,6 +6,8 @@
 #include <c10/cuda/CUDAException.h>
 #include <cuda_runtime_api.h>
 
+#include <mutex>
+
 #include "lockstep/error.hpp"
 
 namespace lockstep::cuda {
@@ -20,22 +22,33 @@ void try_to(Part part) noexcept {
   }
 }
 
+// See Note [Graphs of generators].
+std::mutex& listing() {
+  static std::mutex mutex;
+  return mutex;
+}
+
 }  // namespace
+
+StepGraph::StepGraph() : graph_(std::make_unique<Graph>()) {}
 
 StepGraph::~StepGraph() {
   if (phase_ == Phase::kRecording) drop();
+  const std::lock_guard lock(listing());
+  graph_.reset();
 }
 
 void StepGraph::begin(at::cuda::MempoolId_t pool) {
+  const std::lock_guard lock(listing());
   phase_ = Phase::kRecording;
-  capture_begin(pool, cudaStreamCaptureModeRelaxed);
+  graph_->capture_begin(pool, cudaStreamCaptureModeRelaxed);
 }
 
 bool StepGraph::is_empty() const {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
   cudaGraph_t graph = nullptr;
-  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(capture_stream_.stream(), &status, &id, &graph));
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(graph_->capture_stream_.stream(), &status, &id, &graph));
   if (status != cudaStreamCaptureStatusActive) return false;
   size_t nodes = 0;
   C10_CUDA_CHECK(cudaGraphGetNodes(graph, nullptr, &nodes));
@@ -44,7 +57,7 @@ bool StepGraph::is_empty() const {
 
 bool StepGraph::is_spoilt() const {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  const auto error = cudaStreamIsCapturing(capture_stream_.stream(), &status);
+  const auto error = cudaStreamIsCapturing(graph_->capture_stream_.stream(), &status);
   (void)cudaGetLastError();
   return error != cudaSuccess || status != cudaStreamCaptureStatusActive;
 }
@@ -54,7 +67,7 @@ void StepGraph::end() {
     throw Error(Code::kCapture, "an operation of the step has spoilt its capture",
                 "leave out of the step what waits for the GPU, or run it without capture");
   }
-  capture_end();
+  graph_->capture_end();
   phase_ = Phase::kRecorded;
 }
 
@@ -62,17 +75,22 @@ void StepGraph::drop() noexcept {
   if (phase_ != Phase::kRecording) return;
   phase_ = Phase::kDropped;
   cudaGraph_t half = nullptr;
-  if (cudaStreamEndCapture(capture_stream_.stream(), &half) == cudaSuccess && half != nullptr) {
+  if (cudaStreamEndCapture(graph_->capture_stream_.stream(), &half) == cudaSuccess &&
+      half != nullptr) {
     (void)cudaGraphDestroy(half);
   }
   (void)cudaGetLastError();  // a spoilt recording says so once more
-  for (auto& [generator, increment] : captured_generator_states_) generator->capturing_ = false;
-  if (capture_dev_ == UNDEFINED_DEVICE) return;  // it failed before memory was asked for
+  for (auto& [generator, increment] : graph_->captured_generator_states_) {
+    generator->capturing_ = false;
+  }
+  const auto gpu = graph_->capture_dev_;
+  const auto pool = graph_->mempool_id_;
+  if (gpu == Graph::UNDEFINED_DEVICE) return;  // it failed before memory was asked for
   auto* host_memory = at::getHostAllocator(at::kCUDA);
-  try_to([&] { c10::cuda::CUDACachingAllocator::endAllocateToPool(capture_dev_, mempool_id_); });
-  try_to([&] { c10::cuda::CUDACachingAllocator::releasePool(capture_dev_, mempool_id_); });
-  try_to([&] { host_memory->end_allocate_to_pool(mempool_id_); });
-  try_to([&] { host_memory->release_pool(mempool_id_); });
+  try_to([&] { c10::cuda::CUDACachingAllocator::endAllocateToPool(gpu, pool); });
+  try_to([&] { c10::cuda::CUDACachingAllocator::releasePool(gpu, pool); });
+  try_to([&] { host_memory->end_allocate_to_pool(pool); });
+  try_to([&] { host_memory->release_pool(pool); });
 }
 
 }  // namespace lockstep::cuda

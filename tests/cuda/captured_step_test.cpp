@@ -6,6 +6,7 @@
 #include <torch/torch.h>
 
 #include <optional>
+#include <thread>
 
 #include "captured_step_support.hpp"
 #include "lockstep/adamw.hpp"
@@ -125,6 +126,24 @@ TEST_F(CudaCapture, EachShapeIsCapturedAndTheOldestForgotten) {
   const auto [alone, kept_one] = train(true, 1, "AAAABBAAA");
   expect_same_bits(alone, train(false, 1, "AAAABBAAA").first);
   EXPECT_EQ(kept_one.captures, 3) << "A, B, and A again";
+}
+
+// libtorch lists the graphs of a generator without a lock.
+TEST_F(CudaCapture, ThreadsMakeAndDestroyGraphsAtTheSameTime) {
+  const Devices devices("cuda:0*4");
+  std::vector<std::thread> threads;
+  for (int of = 0; of < 4; ++of) {
+    threads.emplace_back([of, &devices] {
+      const UseDevice home(devices[of]);
+      for (int i = 0; i < 25; ++i) {
+        CapturedStep step([of](const torch::Tensor& x) { return x * of; }, {.warmup = 1});
+        const auto x = torch::full({64}, i, kGpu);
+        for (int call = 0; call < 3; ++call) EXPECT_TRUE(torch::equal(step(x), x * of));
+        EXPECT_TRUE(step.replayed()) << step.why_not();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
 }
 
 // A loader writes each batch where the graphs read it.
