@@ -29,7 +29,7 @@ def seconds(work, count):
 
 
 def measure(count):
-    return {"copy_gbps": 2 * source.nbytes / seconds(lambda: target.copy_(source), count) * 1e-9,
+    return {"copy_gbps": 2 * source.numel() * source.element_size() / seconds(lambda: target.copy_(source), count) * 1e-9,
             "tflops": 2 * width**3 / seconds(lambda: a @ b, count) * 1e-12}
 
 
