@@ -4,44 +4,30 @@
 
 #include <nlohmann/json.hpp>
 
-#include "cli/child.hpp"
 #include "lockstep/record.hpp"
 #include "lockstep/safetensors.hpp"
-#include "support.hpp"
+#include "program_support.hpp"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
 
-using cli::ChildResult;
-using test::ScratchFolder;
-
-ChildResult run(const std::string& program, std::vector<std::string> arguments) {
-  const cli::Interrupts interrupts;
-  return cli::run_child(
-      {.program = std::string(LOCKSTEP_BIN) + "/" + program, .arguments = std::move(arguments)},
-      interrupts);
-}
-
 // A model small enough that a run is mostly start-up.
-std::vector<std::string> small(std::vector<std::string> more) {
-  std::vector<std::string> arguments = {"--steps", "4",        "--batch", "64",      "--dim",
-                                        "8",       "--hidden", "16",      "--depth", "1"};
-  arguments.insert(arguments.end(), more.begin(), more.end());
-  return arguments;
+Arguments small(const Arguments& more) {
+  return join({"--steps", "4", "--batch", "64", "--dim", "8", "--hidden", "16", "--depth", "1"},
+              more);
 }
 
-RunRecord record_of(const std::string& program, std::vector<std::string> more) {
+RunRecord record_of(const std::string& program, const Arguments& more) {
   const ScratchFolder folder;
-  more.insert(more.end(), {"--quiet", "--json", folder.file("record.json")});
-  const ChildResult result = run(program, small(std::move(more)));
+  const ChildResult result =
+      run(program, small(join(more, {"--quiet", "--json", folder.file("record.json")})));
   EXPECT_EQ(result.exit_code, 0) << result.errors;
   EXPECT_EQ(result.output, "") << "--quiet prints nothing";
   return read_record(folder.file("record.json"));
 }
 
 // One message with a code and a remedy, exit 2, nothing on standard output and nothing left behind.
-void expect_refusal(const std::vector<std::string>& arguments, const std::string& code,
-                    const std::string& part) {
+void expect_refusal(const Arguments& arguments, const std::string& code, const std::string& part) {
   const ChildResult result = run("practical5_dp", arguments);
   EXPECT_EQ(result.exit_code, 2) << result.errors;
   EXPECT_EQ(result.output, "");
@@ -137,7 +123,7 @@ TEST(Practical5, TheTimelineHasEveryReplica) {
                 small({"--quiet", "--devices", "cpu:2", "--trace", folder.file("t.json")}))
                 .exit_code,
             0);
-  const auto trace = nlohmann::json::parse(test::read_bytes(folder.file("t.json")));
+  const auto trace = nlohmann::json::parse(read_bytes(folder.file("t.json")));
   std::map<std::pair<int, std::string>, int> spans;
   for (const auto& event : trace.at("traceEvents")) {
     if (event.at("ph") == "X")
@@ -175,14 +161,14 @@ TEST(Practical5Refuses, BadFiles) {
   ASSERT_EQ(
       run("practical5_single", small({"--quiet", "--devices", "cpu:1", "--save", good})).exit_code,
       0);
-  const std::string bytes = test::read_bytes(good);
+  const std::string bytes = read_bytes(good);
   const std::string bad = folder.file("bad.safetensors");
 
   expect_refusal(small({"--init", folder.file("none")}), "LS0004", "no such file");
   expect_refusal(small({"--data", folder.file("none")}), "LS0004", "no such file");
-  test::write_bytes(bad, bytes.substr(0, bytes.size() - 1));
+  write_bytes(bad, bytes.substr(0, bytes.size() - 1));
   expect_refusal(small({"--init", bad}), "LS0005", bad);
-  test::write_bytes(bad, "this is a text file, not a tensor file");
+  write_bytes(bad, "this is a text file, not a tensor file");
   expect_refusal(small({"--init", bad}), "LS0005", bad);
   expect_refusal(small({"--data", bad}), "LS0005", bad);
   expect_refusal(small({"--init", good, "--hidden", "17"}), "LS0006",
@@ -212,4 +198,4 @@ TEST(Practical5Refuses, DataOfTheWrongShapeOrDtype) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

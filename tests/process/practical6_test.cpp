@@ -11,29 +11,12 @@
 #include <set>
 #include <thread>
 
-#include "cli/child.hpp"
 #include "lockstep/board.hpp"
 #include "lockstep/record.hpp"
-#include "support.hpp"
+#include "program_support.hpp"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
-
-using cli::ChildResult;
-using test::ScratchFolder;
-using Arguments = std::vector<std::string>;
-
-const std::string kBin = std::string(LOCKSTEP_BIN) + "/";
-
-ChildResult run(const std::string& program, Arguments arguments) {
-  const cli::Interrupts interrupts;
-  return cli::run_child({.program = kBin + program, .arguments = std::move(arguments)}, interrupts);
-}
-
-Arguments join(Arguments first, const Arguments& second) {
-  first.insert(first.end(), second.begin(), second.end());
-  return first;
-}
 
 // A model small enough that a run is mostly start-up.
 Arguments small(const Arguments& more) {
@@ -64,12 +47,6 @@ void expect_losses_near(const RunRecord& actual, const RunRecord& expected, doub
     EXPECT_NEAR(actual.losses[i], expected.losses[i], tolerance * expected.losses[i])
         << "step " << i;
   }
-}
-
-size_t count(const std::string& text, const std::string& part) {
-  size_t found = 0;
-  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++found;
-  return found;
 }
 
 TEST(Practical6, TheRecordIsThatOfTheWholeJob) {
@@ -195,7 +172,7 @@ TEST(Practical6, OneTimelineHasAllRanks) {
       run_ranks(2, small({"--quiet", "--bucket-mib", "0.0005", "--trace", folder.file("t.json")}));
   ASSERT_EQ(result.exit_code, 0) << result.errors;
   EXPECT_EQ(folder.count(), 1U) << "rank 0 alone writes";
-  const auto trace = nlohmann::json::parse(test::read_bytes(folder.file("t.json")));
+  const auto trace = nlohmann::json::parse(read_bytes(folder.file("t.json")));
   std::map<std::pair<int, std::string>, int> spans;  // [rank, name]
   std::map<std::pair<int, int>, std::string> rows;   // [rank, row]
   std::map<int, std::set<int>> buckets_on_row;       // [rank] -> rows
@@ -315,4 +292,4 @@ TEST(Practical6Refuses, ABackendThatCannotReachAll) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

@@ -5,37 +5,22 @@
 
 #include <cmath>
 
-#include "cli/child.hpp"
 #include "lockstep/file.hpp"
 #include "lockstep/record.hpp"
 #include "lockstep/safetensors.hpp"
-#include "support.hpp"
+#include "program_support.hpp"
 
-namespace lockstep {
+namespace lockstep::test {
 namespace {
-
-using cli::ChildResult;
-using test::ScratchFolder;
-using Arguments = std::vector<std::string>;
-
-const std::string kBin = std::string(LOCKSTEP_BIN) + "/";
-
-Arguments join(Arguments first, const Arguments& second) {
-  first.insert(first.end(), second.begin(), second.end());
-  return first;
-}
 
 // A model small enough that a run is mostly start-up.
 const Arguments kSmall = {"--steps", "4",        "--batch", "12",      "--dim",
                           "8",       "--hidden", "16",      "--depth", "1"};
 
 ChildResult run_ranks(int ranks, const std::string& program, const Arguments& arguments) {
-  const cli::Interrupts interrupts;
-  return cli::run_child(
-      {.program = kBin + "lockstep",
-       .arguments = join({"run", "-n", std::to_string(ranks), "--ranks", "all", kBin + program},
-                         join(kSmall, arguments))},
-      interrupts);
+  return run("lockstep",
+             join({"run", "-n", std::to_string(ranks), "--ranks", "all", kBin + program},
+                  join(kSmall, arguments)));
 }
 
 RunRecord record_of(int ranks, const std::string& program, const Arguments& arguments) {
@@ -199,4 +184,4 @@ TEST(Practical7, ARecordFromTheCpuDoesNotSpeakOfCapture) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test

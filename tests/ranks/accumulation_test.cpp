@@ -15,10 +15,6 @@ constexpr int64_t kRowsPerMicroStep = 30;  // divided by 1, 2, 3 and 5 ranks
 
 enum class Window { kNoSync, kSyncEveryStep };
 
-torch::Tensor value(double number) {
-  return torch::full({1}, static_cast<float>(number));
-}
-
 // The gradients of `net` after one window on this rank's rows of the batch.
 void accumulate(DistributedDataParallel<TwoLayersImpl>& ddp, const Communicator& comm,
                 int64_t micro_steps, Window window, double divisor) {

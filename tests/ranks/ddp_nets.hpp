@@ -30,6 +30,11 @@ inline torch::Tensor rows(int64_t count, int64_t width, double phase) {
   return torch::arange(count * width).view({count, width}).mul(0.61).add(phase).cos();
 }
 
+/// A batch of one number.
+inline torch::Tensor value(double number) {
+  return torch::full({1}, static_cast<float>(number));
+}
+
 /// One weight per name, used or not as forward is told.
 struct BranchesImpl : torch::nn::Module {
   BranchesImpl() {

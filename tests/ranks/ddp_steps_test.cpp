@@ -1,4 +1,4 @@
-// DistributedDataParallel: no_sync, unused parameters, buffers, uneven inputs, hooks.
+// DistributedDataParallel: accumulation, nested backwards, evaluation between steps, failures.
 
 #include "ddp_nets.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
@@ -6,10 +6,6 @@
 
 namespace lockstep::test {
 namespace {
-
-torch::Tensor value(double number) {
-  return torch::full({1}, static_cast<float>(number));
-}
 
 TEST(DdpNoSync, AccumulatesLocallyAndAveragesTheSum) {
   run_ranks(2, [](const Communicator& comm) {
@@ -94,59 +90,6 @@ TEST(Ddp, TwoForwardsMayShareOneBackward) {
   });
 }
 
-TEST(DdpUnused, IsNamedInTheFirstStep) {
-  for (const int size : {1, 3}) {
-    const auto outcomes = outcomes_of_ranks(size, [](const Communicator& comm) {
-      Branches net;
-      DistributedDataParallel ddp(net, comm);
-      ddp(value(1), true, false).sum().backward();
-    });
-    for (const auto& outcome : outcomes) {
-      ASSERT_TRUE(outcome.failed());
-      EXPECT_NE(outcome.text().find("right"), std::string::npos) << outcome.text();
-    }
-  }
-}
-
-TEST(DdpUnused, UsedElsewhereGetsTheMeanAndUsedNowhereStaysUntouched) {
-  run_ranks(2, [](const Communicator& comm) {
-    Branches net;
-    DistributedDataParallel ddp(net, comm, {.find_unused_parameters = true});
-    for (int step = 0; step < 3; ++step) {
-      net->zero_grad();
-      ddp(value(2), comm.rank() == 0, false).sum().backward();
-      EXPECT_FLOAT_EQ(net->always.grad().item<float>(), 2.0F);
-      EXPECT_FLOAT_EQ(net->left.grad().item<float>(), 1.0F);
-      EXPECT_FALSE(net->right.grad().defined());
-    }
-    net->zero_grad();
-    ddp(value(2), comm.rank() == 0, comm.rank() == 1).sum().backward();
-    EXPECT_FLOAT_EQ(net->right.grad().item<float>(), 1.0F);
-  });
-}
-
-TEST(DdpUnused, OneRankAloneMayLeaveParametersOut) {
-  Branches net;
-  DistributedDataParallel ddp(net, Communicator::self(), {.find_unused_parameters = true});
-  ddp(value(2), false, true).sum().backward();
-  EXPECT_FALSE(net->left.grad().defined());
-  EXPECT_FLOAT_EQ(net->right.grad().item<float>(), 2.0F);
-}
-
-TEST(DdpStatic, WhatTheFirstStepDidEveryStepDoes) {
-  run_ranks(2, [](const Communicator& comm) {
-    Branches net;
-    DistributedDataParallel ddp(
-        net, comm, {.first_bucket_bytes = 1, .bucket_cap_bytes = 1, .static_graph = true});
-    for (int step = 0; step < 3; ++step) {
-      net->zero_grad();
-      ddp(value(1.0 + comm.rank()), true, false).sum().backward();
-      EXPECT_FLOAT_EQ(net->left.grad().item<float>(), 1.5F);
-      EXPECT_FALSE(net->right.grad().defined());
-    }
-  });
-}
-
 TEST(DdpBuffers, RankZerosGoToAllBeforeASynchronisedForward) {
   run_ranks(3, [](const Communicator& comm) {
     torch::nn::Sequential net(torch::nn::BatchNorm1d(2), torch::nn::Linear(2, 1));
@@ -170,150 +113,6 @@ TEST(DdpBuffers, RankZerosGoToAllBeforeASynchronisedForward) {
     if (comm.rank() == 1) ddp(x);  // not collective
     EXPECT_FLOAT_EQ(mean(), 0.9F + static_cast<float>(comm.rank() + 1));
   });
-}
-
-// Rank r has r + 1 steps; the gradient of each is its input.
-TEST(DdpJoin, LateStepsAreDividedByAllOrByTheActive) {
-  for (const bool by_all : {true, false}) {
-    run_ranks(3, [&](const Communicator& comm) {
-      Scale net;
-      DistributedDataParallel ddp(net, comm);
-      torch::optim::SGD optimizer(ddp.parameters(), torch::optim::SGDOptions(1.0));
-      std::vector<float> gradients;
-      join(ddp,
-           [&] {
-             for (int step = 0; step <= comm.rank(); ++step) {
-               optimizer.zero_grad();
-               ddp(value(3)).sum().backward();
-               gradients.push_back(net->weight.grad().item<float>());
-               optimizer.step();
-             }
-           },
-           {.divide_by_initial_world_size = by_all});
-      const std::vector<float> expected =
-          by_all ? std::vector<float>{3, 2, 1} : std::vector<float>{3, 3, 3};
-      float weight = 1;
-      for (const float gradient : expected) weight -= gradient;
-      for (size_t i = 0; i < gradients.size(); ++i) EXPECT_FLOAT_EQ(gradients[i], expected[i]);
-      // All end with the weights of the rank that trained longest.
-      EXPECT_FLOAT_EQ(net->weight.item<float>(), weight);
-    });
-  }
-}
-
-TEST(DdpJoin, ARankWithoutAnyDataFollows) {
-  run_ranks(2, [](const Communicator& comm) {
-    TwoLayers net;
-    DistributedDataParallel ddp(net, comm, {.first_bucket_bytes = 1, .bucket_cap_bytes = 64});
-    torch::optim::SGD optimizer(ddp.parameters(), torch::optim::SGDOptions(0.1));
-    join(ddp, [&] {
-      for (int step = 0; comm.rank() == 1 && step < 4; ++step) {
-        optimizer.zero_grad();
-        ddp(rows(4, 6, step)).sum().backward();
-        optimizer.step();
-      }
-    });
-    ddp.check_replicas();
-  });
-}
-
-TEST(DdpJoin, EarlyEndCanStopEverybody) {
-  const auto outcomes = outcomes_of_ranks(2, [](const Communicator& comm) {
-    Scale net;
-    DistributedDataParallel ddp(net, comm);
-    join(ddp,
-         [&] {
-           for (int step = 0; step <= comm.rank(); ++step) ddp(value(1)).sum().backward();
-         },
-         {.throw_on_early_termination = true});
-  });
-  for (const auto& outcome : outcomes) {
-    EXPECT_EQ(outcome.code(), Code::kSyncMisuse) << outcome.text();
-  }
-}
-
-TEST(DdpHook, CompressionKeepsTheMeanWithinItsPrecision) {
-  for (const auto dtype : {torch::kBFloat16, torch::kFloat16}) {
-    run_ranks(2, [&](const Communicator& comm) {
-      TwoLayers net;
-      TwoLayers same;
-      DistributedDataParallel plain(same, comm);
-      DistributedDataParallel ddp(
-          net, comm,
-          {.first_bucket_bytes = 1, .bucket_cap_bytes = 64, .hook = compress_gradients(dtype)});
-      for (int step = 0; step < 3; ++step) {
-        net->zero_grad();
-        same->zero_grad();
-        const auto x = rows(4, 6, step + comm.rank());
-        ddp(x).sum().backward();
-        plain(x).sum().backward();
-        for (size_t i = 0; i < net->parameters().size(); ++i) {
-          EXPECT_TRUE(torch::allclose(net->parameters()[i].grad(), same->parameters()[i].grad(),
-                                      1e-2, 1e-2));
-        }
-      }
-      EXPECT_FALSE(torch::equal(net->parameters()[0].grad(), same->parameters()[0].grad()));
-    });
-  }
-  expect_error(Code::kUsage, {"float32"}, [] { compress_gradients(torch::kFloat32); });
-}
-
-TEST(DdpHook, AUsersHookSeesWholeBucketsByName) {
-  run_ranks(2, [](const Communicator& comm) {
-    Scale net;
-    std::vector<std::string> names;
-    struct Doubled : BucketWork {
-      bool advance() override { return true; }
-      void wait() override {}
-    };
-    DistributedDataParallel ddp(
-        net, comm, {.hook = [&](const Communicator&, const GradientBucket& bucket, double) {
-          names = bucket.parameters;
-          bucket.gradients.mul_(2);
-          return std::make_unique<Doubled>();
-        }});
-    ddp(value(3)).sum().backward();
-    EXPECT_EQ(names, std::vector<std::string>{"weight"});
-    EXPECT_FLOAT_EQ(net->weight.grad().item<float>(), 6.0F);
-  });
-}
-
-TEST(DdpModel, DifferentModelsAreRefusedOnEveryRank) {
-  const auto outcomes = outcomes_of_ranks(3, [](const Communicator& comm) {
-    torch::nn::Linear net(4, comm.rank() == 1 ? 5 : 3);
-    DistributedDataParallel ddp(net, comm);
-  });
-  for (const auto& outcome : outcomes) {
-    EXPECT_EQ(outcome.code(), Code::kReplicasDiffer) << outcome.text();
-    for (const char* part : {"weight", "[3, 4]", "[5, 4]", "rank 1"}) {
-      EXPECT_NE(outcome.text().find(part), std::string::npos) << outcome.text();
-    }
-  }
-}
-
-TEST(DdpModel, ADriftedReplicaIsFound) {
-  const auto outcomes = outcomes_of_ranks(3, [](const Communicator& comm) {
-    TwoLayers net;
-    DistributedDataParallel ddp(net, comm, {.check_replicas_every = 2});
-    for (int step = 0; step < 4; ++step) {
-      ddp(rows(4, 6, step)).sum().backward();
-      if (comm.rank() == 2 && step == 1) {
-        const torch::NoGradGuard no_grad;
-        net->second->bias.add_(1e-6);
-      }
-    }
-  });
-  for (const auto& outcome : outcomes) {
-    EXPECT_EQ(outcome.code(), Code::kReplicasDiffer) << outcome.text();
-    EXPECT_NE(outcome.text().find("second.bias"), std::string::npos) << outcome.text();
-    EXPECT_NE(outcome.text().find("rank 2"), std::string::npos) << outcome.text();
-  }
-}
-
-TEST(DdpModel, AModuleWithNothingToTrainIsRefused) {
-  torch::nn::ReLU nothing;
-  expect_error(Code::kUsage, {"no parameter"},
-               [&] { DistributedDataParallel ddp(nothing, Communicator::self()); });
 }
 
 TEST(Ddp, AnExceptionOnOneRankReachesTheOthersByName) {
@@ -346,6 +145,147 @@ TEST(Ddp, SparseGradientsAndSecondDerivativesAreRefused) {
     ddp(value(1)).sum().backward({}, /*retain_graph=*/true, /*create_graph=*/true);
   });
   for (const auto& outcome : second) EXPECT_TRUE(outcome.failed());
+}
+
+// Computes its body again in backward, as activation checkpointing does.
+struct Recomputed : torch::autograd::Function<Recomputed> {
+  using Body = std::function<torch::Tensor(const torch::Tensor&)>;
+  static torch::Tensor forward(torch::autograd::AutogradContext* context, const torch::Tensor& x,
+                               const torch::Tensor& /*makes it differentiable*/, Body* body) {
+    context->save_for_backward({x});
+    context->saved_data["body"] = reinterpret_cast<int64_t>(body);
+    const torch::NoGradGuard no_grad;
+    return (*body)(x);
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    auto* body = reinterpret_cast<Body*>(context->saved_data["body"].toInt());
+    const torch::AutoGradMode grad(true);
+    const auto x = context->get_saved_variables()[0].detach().requires_grad_();
+    torch::autograd::backward({(*body)(x)}, {gradients[0]});
+    return {x.grad(), torch::Tensor(), torch::Tensor()};
+  }
+};
+
+TEST(DdpNested, LayersThatAreComputedAgainInBackwardAreAveraged) {
+  struct Checkpointed : torch::nn::Module {
+    Checkpointed() { inner = register_module("inner", TwoLayers()); }
+    torch::Tensor forward(const torch::Tensor& x) {
+      const auto on = torch::zeros({1}).requires_grad_();
+      const auto middle = Recomputed::apply(x, on, &first);
+      return Recomputed::apply(middle, on, &second);
+    }
+    TwoLayers inner{nullptr};
+    Recomputed::Body first = [this](const torch::Tensor& x) { return inner->first(x).tanh(); };
+    Recomputed::Body second = [this](const torch::Tensor& x) { return inner->second(x); };
+  };
+  for (const bool static_graph : {false, true}) {
+    run_ranks(2, [&](const Communicator& comm) {
+      TwoLayers alone;
+      ((alone(rows(4, 6, 0)).sum() + alone(rows(4, 6, 1)).sum()) / 2).backward();
+      const auto net = std::make_shared<Checkpointed>();
+      DistributedDataParallel<Checkpointed> ddp(
+          net, comm,
+          {.first_bucket_bytes = 1, .bucket_cap_bytes = 1, .static_graph = static_graph});
+      for (int step = 0; step < 3; ++step) {
+        net->zero_grad(true);
+        ddp(rows(4, 6, comm.rank())).sum().backward();
+        expect_close(net->inner->first->weight.grad(), alone->first->weight.grad(), "first");
+        expect_close(net->inner->second->bias.grad(), alone->second->bias.grad(), "second");
+      }
+    });
+  }
+}
+
+TEST(DdpNested, AGradientPenaltyMayDifferentiateTheOutputFirst) {
+  run_ranks(2, [](const Communicator& comm) {
+    TwoLayers net;
+    TwoLayers alone;
+    DistributedDataParallel ddp(net, comm);
+    const auto loss = [](const torch::Tensor& x, const torch::Tensor& out) {
+      const auto slope = torch::autograd::grad({out.sum()}, {x}, {}, /*retain_graph=*/true,
+                                               /*create_graph=*/true)[0];
+      return out.pow(2).mean() + slope.pow(2).sum();
+    };
+    for (int step = 0; step < 3; ++step) {
+      net->zero_grad(true);
+      alone->zero_grad();
+      const auto x = rows(4, 6, comm.rank()).requires_grad_();
+      loss(x, ddp(x)).backward();
+      for (int rank = 0; rank < 2; ++rank) {
+        const auto part = rows(4, 6, rank).requires_grad_();
+        (loss(part, alone(part)) / 2).backward();
+      }
+      expect_close(net->first->weight.grad(), alone->first->weight.grad(), "first.weight");
+    }
+  });
+}
+
+TEST(DdpEvaluation, OneRankMayEvaluateAloneAfterAnyStep) {
+  run_ranks(2, [](const Communicator& comm) {
+    TwoLayers net;
+    DistributedDataParallel ddp(net, comm);
+    for (int step = 0; step < 3; ++step) {
+      net->zero_grad(true);
+      ddp(rows(4, 6, comm.rank())).sum().backward();
+      net->eval();
+      if (comm.rank() == 0) ddp(rows(4, 6, 9));  // gradients on, as programs forget to say
+      comm.barrier();
+      net->train();
+    }
+    EXPECT_EQ(ddp.stats().synchronised_backwards, 3);
+  });
+}
+
+TEST(DdpNoSync, ABackwardThatFailsInsideMayBeRepeated) {
+  run_ranks(2, [](const Communicator& comm) {
+    Scale net;
+    DistributedDataParallel ddp(net, comm);
+    {
+      const NoSync no_sync(ddp);
+      auto before = value(1).requires_grad_();
+      auto grown = before * 1;
+      grown.register_hook(
+          [](const torch::Tensor&) -> torch::Tensor { throw std::runtime_error("out of memory"); });
+      // The parameter's gradient is there when the rest of backward fails.
+      EXPECT_THROW(ddp(grown).sum().backward(), std::exception);
+    }
+    net->zero_grad(true);
+    ddp(value(1.0 + comm.rank())).sum().backward();
+    EXPECT_FLOAT_EQ(net->weight.grad().item<float>(), 1.5F);
+  });
+}
+
+TEST(DdpLifetime, GradientsAndGraphsMayOutliveWrapperAndCommunicator) {
+  std::vector<torch::Tensor> kept(2);
+  std::vector<torch::Tensor> losses(2);
+  std::vector<Scale> nets;
+  for (int rank = 0; rank < 2; ++rank) nets.emplace_back();
+  run_ranks(2, [&](const Communicator& comm) {
+    const auto mine = static_cast<size_t>(comm.rank());
+    DistributedDataParallel ddp(nets[mine], comm);
+    ddp(value(1.0 + comm.rank())).sum().backward();
+    kept[mine] = nets[mine]->weight.grad();
+    losses[mine] = ddp(value(5)).sum();
+  });
+  for (size_t rank = 0; rank < 2; ++rank) {
+    EXPECT_FLOAT_EQ(kept[rank].item<float>(), 1.5F);
+    losses[rank].backward();
+    EXPECT_FLOAT_EQ(nets[rank]->weight.grad().item<float>(), 6.5F);
+  }
+}
+
+TEST(DdpThreads, BackwardMayRunInAnotherThreadThanForward) {
+  run_ranks(2, [](const Communicator& comm) {
+    Scale net;
+    DistributedDataParallel ddp(net, comm);
+    for (int step = 0; step < 3; ++step) {
+      net->zero_grad(true);
+      const auto loss = ddp(value(1.0 + comm.rank())).sum();
+      std::thread([&] { loss.backward(); }).join();
+      EXPECT_FLOAT_EQ(net->weight.grad().item<float>(), 1.5F);
+    }
+  });
 }
 
 }  // namespace
