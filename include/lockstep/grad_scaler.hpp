@@ -80,7 +80,7 @@ class GradScaler {
 
   bool is_enabled() const;
 
-  /// Waits for the device.
+  /// These wait for what the thread's current stream holds.
   double get_scale() const;
   std::vector<SkippedStep> skipped_steps() const;
 

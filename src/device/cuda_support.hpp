@@ -35,6 +35,10 @@ class PauseSampling {
   PauseSampling& operator=(const PauseSampling&) = delete;
 };
 
+/// What OwnStream takes and gives back.
+c10::Stream take_stream(int gpu);
+void give_back_stream(c10::Stream stream);
+
 int64_t capacity_bytes(int gpu);
 
 /// An event that keeps the time at which `stream` reaches it.

@@ -21,11 +21,14 @@ namespace {
 
 // The first slot on a GPU takes its default stream, so that a program written for one GPU changes
 // nothing; slots that share it get streams of their own.
-std::optional<c10::Stream> stream_for(const SlotPlan& plan) {
+std::optional<c10::Stream> stream_for(const SlotPlan& plan, torch::Device device,
+                                      std::optional<OwnStream>& own) {
   if (plan.kind == DeviceKind::kCpu) return std::nullopt;
-  const c10::impl::VirtualGuardImpl gpu(c10::DeviceType::CUDA);
-  const c10::Device device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(plan.gpu));
-  return plan.slot_on_gpu == 0 ? gpu.getDefaultStream(device) : gpu.getStreamFromGlobalPool(device);
+  if (plan.slot_on_gpu == 0) {
+    return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDefaultStream(device);
+  }
+  own.emplace(device);
+  return own->get();
 }
 
 }  // namespace
@@ -34,7 +37,7 @@ Device::State::State(SlotPlan slot)
     : plan(std::move(slot)),
       account(make_memory_account()),
       cpu_pool(CpuPool::make(account)),
-      stream(stream_for(plan)),
+      stream(stream_for(plan, torch_device(), own_stream)),
       rng(torch_device(), plan.index) {}
 
 torch::Device Device::State::torch_device() const {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "device/cpu_allocator.hpp"
+#include "device/own_stream.hpp"
 #include "device/rng.hpp"
 #include "device/worker.hpp"
 #include "lockstep/device.hpp"
@@ -40,8 +41,9 @@ struct Device::State {
 
   SlotPlan plan;
   MemoryAccount& account;
-  CpuPool& cpu_pool;                  // used by CPU devices only
-  std::optional<c10::Stream> stream;  // of GPU slots
+  CpuPool& cpu_pool;                    // used by CPU devices only
+  std::optional<OwnStream> own_stream;  // of slots that share their GPU, but for the first
+  std::optional<c10::Stream> stream;    // of GPU slots
   std::atomic<int64_t> gpu_busy_ns{0};
   UserClock users;
   pid_t process = getpid();

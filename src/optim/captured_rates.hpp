@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "device/capture.hpp"
+#include "device/own_stream.hpp"
 #include "optim/gpu_update.hpp"
 
 namespace lockstep {
@@ -24,13 +25,13 @@ class CapturedRates {
   const GroupRates* on_gpu() const { return static_cast<const GroupRates*>(memory_.data_ptr()); }
 
  private:
-  CapturedRates(const Capture& capture, torch::Device gpu, RatesSource source);
+  CapturedRates(torch::Device gpu, RatesSource source);
   void refresh();
 
   RatesSource source_;
   std::vector<GroupRates> captured_;  // as they were then: says which groups have momentum
   std::vector<GroupRates> written_;   // none before the first replay
-  c10::Stream made_on_;               // for which the allocator gave the memory
+  const OwnStream made_on_;           // not captured: the allocator gave the memory for it
   torch::Tensor memory_;
 };
 

@@ -33,15 +33,6 @@ void check_kernels(const std::vector<GroupRates>& captured, const std::vector<Gr
   }
 }
 
-// One that is not captured; the pool goes round.
-c10::Stream stream_beside(const Capture& capture, torch::Device gpu) {
-  auto other = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, gpu.index());
-  while (other.unwrap() == capture.stream()) {
-    other = c10::cuda::getStreamFromPool(/*isHighPriority=*/false, gpu.index());
-  }
-  return other.unwrap();
-}
-
 // Not of the graph's own memory: there, results of the same step may lie in the same place before,
 // and each replay would write them over what refresh() wrote. The allocator tells by the stream.
 torch::Tensor memory_of(c10::Stream stream, size_t groups) {
@@ -54,22 +45,22 @@ torch::Tensor memory_of(c10::Stream stream, size_t groups) {
 
 std::shared_ptr<CapturedRates> CapturedRates::make(Capture& capture, torch::Device gpu,
                                                    RatesSource source) {
-  const std::shared_ptr<CapturedRates> rates(new CapturedRates(capture, gpu, std::move(source)));
+  const std::shared_ptr<CapturedRates> rates(new CapturedRates(gpu, std::move(source)));
   capture.before_replay([rates] { rates->refresh(); });
   return rates;
 }
 
-CapturedRates::CapturedRates(const Capture& capture, torch::Device gpu, RatesSource source)
+CapturedRates::CapturedRates(torch::Device gpu, RatesSource source)
     : source_(std::move(source)),
       captured_(source_()),
-      made_on_(stream_beside(capture, gpu)),
-      memory_(memory_of(made_on_, captured_.size())) {}
+      made_on_(gpu),
+      memory_(memory_of(made_on_.get(), captured_.size())) {}
 
 void CapturedRates::refresh() {
   auto now = source_();
   if (now == written_) return;
   check_kernels(captured_, now);
-  if (written_.empty()) made_on_.synchronize();  // whoever had this memory before
+  if (written_.empty()) made_on_.get().synchronize();  // whoever had this memory before
   const torch::NoGradGuard no_grad;
   // Memory of its own for each change, which libtorch hands out again when the copy is done.
   const auto staged =

@@ -1,12 +1,12 @@
 #include "pipeline/rank_channel.hpp"
 
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 
 #include <optional>
 
 #include "device/dtype_map.hpp"
+#include "device/own_stream.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
 #include "net/quiet_thread.hpp"
@@ -76,10 +76,11 @@ void RankChannel::send(const ParcelName& name, const torch::Tensor& tensor, int6
 // A GPU's sends are queued on a stream of the line's own, for the reason of Note [A thread for each
 // line]: what waits for the receiver there must not hold back what the stage computes next.
 void RankChannel::deliver_letters() {
-  std::optional<c10::StreamGuard> own_stream;
+  std::optional<OwnStream> own_stream;
+  std::optional<c10::StreamGuard> on_it;
   if (device_.plan().kind == DeviceKind::kCuda) {
-    const c10::impl::VirtualGuardImpl gpu(c10::DeviceType::CUDA);
-    own_stream.emplace(gpu.getStreamFromGlobalPool(device_.torch_device()));
+    own_stream.emplace(device_.torch_device());
+    on_it.emplace(own_stream->get());
   }
   for (;;) {
     Letter letter;

@@ -69,9 +69,4 @@ void settle_on_gpu(const torch::Tensor& scale, const std::vector<GpuScan>& scans
              c10::cuda::getCurrentCUDAStream().stream());
 }
 
-void wait_for_gpu(torch::Device device) {
-  const c10::cuda::CUDAGuard guard(device);
-  gpu_wait();
-}
-
 }  // namespace lockstep

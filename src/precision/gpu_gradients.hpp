@@ -30,7 +30,4 @@ GpuScan scan_on_gpu(std::span<const torch::Tensor> gradients, std::span<const in
 void settle_on_gpu(const torch::Tensor& scale, const std::vector<GpuScan>& scans,
                    const GpuSettleRules& rules, SkipRing* ring);
 
-/// Waits for all that `device` has to do.
-void wait_for_gpu(torch::Device device);
-
 }  // namespace lockstep

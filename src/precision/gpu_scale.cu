@@ -61,22 +61,30 @@ __global__ void settle(const __grid_constant__ SettleTable table) {
 
 }  // namespace
 
-std::shared_ptr<SkipRing> make_skip_ring() {
+std::shared_ptr<SkipRing> make_skip_ring(int gpu) {
+  int before = 0;
+  check(cudaGetDevice(&before), "tell its device");
+  check(cudaSetDevice(gpu), "change to a GPU");
   void* memory = nullptr;
-  check(cudaHostAlloc(&memory, sizeof(SkipRing), cudaHostAllocPortable | cudaHostAllocMapped),
-        "allocate memory that host and GPU share");
-  int gpu = 0;
-  check(cudaGetDevice(&gpu), "tell its device");
+  cudaEvent_t event = nullptr;
+  const auto allocated =
+      cudaHostAlloc(&memory, sizeof(SkipRing), cudaHostAllocPortable | cudaHostAllocMapped);
+  const auto created = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
+  (void)cudaSetDevice(before);
+  const std::shared_ptr<void> owned(memory, [event](void* mine) {
+    // A settle that writes to it may still be queued.
+    if (event != nullptr) {
+      (void)cudaEventSynchronize(event);
+      (void)cudaEventDestroy(event);
+    }
+    (void)cudaFreeHost(mine);
+  });
+  check(allocated, "allocate memory that host and GPU share");
+  check(created, "make an event");
   auto* ring = static_cast<SkipRing*>(memory);
   *ring = {};
-  return {ring, [gpu](SkipRing* mine) {  // a step that writes to it may still be queued
-            int before = 0;
-            (void)cudaGetDevice(&before);
-            (void)cudaSetDevice(gpu);
-            (void)cudaDeviceSynchronize();
-            (void)cudaFreeHost(mine);
-            (void)cudaSetDevice(before);
-          }};
+  ring->queued = event;
+  return {owned, ring};
 }
 
 void gpu_settle(GpuScale* scale, std::span<const GpuSettleFinding> findings,
@@ -93,10 +101,10 @@ void gpu_settle(GpuScale* scale, std::span<const GpuSettleFinding> findings,
   table.ring = ring;
   settle<<<1, 1, 0, stream>>>(table);
   check(cudaGetLastError(), "settle the scale");
-}
-
-void gpu_wait() {
-  check(cudaDeviceSynchronize(), "wait for the GPU");
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(stream, &status), "tell whether a stream is captured");
+  if (status != cudaStreamCaptureStatusNone) return;
+  check(cudaEventRecord(static_cast<cudaEvent_t>(ring->queued), stream), "record an event");
 }
 
 }  // namespace lockstep

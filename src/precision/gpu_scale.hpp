@@ -27,11 +27,13 @@ struct SkipRing {
   };
   static constexpr uint64_t kEntries = 1024;
 
+  void* queued;  ///< CUDA's event of the last settle that was queued, and not captured
   uint64_t written;
   Entry entries[kEntries];  ///< [number of the skipped update % kEntries]
 };
 
-std::shared_ptr<SkipRing> make_skip_ring();
+/// For settles on this GPU. Captured ones must be done when the last owner lets go.
+std::shared_ptr<SkipRing> make_skip_ring(int gpu);
 
 /// One optimizer's finding, in the GPU's memory.
 struct GpuSettleFinding {
@@ -51,8 +53,5 @@ struct GpuSettleRules {
 /// an entry; what only the host found is the host's to report.
 void gpu_settle(GpuScale* scale, std::span<const GpuSettleFinding> findings,
                 const GpuSettleRules& rules, SkipRing* ring, CudaStream stream);
-
-/// Waits for all that this GPU has to do.
-void gpu_wait();
 
 }  // namespace lockstep

@@ -1,5 +1,6 @@
 #include "lockstep/grad_scaler.hpp"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 
 #include <utility>
@@ -303,12 +304,11 @@ double GradScaler::get_scale() const {
 }
 
 std::vector<SkippedStep> GradScaler::skipped_steps() const {
-#if LOCKSTEP_CUDA
   if (state_->scale.on_gpu()) {
     require_not_capturing("reading a GradScaler's skipped steps", "read them after the step");
-    wait_for_gpu(state_->scale.tensor().device());
+    const c10::impl::VirtualGuardImpl gpu(c10::DeviceType::CUDA);
+    gpu.getStream(state_->scale.tensor().device()).synchronize();
   }
-#endif
   state_->read_log();
   return state_->log->skipped();
 }

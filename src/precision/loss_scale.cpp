@@ -70,7 +70,7 @@ void LossScale::place_on(torch::Device gpu) {
   tracker_ = memory_.view(torch::kInt).select(0, 1);
   scale_.fill_(state_.scale);
   tracker_.fill_(state_.growth_tracker);
-  ring_ = make_skip_ring();
+  ring_ = make_skip_ring(gpu.index());
 #else
   throw Error(
       Code::kEngine,

@@ -16,10 +16,11 @@ namespace lockstep::cuda {
 namespace {
 
 // See Note [One stream].
-c10::cuda::CUDAStream stream_for(torch::Device device) {
+c10::cuda::CUDAStream stream_for(torch::Device device, std::optional<OwnStream>& own) {
   const auto caller = c10::cuda::getCurrentCUDAStream(device.index());
   if (caller != c10::cuda::getDefaultCUDAStream(device.index())) return caller;
-  return c10::cuda::getStreamFromPool(/*isHighPriority=*/false, device.index());
+  own.emplace(device);
+  return c10::cuda::CUDAStream(own->get());
 }
 
 // One step at a time, and with it libtorch's generators: they record for one graph only.
@@ -77,7 +78,7 @@ class CapturedGraphs::OnStream {
 };
 
 CapturedGraphs::CapturedGraphs(torch::Device device, const CaptureOptions& options)
-    : options_(options), stream_(stream_for(device)) {
+    : options_(options), stream_(stream_for(device, own_stream_)) {
   const auto caller = c10::cuda::getCurrentCUDAStream(device.index());
   if (caller == stream_) return;
   account_ = watching_account(caller.unwrap());
@@ -207,6 +208,7 @@ void CapturedGraphs::require_on_gpu(const Tensors& inputs) {
 void CapturedGraphs::give_up(const std::string& why) {
   failed_ = true;
   why_not_ = "it cannot be captured: " + why;
+  (void)cudaStreamSynchronize(stream_.stream());  // graphs of other shapes may still run
   shapes_.clear();
   memory_.reset();
 }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "device/cuda_graph_memory.hpp"
+#include "device/own_stream.hpp"
 #include "lockstep/captured_step.hpp"
 #include "lockstep/memory.hpp"
 #include "train/cuda_graph_capture.hpp"
@@ -77,6 +78,7 @@ class CapturedGraphs {
   void clear_leftovers(const GraphMemory::Blocks& computed) const;
 
   const CaptureOptions options_;
+  std::optional<OwnStream> own_stream_;  // of a step that is called on the default stream
   const c10::cuda::CUDAStream stream_;
   MemoryAccount* account_ = nullptr;  // charged for a stream of the step's own; null: none is
   at::cuda::CUDAEvent before_;        // the caller's stream got here

@@ -35,6 +35,15 @@ StepGraph::StepGraph() : graph_(std::make_unique<Graph>()) {}
 StepGraph::~StepGraph() {
   if (phase_ == Phase::kRecording) drop();
   const std::lock_guard lock(listing());
+  // Where listing itself has failed, libtorch's destructor would end the process.
+  auto& generators = graph_->captured_generator_states_;
+  for (auto it = generators.begin(); it != generators.end();) {
+    if (it->first->registered_graphs_.contains(graph_.get())) {
+      ++it;
+    } else {
+      it = generators.erase(it);
+    }
+  }
   graph_.reset();
 }
 
@@ -83,6 +92,7 @@ void StepGraph::drop() noexcept {
   for (auto& [generator, increment] : graph_->captured_generator_states_) {
     generator->capturing_ = false;
   }
+  if (graph_->capture_ended_) return;  // it was recorded, and gives its memory back itself
   const auto gpu = graph_->capture_dev_;
   const auto pool = graph_->mempool_id_;
   if (gpu == Graph::UNDEFINED_DEVICE) return;  // it failed before memory was asked for

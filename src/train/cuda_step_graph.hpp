@@ -45,6 +45,7 @@ class StepGraph {
   // What the way out needs of libtorch's.
   struct Graph : at::cuda::CUDAGraph {
     using CUDAGraph::capture_dev_;
+    using CUDAGraph::capture_ended_;
     using CUDAGraph::capture_stream_;
     using CUDAGraph::captured_generator_states_;
     using CUDAGraph::mempool_id_;

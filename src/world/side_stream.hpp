@@ -5,6 +5,8 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "device/own_stream.hpp"
+
 namespace lockstep {
 
 /// A stream of a communicator's own, in whose order calls happen that were begun and not yet waited
@@ -13,22 +15,20 @@ namespace lockstep {
 class SideStream {
  public:
   explicit SideStream(int gpu)
-      : stream_(cuda().getStreamFromGlobalPool(
-            c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(gpu)))) {}
+      : own_(c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(gpu))) {}
 
-  c10::Stream stream() const { return stream_; }
+  c10::Stream stream() const { return own_.get(); }
 
   /// What is queued here from now on starts after what the thread's current stream holds.
-  void follow_current() const { order(current(), stream_); }
+  void follow_current() const { order(current(), stream()); }
 
   /// What the thread's current stream is given from now on starts after what is queued here.
-  void hold_back_current() const { order(stream_, current()); }
+  void hold_back_current() const { order(stream(), current()); }
 
  private:
-  static c10::impl::VirtualGuardImpl cuda() {
-    return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA);
+  c10::Stream current() const {
+    return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getStream(stream().device());
   }
-  c10::Stream current() const { return cuda().getStream(stream_.device()); }
 
   static void order(c10::Stream first, c10::Stream then) {
     if (first == then) return;
@@ -37,7 +37,7 @@ class SideStream {
     event.block(then);
   }
 
-  c10::Stream stream_;
+  const OwnStream own_;
 };
 
 }  // namespace lockstep
