@@ -3,8 +3,6 @@
 #include <c10/core/Stream.h>
 #include <torch/types.h>
 
-#include <optional>
-
 namespace lockstep {
 
 /// A stream of a GPU that nobody else has while this lives. libtorch's pool hands out its 32 in
