@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
@@ -51,11 +52,15 @@ void GlooData::connect(const Group& group, GlooLink& link, int64_t deadline_ns) 
     }
     link.send(peer, GlooLink::Frame::kNote, {bytes, length});
   }
-  const auto gathered = link.gather(GlooLink::Frame::kNote, peers, deadline_ns);
-  const auto* addresses = std::get_if<std::vector<std::string>>(&gathered);
-  if (addresses == nullptr) fail("cannot connect", "a rank ended, or did not come in time");
+  const auto notes_of_all = [&] {
+    auto gathered = link.gather(GlooLink::Frame::kNote, peers, deadline_ns);
+    auto* notes = std::get_if<std::vector<std::string>>(&gathered);
+    if (notes == nullptr) fail("cannot connect", "a rank ended, or did not come in time");
+    return std::move(*notes);
+  };
+  const std::vector<std::string> addresses = notes_of_all();
   for (size_t i = 0; i < peers.size(); ++i) {
-    const std::string& theirs = (*addresses)[i];
+    const std::string& theirs = addresses[i];
     if (api_.connect(context_, peers[i], theirs.data(), theirs.size(), &message) !=
         LOCKSTEP_GLOO_OK) {
       fail(fmt::format("cannot connect to rank {}",
@@ -65,9 +70,7 @@ void GlooData::connect(const Group& group, GlooLink& link, int64_t deadline_ns) 
   }
   // Who leaves now would take its end of a connection from a slower rank that still makes it.
   link.send_all(GlooLink::Frame::kNote, "connected");
-  if (link.gather(GlooLink::Frame::kNote, peers, deadline_ns).index() != 0) {
-    fail("cannot connect", "a rank ended, or did not come in time");
-  }
+  notes_of_all();
 }
 
 }  // namespace lockstep

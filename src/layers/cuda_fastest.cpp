@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <limits>
-#include <utility>
+#include <numeric>
 
 namespace lockstep::layers {
 namespace {
@@ -34,16 +34,16 @@ class Stopwatch {
   /// Milliseconds of one, of as many in a row as take about `ms`, after as many that do not count.
   float measure(const Way& way, float ms) {
     if (!way()) return kCannot;
-    const float once_ms = measure(way, 1);
+    const float once_ms = mean_of(way, 1);
     const int repeats = std::clamp(static_cast<int>(ms / once_ms), 2, kMostRepeats);
     for (int i = 0; i < repeats; ++i) way();
-    return measure(way, repeats);
+    return mean_of(way, repeats);
   }
 
  private:
   static constexpr int kMostRepeats = 10000;
 
-  float measure(const Way& way, int repeats) {
+  float mean_of(const Way& way, int repeats) {
     C10_CUDA_CHECK(cudaEventRecord(begin_, stream_));
     for (int i = 0; i < repeats; ++i) way();
     C10_CUDA_CHECK(cudaEventRecord(end_, stream_));
@@ -67,7 +67,7 @@ std::vector<size_t> finalists(const std::vector<Way>& ways, Stopwatch& watch) {
     }
   }
   std::vector<size_t> order(ways.size());
-  for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+  std::iota(order.begin(), order.end(), size_t{0});
   std::stable_sort(order.begin(), order.end(),
                    [&](size_t a, size_t b) { return best[a] < best[b]; });
   const float limit = best[order.front()] * kWorthALongOne;

@@ -61,30 +61,24 @@ __global__ void settle(const __grid_constant__ SettleTable table) {
 
 }  // namespace
 
-std::shared_ptr<SkipRing> make_skip_ring(int gpu) {
-  int before = 0;
-  check(cudaGetDevice(&before), "tell its device");
-  check(cudaSetDevice(gpu), "change to a GPU");
+std::shared_ptr<SkipRing> make_skip_ring() {
   void* memory = nullptr;
-  cudaEvent_t event = nullptr;
-  const auto allocated =
-      cudaHostAlloc(&memory, sizeof(SkipRing), cudaHostAllocPortable | cudaHostAllocMapped);
-  const auto created = cudaEventCreateWithFlags(&event, cudaEventDisableTiming);
-  (void)cudaSetDevice(before);
-  const std::shared_ptr<void> owned(memory, [event](void* mine) {
-    // A settle that writes to it may still be queued.
-    if (event != nullptr) {
-      (void)cudaEventSynchronize(event);
+  check(cudaHostAlloc(&memory, sizeof(SkipRing), cudaHostAllocPortable | cudaHostAllocMapped),
+        "allocate memory that host and GPU share");
+  auto* made = static_cast<SkipRing*>(memory);
+  *made = {};
+  const std::shared_ptr<SkipRing> ring(made, [](SkipRing* mine) {
+    if (mine->queued != nullptr) {
+      const auto event = static_cast<cudaEvent_t>(mine->queued);
+      (void)cudaEventSynchronize(event);  // a settle that writes here may still be queued
       (void)cudaEventDestroy(event);
     }
     (void)cudaFreeHost(mine);
   });
-  check(allocated, "allocate memory that host and GPU share");
-  check(created, "make an event");
-  auto* ring = static_cast<SkipRing*>(memory);
-  *ring = {};
+  cudaEvent_t event = nullptr;
+  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "make an event");
   ring->queued = event;
-  return {owned, ring};
+  return ring;
 }
 
 void gpu_settle(GpuScale* scale, std::span<const GpuSettleFinding> findings,

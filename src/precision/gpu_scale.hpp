@@ -32,8 +32,8 @@ struct SkipRing {
   Entry entries[kEntries];  ///< [number of the skipped update % kEntries]
 };
 
-/// For settles on this GPU. Captured ones must be done when the last owner lets go.
-std::shared_ptr<SkipRing> make_skip_ring(int gpu);
+/// For settles on the current GPU. Captured ones must be done when the last owner lets go.
+std::shared_ptr<SkipRing> make_skip_ring();
 
 /// One optimizer's finding, in the GPU's memory.
 struct GpuSettleFinding {

@@ -1,5 +1,6 @@
 #include "precision/loss_scale.hpp"
 
+#include <c10/core/DeviceGuard.h>
 #include <fmt/format.h>
 
 #include <cmath>
@@ -70,7 +71,8 @@ void LossScale::place_on(torch::Device gpu) {
   tracker_ = memory_.view(torch::kInt).select(0, 1);
   scale_.fill_(state_.scale);
   tracker_.fill_(state_.growth_tracker);
-  ring_ = make_skip_ring(gpu.index());
+  const c10::DeviceGuard current(gpu);
+  ring_ = make_skip_ring();
 #else
   throw Error(
       Code::kEngine,
