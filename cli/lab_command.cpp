@@ -80,6 +80,7 @@ int run_all(const LabOptions& options, const std::string& command) {
     if (!own.out.empty()) {
       own.out = (std::filesystem::path(own.out) / std::filesystem::path(lab.folder).filename());
     }
+    std::fflush(stdout);  // the last lab's text, before news of this one
     fmt::print(stderr, "lab {}\n", name);
     if (const int code = run_lab(lab, own, command); code != 0) return code;
   }
