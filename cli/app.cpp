@@ -6,13 +6,13 @@
 #include <cstdio>
 
 #include "cli/child.hpp"
-#include "cli/doctor.hpp"
+#include "cli/doctor/doctor.hpp"
 #include "cli/explain.hpp"
-#include "cli/lab_command.hpp"
+#include "cli/lab/lab_command.hpp"
 #include "cli/program_line.hpp"
 #include "cli/run.hpp"
 #include "cli/slurm_script.hpp"
-#include "cli/top_command.hpp"
+#include "cli/top/top_command.hpp"
 #include "lockstep/cli_parse.hpp"
 #include "lockstep/version.hpp"
 

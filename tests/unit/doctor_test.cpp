@@ -1,4 +1,4 @@
-#include "cli/doctor.hpp"
+#include "cli/doctor/doctor.hpp"
 
 #include <gtest/gtest.h>
 #include <unistd.h>
@@ -9,8 +9,8 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
-#include "cli/diagnose_gpu.hpp"
-#include "cli/facts.hpp"
+#include "cli/doctor/diagnose_gpu.hpp"
+#include "cli/doctor/facts.hpp"
 #include "lockstep/units.hpp"
 
 namespace lockstep::cli {

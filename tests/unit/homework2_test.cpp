@@ -4,11 +4,11 @@
 #include <limits>
 #include <sstream>
 
-#include "cli/homework2.hpp"
-#include "cli/homework2_answers.hpp"
-#include "cli/homework2_charts.hpp"
-#include "cli/homework2_plan.hpp"
-#include "cli/homework2_tables.hpp"
+#include "cli/lab/homework2.hpp"
+#include "cli/lab/homework2_answers.hpp"
+#include "cli/lab/homework2_charts.hpp"
+#include "cli/lab/homework2_plan.hpp"
+#include "cli/lab/homework2_tables.hpp"
 #include "lab_support.hpp"
 #include "support.hpp"
 

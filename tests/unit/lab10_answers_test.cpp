@@ -1,7 +1,7 @@
 #include <gtest/gtest.h>
 
-#include "cli/lab10.hpp"
-#include "cli/lab10_answers.hpp"
+#include "cli/lab/lab10.hpp"
+#include "cli/lab/lab10_answers.hpp"
 #include "lab10_support.hpp"
 
 namespace lockstep::cli {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <string>
 
-#include "cli/lab10_results.hpp"
+#include "cli/lab/lab10_results.hpp"
 #include "lab_support.hpp"
 #include "lockstep/schedule.hpp"
 

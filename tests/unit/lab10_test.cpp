@@ -2,12 +2,12 @@
 
 #include <set>
 
-#include "cli/lab10.hpp"
-#include "cli/lab10_charts.hpp"
-#include "cli/lab10_measures.hpp"
-#include "cli/lab10_plan.hpp"
-#include "cli/lab10_tables.hpp"
-#include "cli/lab_command.hpp"
+#include "cli/lab/lab10.hpp"
+#include "cli/lab/lab10_charts.hpp"
+#include "cli/lab/lab10_measures.hpp"
+#include "cli/lab/lab10_plan.hpp"
+#include "cli/lab/lab10_tables.hpp"
+#include "cli/lab/lab_command.hpp"
 #include "lab10_support.hpp"
 #include "support.hpp"
 

@@ -4,14 +4,14 @@
 #include <cmath>
 #include <set>
 
-#include "cli/lab5.hpp"
-#include "cli/lab5_answers.hpp"
-#include "cli/lab5_charts.hpp"
-#include "cli/lab5_plan.hpp"
-#include "cli/lab5_results.hpp"
-#include "cli/lab5_tables.hpp"
-#include "cli/lab_document.hpp"
-#include "cli/lab_text.hpp"
+#include "cli/lab/lab5.hpp"
+#include "cli/lab/lab5_answers.hpp"
+#include "cli/lab/lab5_charts.hpp"
+#include "cli/lab/lab5_plan.hpp"
+#include "cli/lab/lab5_results.hpp"
+#include "cli/lab/lab5_tables.hpp"
+#include "cli/lab/lab_document.hpp"
+#include "cli/lab/lab_text.hpp"
 #include "lab_support.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/split.hpp"

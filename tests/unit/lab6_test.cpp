@@ -4,13 +4,13 @@
 #include <cmath>
 #include <set>
 
-#include "cli/lab6.hpp"
-#include "cli/lab6_answers.hpp"
-#include "cli/lab6_charts.hpp"
-#include "cli/lab6_plan.hpp"
-#include "cli/lab6_tables.hpp"
-#include "cli/lab_command.hpp"
-#include "cli/lab_document.hpp"
+#include "cli/lab/lab6.hpp"
+#include "cli/lab/lab6_answers.hpp"
+#include "cli/lab/lab6_charts.hpp"
+#include "cli/lab/lab6_plan.hpp"
+#include "cli/lab/lab6_tables.hpp"
+#include "cli/lab/lab_command.hpp"
+#include "cli/lab/lab_document.hpp"
 #include "lab_support.hpp"
 #include "lockstep/split.hpp"
 #include "lockstep/units.hpp"

@@ -1,7 +1,7 @@
 #include <gtest/gtest.h>
 
-#include "cli/lab7.hpp"
-#include "cli/lab7_answers.hpp"
+#include "cli/lab/lab7.hpp"
+#include "cli/lab/lab7_answers.hpp"
 #include "lab7_support.hpp"
 
 namespace lockstep::cli {

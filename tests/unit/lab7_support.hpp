@@ -3,7 +3,7 @@
 #include <limits>
 #include <string>
 
-#include "cli/lab7_results.hpp"
+#include "cli/lab/lab7_results.hpp"
 #include "lab_support.hpp"
 
 namespace lockstep::test {

@@ -2,9 +2,9 @@
 
 #include <cmath>
 
-#include "cli/lab7.hpp"
-#include "cli/lab7_charts.hpp"
-#include "cli/lab7_tables.hpp"
+#include "cli/lab/lab7.hpp"
+#include "cli/lab/lab7_charts.hpp"
+#include "cli/lab/lab7_tables.hpp"
 #include "lab7_support.hpp"
 
 namespace lockstep::cli {

@@ -4,11 +4,11 @@
 #include <limits>
 #include <set>
 
-#include "cli/lab7.hpp"
-#include "cli/lab7_plan.hpp"
-#include "cli/lab_command.hpp"
-#include "cli/lab_measures.hpp"
-#include "cli/lab_text.hpp"
+#include "cli/lab/lab7.hpp"
+#include "cli/lab/lab7_plan.hpp"
+#include "cli/lab/lab_command.hpp"
+#include "cli/lab/lab_measures.hpp"
+#include "cli/lab/lab_text.hpp"
 #include "lab7_support.hpp"
 #include "support.hpp"
 

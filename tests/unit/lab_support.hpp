@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "cli/lab_report.hpp"
+#include "cli/lab/lab_report.hpp"
 #include "lockstep/device_plan.hpp"
 #include "lockstep/units.hpp"
 

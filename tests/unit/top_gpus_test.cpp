@@ -3,9 +3,9 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/nvml.hpp"
-#include "cli/top_draw.hpp"
-#include "cli/top_json.hpp"
-#include "cli/top_line.hpp"
+#include "cli/top/top_draw.hpp"
+#include "cli/top/top_json.hpp"
+#include "cli/top/top_line.hpp"
 #include "lockstep/table.hpp"
 #include "lockstep/units.hpp"
 #include "top_support.hpp"

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <functional>
 
-#include "cli/top_sample.hpp"
+#include "cli/top/top_sample.hpp"
 #include "lockstep/units.hpp"
 #include "top_support.hpp"
 

@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include "cli/top_draw.hpp"
-#include "cli/top_sample.hpp"
+#include "cli/top/top_draw.hpp"
+#include "cli/top/top_sample.hpp"
 #include "lockstep/units.hpp"
 
 namespace lockstep::test {
