@@ -1,4 +1,4 @@
-#include "comm/reduce_kernels.hpp"
+#include "comm/reduce/reduce_kernels.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "comm/shm_meeting.hpp"
+#include "comm/shm/shm_meeting.hpp"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -6,7 +6,7 @@
 
 #include <future>
 
-#include "comm/shm_socket.hpp"
+#include "comm/shm/shm_socket.hpp"
 #include "shm_support.hpp"
 #include "support.hpp"
 

@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "comm/shm_peers.hpp"
+#include "comm/shm/shm_peers.hpp"
 
 namespace lockstep {
 

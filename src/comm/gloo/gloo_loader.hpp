@@ -1,0 +1,19 @@
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include "comm/gloo/module/lockstep_gloo.h"
+
+namespace lockstep {
+
+/// The file of a module that is loaded at run time, such as "lockstep-gloo.so": looked for in the
+/// folders of LOCKSTEP_MODULE_PATH, beside the program, in ../lib/lockstep from there, and where it
+/// was installed. "" where there is none.
+std::string find_module(std::string_view file_name);
+
+/// Loads the Gloo module once. kBackend where it is missing, cannot be loaded, or is of another
+/// version.
+const LockstepGlooApi& load_gloo();
+
+}  // namespace lockstep

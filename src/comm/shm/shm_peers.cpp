@@ -1,0 +1,69 @@
+#include "comm/shm/shm_peers.hpp"
+
+#include <fmt/format.h>
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <fstream>
+
+namespace lockstep {
+namespace {
+
+// The letter of /proc/<pid>/stat; '\0' where there is no such process.
+char state_letter(pid_t pid) {
+  std::ifstream file(fmt::format("/proc/{}/stat", pid));
+  std::string line;
+  if (!std::getline(file, line)) return '\0';
+  // The second field is the program's name in parentheses and may hold anything, ')' included.
+  const size_t name_end = line.rfind(')');
+  if (name_end == std::string::npos || name_end + 2 >= line.size()) return '\0';
+  return line[name_end + 2];
+}
+
+std::string state_text(char letter) {
+  switch (letter) {
+    case '\0':
+    case 'Z':
+    case 'X':
+      return "has ended";
+    case 'R':
+      return "is running";
+    case 'S':
+      return "is waiting (state S)";
+    case 'D':
+      return "is waiting for a device (state D)";
+    case 'T':
+      return "is stopped by a signal (state T)";
+    case 't':
+      return "is stopped by a debugger (state t)";
+    default:
+      return fmt::format("is in state {}", letter);
+  }
+}
+
+}  // namespace
+
+PeerProcess::PeerProcess(pid_t pid) : pid_(pid), own_(pid == ::getpid()) {
+  if (own_) return;
+  const int watch = static_cast<int>(::syscall(SYS_pidfd_open, pid, 0));
+  if (watch >= 0) watch_ = std::make_shared<const Descriptor>(watch);
+}
+
+bool PeerProcess::ended() const {
+  if (own_) return false;
+  if (watch_ == nullptr) {
+    const char letter = state_letter(pid_);
+    return letter == '\0' || letter == 'Z' || letter == 'X';
+  }
+  pollfd watched{.fd = watch_->get(), .events = POLLIN, .revents = 0};
+  return ::poll(&watched, 1, 0) > 0;
+}
+
+std::string PeerProcess::state() const {
+  if (own_) return "is a thread of this process";
+  return fmt::format("process {} {}", pid_, ended() ? "has ended" : state_text(state_letter(pid_)));
+}
+
+}  // namespace lockstep

@@ -1,0 +1,87 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/shm/shm_engine.hpp"
+#include "comm/shm/shm_socket.hpp"
+
+// The collectives in which the leader makes something and hands it to the members by socket.
+
+namespace lockstep {
+
+/// A collective with one message from the leader to every member.
+class ShmHandout : public ShmCollective {
+ public:
+  ShmHandout(ShmEngine& engine, const Call& what, const CallContext& context, MessageKind kind);
+
+ protected:
+  bool move() override;
+  std::vector<int> awaited_to_move() const override;
+
+  /// On the leader: the descriptors for every place, its own included.
+  virtual std::vector<std::vector<OwnedDescriptor>> make() = 0;
+  /// On every rank: its own.
+  virtual void receive(std::vector<OwnedDescriptor> descriptors) = 0;
+  /// After receive(); true when the call is done.
+  virtual bool settle() { return true; }
+  virtual std::vector<int> awaited_to_settle() const { return {}; }
+
+ private:
+  bool hand_out();
+  bool look_for_message();
+
+  MessageKind kind_;
+  bool received_ = false;
+};
+
+/// Memory that all ranks map; each rank's part follows the one before.
+class ShmAllocate final : public ShmHandout {
+ public:
+  ShmAllocate(ShmEngine& engine, int64_t bytes, const CallContext& context);
+
+  std::shared_ptr<ReachableMemory> memory() const { return memory_; }
+
+ protected:
+  std::vector<std::vector<OwnedDescriptor>> make() override;
+  void receive(std::vector<OwnedDescriptor> descriptors) override;
+  bool settle() override;
+  std::vector<int> awaited_to_settle() const override;
+
+ private:
+  int64_t bytes_;
+  int64_t part_bytes_;
+  int64_t piece_ = 0;
+  std::shared_ptr<Mapping> mapping_;
+  std::shared_ptr<ReachableMemory> memory_;
+};
+
+/// New groups, by colour. The parent's leader makes their control blocks and connections.
+class ShmSplit final : public ShmHandout {
+ public:
+  ShmSplit(ShmEngine& engine, int colour, int key, std::string_view group_name,
+           const CallContext& context);
+
+  ShmMembership take_membership() { return std::move(*membership_); }
+
+ protected:
+  void publish(RingCall& own) override;
+  std::vector<std::vector<OwnedDescriptor>> make() override;
+  void receive(std::vector<OwnedDescriptor> descriptors) override;
+
+ private:
+  struct Wish {
+    int64_t colour;
+    int64_t key;
+  };
+  Wish wish_of(int place) const;
+  std::vector<int> members_of(int64_t colour) const;
+
+  Wish wish_;
+  std::string group_name_;
+  std::optional<ShmMembership> membership_;
+};
+
+}  // namespace lockstep

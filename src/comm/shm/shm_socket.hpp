@@ -1,0 +1,64 @@
+#pragma once
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/shm/shm_memory.hpp"
+
+// Unix sockets between ranks of one host. Data never goes this way: only who is there, and the
+// descriptors of shared memory.
+
+namespace lockstep {
+
+enum class MessageKind : uint32_t {
+  kHello,    ///< a member to rank 0: [rank, size, layout version]
+  kPresent,  ///< rank 0 to members: the ranks that are here
+  kWelcome,  ///< rank 0 to members, when all are here: their process ids; the control block
+  kRefused,  ///< rank 0 to a member: why, as text
+  kSegment,  ///< allocate: [sequence]; the memory
+  kChild,    ///< split: [sequence]; the child's control block and connections
+};
+
+struct SocketMessage {
+  MessageKind kind = MessageKind::kHello;
+  std::vector<int64_t> numbers;
+  std::string text;
+  std::vector<OwnedDescriptor> descriptors;
+};
+
+/// What came of looking for a message.
+enum class Received { kMessage, kNothing, kClosed, kRubbish };
+
+/// Two connected ends.
+std::pair<OwnedDescriptor, OwnedDescriptor> make_socket_pair();
+
+/// False where the peer is gone or takes no more. `descriptors` stay the caller's.
+bool send_message(int socket, MessageKind kind, const std::vector<int64_t>& numbers,
+                  const std::string& text = "", const std::vector<int>& descriptors = {});
+
+/// Takes a message if there is one.
+Received receive_message(int socket, SocketMessage& message);
+
+/// An abstract name, which needs no file, that jobs of other users or sessions do not have.
+std::string socket_name(const std::string& session);
+
+/// Nothing where somebody else listens at this name.
+OwnedDescriptor listen_at(const std::string& name);
+
+/// Nothing where nobody listens at this name.
+OwnedDescriptor connect_to(const std::string& name);
+
+/// Nothing where nobody waits to be accepted.
+OwnedDescriptor accept_from(int listener);
+
+/// The process at the other end; nothing where it is another user's.
+std::optional<pid_t> peer_process(int socket);
+
+/// Waits until one of the sockets can be read or the deadline is there.
+void wait_readable(const std::vector<int>& sockets, int64_t deadline_ns);
+
+}  // namespace lockstep
