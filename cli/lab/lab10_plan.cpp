@@ -50,16 +50,7 @@ std::string divide_hardware(const std::vector<SlotPlan>& named, int devices) {
   for (const auto& slot : named) {
     if (std::find(gpus.begin(), gpus.end(), slot.gpu) == gpus.end()) gpus.push_back(slot.gpu);
   }
-  if (static_cast<int>(gpus.size()) > devices) gpus.resize(static_cast<size_t>(devices));
-  const int each = devices / static_cast<int>(gpus.size());
-  int more = devices % static_cast<int>(gpus.size());
-  std::string spec = "cuda:";
-  for (size_t i = 0; i < gpus.size(); ++i) {
-    const int slots = each + (more-- > 0 ? 1 : 0);
-    spec += fmt::format("{}{}{}", i > 0 ? "," : "", gpus[i],
-                        slots > 1 ? fmt::format("*{}", slots) : "");
-  }
-  return spec;
+  return spread_over_gpus(gpus, devices);
 }
 
 void require_rows(const HybridVariant& variant, const char* flag) {

@@ -169,7 +169,8 @@ CLI::Option* add_shared_flags(CLI::App& app, Options& options) {
   app.add_option("--devices", options.devices,
                  options.has_ranks
                      ? "logical devices of this host, for all of its ranks: cpu:4, cuda, "
-                       "cuda:0,1 or cuda:0*4 (default: a GPU each, or a share of the cores)"
+                       "cuda:0,1 or cuda:0*4 (default: a GPU each, shared where there are too few; "
+                       "without any a share of the cores)"
                      : "logical devices: cpu:4, cuda, cuda:0,1 or cuda:0*4 (default: every GPU, "
                        "or cpu:2)");
   app.add_option("--json", options.json, "write the result record here; - is standard output");

@@ -44,4 +44,12 @@ std::vector<int> parse_cores(std::string_view text);
 /// than cores they share all of them.
 std::vector<SlotPlan> plan_devices(std::string_view spec, const Hardware& hardware);
 
+/// The --devices text for so many logical devices on these GPUs, as evenly as they go: `cuda:0*2,1`
+/// for three on two of them.
+std::string spread_over_gpus(const std::vector<int>& gpus, int devices);
+
+/// The --devices text for so many logical devices where the user named none: every GPU, shared
+/// where there are too few, or without any the cores.
+std::string default_devices(const Hardware& hardware, int devices);
+
 }  // namespace lockstep

@@ -14,8 +14,8 @@ namespace lockstep {
 
 struct WorldOptions {
   /// --devices: the logical devices of this host. Of L ranks on it the one with local rank r takes
-  /// device r, and where it has several also r + L, r + 2 L, … Empty: the host's cores divided
-  /// among all of them, or its GPUs where there are enough.
+  /// device r, and where it has several also r + L, r + 2 L, … Empty: the host's GPUs, which
+  /// ranks share where there are too few; without any the cores, divided among all ranks.
   std::string devices = {};
   /// Of each rank, for models whose stages lie on devices of their own.
   int devices_per_rank = 1;

@@ -7,6 +7,7 @@
 #include <charconv>
 #include <cstdlib>
 #include <map>
+#include <numeric>
 #include <thread>
 
 #include "lockstep/error.hpp"
@@ -205,6 +206,24 @@ std::vector<SlotPlan> plan_devices(std::string_view spec, const Hardware& hardwa
   const std::string meant = kind.starts_with("gpu") ? "cuda" : did_you_mean(kind, {"cpu", "cuda"});
   fail(spec, fmt::format("\"{}\" is not a kind of device{}", kind,
                          meant.empty() ? "" : fmt::format(" (did you mean {}?)", meant)));
+}
+
+std::string spread_over_gpus(const std::vector<int>& gpus, int devices) {
+  const int used = std::min(static_cast<int>(gpus.size()), devices);
+  std::string spec = "cuda:";
+  for (int i = 0; i < used; ++i) {
+    const int slots = devices / used + (i < devices % used ? 1 : 0);
+    spec += fmt::format("{}{}{}", i > 0 ? "," : "", gpus[static_cast<size_t>(i)],
+                        slots > 1 ? fmt::format("*{}", slots) : "");
+  }
+  return spec;
+}
+
+std::string default_devices(const Hardware& hardware, int devices) {
+  if (hardware.gpus == 0) return fmt::format("cpu:{}", devices);
+  std::vector<int> gpus(static_cast<size_t>(hardware.gpus));
+  std::iota(gpus.begin(), gpus.end(), 0);
+  return spread_over_gpus(gpus, devices);
 }
 
 }  // namespace lockstep

@@ -8,7 +8,7 @@
 // What src/world needs of CUDA's own headers; of builds with CUDA only.
 namespace lockstep::cuda {
 
-/// Which GPU it is: the same for all processes that use it.
+/// Which GPU it is, and which others it reaches.
 GpuCard card_of(int gpu);
 
 /// The stream as CUDA knows it.

@@ -4,7 +4,6 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <iterator>
 #include <vector>
 
 #include "lockstep/error.hpp"
@@ -13,8 +12,7 @@ namespace lockstep {
 namespace {
 
 bool same_gpu(const GpuCard& a, const GpuCard& b) {
-  return a.on_gpu != 0 && b.on_gpu != 0 &&
-         std::equal(std::begin(a.uuid), std::end(a.uuid), std::begin(b.uuid));
+  return a.on_gpu != 0 && b.on_gpu != 0 && a.uuid == b.uuid;
 }
 
 // The first ranks found to share a GPU; none where each has its own.
@@ -36,10 +34,23 @@ size_t rank_on_cpu(std::span<const GpuCard> cards) {
   return static_cast<size_t>(found - cards.begin());
 }
 
+bool reaches(const GpuCard& from, const GpuCard& to) {
+  const auto end = from.reached.begin() + from.reached_count;
+  return same_gpu(from, to) || std::find(from.reached.begin(), end, to.uuid) != end;
+}
+
+// As far as is known: a GPU that a rank does not see may be within its reach.
+bool all_reach_each_other(std::span<const GpuCard> cards) {
+  return std::all_of(cards.begin(), cards.end(), [&](const GpuCard& from) {
+    return std::all_of(cards.begin(), cards.end(),
+                       [&](const GpuCard& to) { return reaches(from, to); });
+  });
+}
+
 std::string choose_automatically(std::span<const GpuCard> cards, bool one_host, bool has_nccl) {
   if (cards.size() == 1 || rank_on_cpu(cards) < cards.size()) return "";
   if (sharing_ranks(cards).empty()) return has_nccl ? "nccl" : "";
-  return one_host ? "ipc" : "";
+  return one_host && all_reach_each_other(cards) ? "ipc" : "";
 }
 
 }  // namespace
@@ -52,7 +63,9 @@ std::string choose_gpu_backend(const std::string& asked, std::span<const GpuCard
     throw Error(Code::kBackend,
                 fmt::format("backend {} moves the memory of GPUs, but rank {} computes on the CPU",
                             asked, on_cpu),
-                "give every rank a GPU with --devices, such as cuda:0*2, or use auto");
+                asked == "nccl" ? "give each rank a GPU of its own with --devices cuda, or use auto"
+                                : "give the ranks GPUs with --devices, such as cuda:0*2 for two "
+                                  "that share one, or use auto");
   }
   if (asked == "ipc" && !one_host) {
     throw Error(Code::kBackend,

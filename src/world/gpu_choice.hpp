@@ -1,16 +1,25 @@
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
 
 namespace lockstep {
 
+/// The same for all processes on one GPU, whatever number each gives it.
+using GpuUuid = std::array<char, 16>;
+
 /// What a rank tells the others about where it computes. Plain bytes: it travels.
 struct GpuCard {
-  int32_t on_gpu = 0;    ///< 0: on the CPU
-  char uuid[16] = {};    ///< the same for all ranks on one GPU, whatever number each gives it
-  char bus_id[16] = {};  ///< "0000:1b:00.0", for messages; ends in '\0'
+  static constexpr size_t kMostReached = 16;  ///< so many GPUs has a large host
+
+  int32_t on_gpu = 0;  ///< 0: on the CPU
+  GpuUuid uuid = {};
+  char bus_id[16] = {};       ///< "0000:1b:00.0", for messages; ends in '\0'
+  int32_t reached_count = 0;  ///< GPUs that this process sees, and whose memory this one reaches
+  std::array<GpuUuid, kMostReached> reached = {};
 };
 
 /// Which backend moves the memory of the ranks' GPUs: "nccl", "ipc", or "" for none, so that it

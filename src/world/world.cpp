@@ -125,10 +125,8 @@ std::vector<SlotPlan> choose_slots(const WorldOptions& options,
   if (hardware.threads_per_device) {
     hardware.threads_per_device = std::max(1, *hardware.threads_per_device / each);
   }
-  std::string spec = options.devices;
-  if (spec.empty()) {
-    spec = hardware.gpus >= ranks * each ? "cuda" : fmt::format("cpu:{}", ranks * each);
-  }
+  const std::string spec =
+      options.devices.empty() ? default_devices(hardware, ranks * each) : options.devices;
   if (!environment.host_cores.empty()) {
     hardware.cores = parse_cores(environment.host_cores);
   } else if (spec.starts_with("cpu") && !may_use_all_cores(hardware)) {

@@ -181,9 +181,10 @@ def add_ranks(parity, folder):
                            f"{', captured' if captured else ', not captured'}, against one rank", compare)
 
     def automatic():
-        """Without being asked for, ipc is what ranks on one GPU get."""
+        """Without being asked for, ranks share the GPU, and ipc is what they get."""
         job = new_job(folder, {})
-        command = rank_command(parity, 2, "practical6_ddp", []) + job.arguments()[1:]  # without --quiet
+        command = [parity.program("lockstep"), "run", "-n", "2", parity.program("practical6_ddp"),
+                   *job.arguments()[1:]]  # without --quiet
         output = subprocess.run(command, check=True, timeout=240, capture_output=True, text=True).stdout
         weights, record = job.result()
         if parity.on_gpu and record.get("backend", output).count("ipc") == 0:
@@ -191,7 +192,7 @@ def add_ranks(parity, folder):
         one = train(job, [parity.program("practical6_ddp"), *parity.devices(1)])
         return deviation((weights, record["losses"]), one, "fp32")
 
-    parity.add("ranks practical6_ddp, backend auto is ipc", automatic)
+    parity.add("ranks practical6_ddp, without --devices and --backend: on the GPU, ipc", automatic)
 
 
 def add_repeat(parity, folder):

@@ -3,6 +3,7 @@
 #include "lockstep/communicator.hpp"
 
 #include <algorithm>
+#include <cctype>
 
 #include "lockstep/memory.hpp"
 #include "lockstep/mesh.hpp"
@@ -108,7 +109,7 @@ TEST(Communicator, DifferentCallsAreNamedOnEveryRank) {
   }
 }
 
-// Ranks on GPUs of these letters; ' ' is the CPU.
+// Ranks on GPUs of these letters, ' ' is the CPU. A GPU reaches the others of its case.
 std::vector<GpuCard> cards_of(const std::string& gpus) {
   std::vector<GpuCard> cards;
   for (const char gpu : gpus) {
@@ -118,6 +119,10 @@ std::vector<GpuCard> cards_of(const std::string& gpus) {
     card.uuid[15] = gpu;
     std::copy_n("0000:1b:00.0", 13, card.bus_id);
     card.bus_id[6] = gpu;
+    for (const char other : gpus) {
+      if (other == gpu || other == ' ' || std::isupper(other) != std::isupper(gpu)) continue;
+      card.reached.at(static_cast<size_t>(card.reached_count++))[15] = other;
+    }
   }
   return cards;
 }
@@ -131,6 +136,9 @@ TEST(GpuBackendChoice, FollowsWhoSharesAGpu) {
   EXPECT_EQ(choose("auto", "abcd", true, /*has_nccl=*/false), "");
   EXPECT_EQ(choose("auto", "aaaa", true), "ipc");
   EXPECT_EQ(choose("auto", "abca", true), "ipc");
+  EXPECT_EQ(choose("auto", "aaBB", true), "") << "the two GPUs do not reach each other";
+  EXPECT_EQ(choose("auto", "aBcB", true), "") << "nor do all of these three";
+  EXPECT_EQ(choose("auto", "aBcD", true), "nccl") << "which finds other ways";
   EXPECT_EQ(choose("auto", "aabb", false), "");
   EXPECT_EQ(choose("auto", "ab d", true), "");
   EXPECT_EQ(choose("auto", "    ", true), "");
@@ -147,8 +155,10 @@ TEST(GpuBackendChoice, NamesRanksAndGpuOfWhatCannotBe) {
                [] { choose_gpu_backend("nccl", cards_of("aab"), false, true); });
   expect_error(Code::kBackend, {"ipc", "one host"},
                [] { choose_gpu_backend("ipc", cards_of("ab"), false, true); });
-  expect_error(Code::kBackend, {"ipc", "rank 2", "CPU"},
+  expect_error(Code::kBackend, {"ipc", "rank 2", "CPU", "cuda:0*2"},
                [] { choose_gpu_backend("ipc", cards_of("aa a"), true, true); });
+  expect_error(Code::kBackend, {"nccl", "rank 0", "CPU", "a GPU of its own"},
+               [] { choose_gpu_backend("nccl", cards_of("  "), true, true); });
 }
 
 TEST(GpuBackendChoice, AWorldWithoutGpusRefusesTheirBackends) {

@@ -84,6 +84,15 @@ INSTANTIATE_TEST_SUITE_P(Machines, DeviceBudget,
                                          Budget{64, 64, 1, 1}, Budget{64, 65, 1, 65},
                                          Budget{64, 256, 1, 256}));
 
+TEST(DevicePlan, WithoutANameGpusServeAndAreSharedWhereTheyAreTooFew) {
+  EXPECT_EQ(default_devices(machine(4), 3), "cpu:3");
+  EXPECT_EQ(default_devices(machine(4, 1), 1), "cuda:0");
+  EXPECT_EQ(default_devices(machine(4, 1), 3), "cuda:0*3");
+  EXPECT_EQ(default_devices(machine(4, 2), 3), "cuda:0*2,1");
+  EXPECT_EQ(default_devices(machine(4, 2), 5), "cuda:0*3,1*2");
+  EXPECT_EQ(default_devices(machine(4, 8), 2), "cuda:0,1");
+}
+
 TEST(DevicePlan, CpuDevicesSayWhereTheyLive) {
   EXPECT_EQ(homes(plan_devices("cpu:2", machine(2))), (Texts{"core 0", "core 1"}));
   EXPECT_EQ(homes(plan_devices("cpu:2", machine(5))), (Texts{"cores 0-1", "cores 2-3"}));
