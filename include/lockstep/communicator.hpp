@@ -110,6 +110,10 @@ class Communicator {
 
   void barrier(const CallOptions& options = {}) const;
 
+  /// In whose order calls happen on this rank's GPU that were begun; none before the first, or
+  /// where they go through the host's memory.
+  std::optional<c10::Stream> side_stream() const;
+
   /// Ranks of one colour form a communicator of their own, ordered by (key, rank).
   Communicator split(int colour, int key, std::string_view name) const;
 

@@ -49,7 +49,9 @@ struct DdpOptions {
   CommHook hook = {};                   ///< empty: the communicator's mean
 };
 
-/// When a bucket travelled in the last synchronised step. Times are monotonic_ns().
+/// When a bucket travelled in the last synchronised step. Times are monotonic_ns(); on a GPU those
+/// at which its streams got there, and a bucket that arrives early counts as under way until the
+/// last one is launched.
 struct BucketTiming {
   int64_t index = 0;
   int64_t bytes = 0;
@@ -58,13 +60,13 @@ struct BucketTiming {
   int64_t finished_ns = 0;
 };
 
-/// What synchronisation cost so far.
+/// What synchronisation cost so far; on a GPU in times of its streams.
 struct DdpStats {
   int64_t synchronised_backwards = 0;
   int64_t all_reduces = 0;           ///< of buckets
   int64_t bytes = 0;                 ///< of buckets
   int64_t travelling_ns = 0;         ///< in which at least one bucket was between launch and finish
-  int64_t exposed_ns = 0;            ///< which the training thread spent on it: nothing hid these
+  int64_t exposed_ns = 0;            ///< which the training thread, or stream, spent on it
   int64_t backward_started_ns = 0;   ///< of the last synchronised step
   int64_t backward_finished_ns = 0;  ///< when its last gradient was there
   std::vector<BucketTiming> last_step;
@@ -92,7 +94,7 @@ class GradientSync {
   void set_weight(double weight);
   void check_replicas();
   void run_joined(const std::function<void()>& loop, const JoinOptions& options);
-  DdpStats stats() const;
+  DdpStats stats() const;  ///< on a GPU: waits for what was queued
   std::vector<GradientBucket> buckets() const;
   void record_to(Trace* trace, int rank, int row);
   const Communicator& comm() const;

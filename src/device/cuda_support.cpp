@@ -100,6 +100,13 @@ struct TimedEvent {
   cudaEvent_t event = nullptr;
 };
 
+// Below 0 where the second came first.
+int64_t elapsed_ns(const TimedEvent& first, const TimedEvent& second) {
+  float ms = 0;
+  C10_CUDA_CHECK(cudaEventElapsedTime(&ms, first.event, second.event));
+  return static_cast<int64_t>(static_cast<double>(ms) * 1e6);
+}
+
 // A moment that both clocks know: CUDA tells the time between two events only.
 struct Epoch {
   explicit Epoch(int gpu) : start(gpu) {
@@ -163,9 +170,25 @@ int64_t time_ns(const std::shared_ptr<void>& event) {
   const auto& timed = *static_cast<const TimedEvent*>(event.get());
   C10_CUDA_CHECK(cudaEventSynchronize(timed.event));
   const auto epoch = epoch_of(timed.gpu);
-  float since_ms = 0;  // below 0 where the event is older
-  C10_CUDA_CHECK(cudaEventElapsedTime(&since_ms, epoch->start.event, timed.event));
-  return epoch->host_ns + static_cast<int64_t>(static_cast<double>(since_ms) * 1e6);
+  return epoch->host_ns + elapsed_ns(epoch->start, timed);
+}
+
+int64_t ns_between(const std::shared_ptr<void>& first, const std::shared_ptr<void>& second) {
+  const auto& begin = *static_cast<const TimedEvent*>(first.get());
+  const auto& end = *static_cast<const TimedEvent*>(second.get());
+  C10_CUDA_CHECK(cudaEventSynchronize(begin.event));
+  C10_CUDA_CHECK(cudaEventSynchronize(end.event));
+  return elapsed_ns(begin, end);
+}
+
+bool is_reached(const std::shared_ptr<void>& event) {
+  const auto status = cudaEventQuery(static_cast<const TimedEvent*>(event.get())->event);
+  if (status == cudaErrorNotReady) {
+    (void)cudaGetLastError();
+    return false;
+  }
+  C10_CUDA_CHECK(status);
+  return true;
 }
 
 }  // namespace lockstep::cuda

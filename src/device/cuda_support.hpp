@@ -47,4 +47,9 @@ std::shared_ptr<void> record_time(c10::Stream stream);
 /// That time, in times of monotonic_ns(). Waits for it.
 int64_t time_ns(const std::shared_ptr<void>& event);
 
+/// The time between two events of one GPU. Waits for them.
+int64_t ns_between(const std::shared_ptr<void>& first, const std::shared_ptr<void>& second);
+
+bool is_reached(const std::shared_ptr<void>& event);
+
 }  // namespace lockstep::cuda

@@ -1,9 +1,10 @@
 #pragma once
 
+#include <c10/core/Stream.h>
+#include <torch/types.h>
+
 #include <cstdint>
 #include <memory>
-
-#include "lockstep/device.hpp"
 
 namespace lockstep {
 
@@ -11,10 +12,16 @@ namespace lockstep {
 /// the time at which the calling thread's current stream gets there.
 class Moment {
  public:
-  static Moment now(const Device& device);
+  static Moment now(torch::Device device);
+  static Moment of(c10::Stream stream);  ///< a GPU's, whichever is current
 
   /// In times of monotonic_ns(). Waits for the GPU to get there.
   int64_t ns() const;
+
+  /// From `earlier` on the same device to here; finer than the difference of two ns(). Waits.
+  int64_t since(const Moment& earlier) const;
+
+  bool reached() const;
 
  private:
   int64_t host_ns_ = 0;

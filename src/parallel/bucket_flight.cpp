@@ -2,8 +2,10 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <utility>
 
+#include "device/capture.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/trace.hpp"
@@ -28,11 +30,23 @@ class Stopwatch {
 
 }  // namespace
 
+void BucketFlight::begin_step() {
+  stats_.last_step.clear();
+  ++step_;
+  // Nothing may be asked of the GPU while a step is captured. With a trace all times are wanted.
+  if (trace_ != nullptr || Capture::current() != nullptr) return;
+  while (!landings_.empty() && landings_.front().went_on.reached()) {
+    count(landings_.front());
+    landings_.pop_front();
+  }
+}
+
 void BucketFlight::launch(const GradientBucket& bucket, int64_t bytes, int64_t parameters,
                           double weight) {
-  const Stopwatch exposed(stats_.exposed_ns);
+  const torch::Device device = bucket.gradients.device();
   const int64_t now_ns = monotonic_ns();
   if (in_flight_.empty()) travelling_since_ns_ = now_ns;
+  const Moment launched = Moment::now(device);
   auto work = hook_ ? hook_(comm_, bucket, weight) : begin_mean(comm_, bucket, weight);
   if (!work) {
     const std::string message =
@@ -41,26 +55,37 @@ void BucketFlight::launch(const GradientBucket& bucket, int64_t bytes, int64_t p
     throw Error(Code::kSyncMisuse, message,
                 "return one whose advance() is true where the hook has done all work itself");
   }
+  auto side = comm_.side_stream();
+  if (side && side->device() != device) side.reset();
+  if (!side) stats_.exposed_ns += monotonic_ns() - now_ns;
   in_flight_.push_back({{.index = bucket.index,
                          .bytes = bytes,
                          .parameters = parameters,
                          .launched_ns = now_ns,
                          .finished_ns = 0},
+                        launched,
+                        side,
                         std::move(work)});
   stats_.all_reduces += 1;
   stats_.bytes += bytes;
 }
 
 void BucketFlight::advance() {
-  const Stopwatch exposed(stats_.exposed_ns);
+  if (in_flight_.empty()) return;
+  int64_t beside_gpu_ns = 0;
+  const Stopwatch exposed(in_flight_.front().side ? beside_gpu_ns : stats_.exposed_ns);
   while (!in_flight_.empty() && in_flight_.front().work->advance()) finish_front();
 }
 
 void BucketFlight::wait() {
-  const Stopwatch exposed(stats_.exposed_ns);
   while (!in_flight_.empty()) {
-    in_flight_.front().work->wait();
-    finish_front();
+    if (in_flight_.front().side) {
+      land(in_flight_.front().side->device());
+    } else {
+      const Stopwatch exposed(stats_.exposed_ns);
+      in_flight_.front().work->wait();
+      finish_front();
+    }
   }
 }
 
@@ -68,16 +93,63 @@ void BucketFlight::finish_front() {
   BucketTiming timing = in_flight_.front().timing;
   timing.finished_ns = monotonic_ns();
   stats_.last_step.push_back(timing);
-  if (trace_ != nullptr) {
-    trace_->add({.rank = trace_rank_,
-                 .device = trace_row_,
-                 .name = fmt::format("all_reduce bucket {}", timing.index),
-                 .begin_ns = timing.launched_ns,
-                 .end_ns = timing.finished_ns,
-                 .args = {{"bytes", format_bytes(timing.bytes)}}});
-  }
+  draw(timing);
   in_flight_.pop_front();
   if (in_flight_.empty()) stats_.travelling_ns += timing.finished_ns - travelling_since_ns_;
+}
+
+// All that travel on this GPU.
+void BucketFlight::land(torch::Device gpu) {
+  Landing landing{.step = step_, .waited = Moment::now(gpu)};
+  while (!in_flight_.empty() && in_flight_.front().side) {
+    InFlight& front = in_flight_.front();
+    front.work->wait();
+    landing.buckets.push_back({front.timing, front.launched, Moment::of(*front.side)});
+    in_flight_.pop_front();
+  }
+  landing.went_on = Moment::now(gpu);
+  landings_.push_back(std::move(landing));
+}
+
+void BucketFlight::settle() {
+  for (; !landings_.empty(); landings_.pop_front()) {
+    count(landings_.front());
+    show(landings_.front());
+  }
+}
+
+void BucketFlight::count(const Landing& landing) {
+  const Moment& begun = landing.buckets.front().launched;
+  int64_t travelled_ns = 0;
+  int64_t until_ns = 0;  // since `begun`; the buckets before have been counted so far
+  for (const auto& bucket : landing.buckets) {
+    const int64_t from_ns = std::max(until_ns, bucket.launched.since(begun));
+    until_ns = std::max(from_ns, bucket.finished.since(begun));
+    travelled_ns += until_ns - from_ns;
+  }
+  stats_.travelling_ns += travelled_ns;
+  stats_.exposed_ns += std::clamp<int64_t>(landing.went_on.since(landing.waited), 0, travelled_ns);
+}
+
+void BucketFlight::show(const Landing& landing) {
+  if (landing.step != step_ && trace_ == nullptr) return;
+  for (const auto& bucket : landing.buckets) {
+    BucketTiming timing = bucket.timing;
+    timing.launched_ns = bucket.launched.ns();
+    timing.finished_ns = std::max(timing.launched_ns, bucket.finished.ns());
+    if (landing.step == step_) stats_.last_step.push_back(timing);
+    draw(timing);
+  }
+}
+
+void BucketFlight::draw(const BucketTiming& timing) {
+  if (trace_ == nullptr) return;
+  trace_->add({.rank = trace_rank_,
+               .device = trace_row_,
+               .name = fmt::format("all_reduce bucket {}", timing.index),
+               .begin_ns = timing.launched_ns,
+               .end_ns = timing.finished_ns,
+               .args = {{"bytes", format_bytes(timing.bytes)}}});
 }
 
 void BucketFlight::record_to(Trace* trace, int rank, int row) {

@@ -49,7 +49,7 @@ void GradientSync::State::share_buffers(int root) {
 }
 
 void GradientSync::State::check_if_due() {
-  const int64_t steps = reducer->stats().synchronised_backwards;
+  const int64_t steps = reducer->synchronised_backwards();
   if (options.check_replicas_every == 0 || steps == checked_at_step ||
       steps % options.check_replicas_every != 0) {
     return;

@@ -118,7 +118,7 @@ void Reducer::begin_backward() {
   if (!end_is_queued_) at_end_of_backward([this] { end_backward(); });
   if (!backward_decision_) return;
   stats_.backward_started_ns = monotonic_ns();
-  stats_.last_step.clear();
+  flight_.begin_step();
   if (!passive()) {
     buckets_->set_micro_steps(window_.micro_steps() + 1);
     std::vector<size_t> gradients;  // [bucket]
@@ -225,8 +225,13 @@ void Reducer::settle_unused() {
   }
 }
 
+const DdpStats& Reducer::stats() {
+  flight_.settle();
+  return stats_;
+}
+
 void Reducer::shadow_backward(bool counts_in_mean) {
-  stats_.last_step.clear();
+  flight_.begin_step();
   tally_.end_window();
   buckets_->set_micro_steps(window_.micro_steps() + 1);
   for (size_t bucket = 0; bucket < buckets_->size(); ++bucket) {

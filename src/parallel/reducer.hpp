@@ -72,7 +72,8 @@ class Reducer final : public GradientListener {
   /// synchronised backward. Collective.
   void rebuild_if_due();
 
-  const DdpStats& stats() const { return stats_; }
+  const DdpStats& stats();  ///< waits for the GPU
+  int64_t synchronised_backwards() const { return stats_.synchronised_backwards; }
   std::vector<GradientBucket> buckets() const;
   void record_to(Trace* trace, int rank, int row) { flight_.record_to(trace, rank, row); }
 

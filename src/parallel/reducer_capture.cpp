@@ -49,7 +49,7 @@ void Reducer::record_launch(size_t bucket) {
   const int64_t micro_steps = window_.micro_steps() + 1;
   capture_->between_graphs([this, bucket, micro_steps] {
     if (bucket == 0) {
-      stats_.last_step.clear();
+      flight_.begin_step();
       buckets_->set_micro_steps(micro_steps);
     }
     launch(bucket, weight_);

@@ -39,7 +39,6 @@ PlacedStage& Place::at(int stage) {
 
 void Place::run(const StepPlan& plan) {
   timed_.clear();
-  syncs_.clear();
   loss_ = torch::Tensor();
   backwards_left_.assign(static_cast<size_t>(schedule_.stages()), schedule_.micro_batches);
   for (const auto& each : stages_) {
@@ -50,8 +49,7 @@ void Place::run(const StepPlan& plan) {
     advance_syncs();
   }
   for (const auto& each : stages_) {
-    if (!each->sync) continue;
-    if (const auto span = each->sync->finish()) syncs_.push_back(*span);
+    if (each->sync) each->sync->finish();
   }
 }
 
@@ -69,9 +67,9 @@ torch::Tensor Place::attempt(const Action& action, const torch::Tensor& input,
 
 void Place::do_action(const Action& action, const StepPlan& plan) {
   const torch::Tensor input = input_of(action, plan);
-  const Moment begin = Moment::now(device_);
+  const Moment begin = Moment::now(device_.torch_device());
   const torch::Tensor result = attempt(action, input, [&] { return compute(action, plan, input); });
-  timed_.push_back({action, begin, Moment::now(device_)});
+  timed_.push_back({action, begin, Moment::now(device_.torch_device())});
   pass_on(action, plan, result);
   auto& left = backwards_left_[static_cast<size_t>(action.stage)];
   if (completes(action.kind) && --left == 0) {
@@ -203,18 +201,19 @@ void Place::give_up(const std::string& reason) {
     abort_tensor_axes(*each->stage.module(), reason);
   }
   timed_.clear();
-  syncs_.clear();
 }
 
 void Place::add_spans(StepTrace& trace) const {
   for (const auto& [action, begin, end] : timed_) {
     trace.actions.push_back({action, index_, begin.ns(), end.ns()});
   }
-  for (SyncSpan sync : syncs_) {
-    // The host launches ahead of a GPU, whose gradients it then waits for.
-    sync.begin_ns = std::max(sync.begin_ns, gradients_complete_.at(sync.stage).ns());
-    sync.end_ns = std::max(sync.end_ns, sync.begin_ns);
-    trace.syncs.push_back(sync);
+  for (const auto& each : stages_) {
+    auto span = each->sync ? each->sync->span() : std::nullopt;
+    if (!span) continue;
+    // A host whose memory the gradients go through launches ahead of the GPU and then waits for it.
+    span->begin_ns = std::max(span->begin_ns, gradients_complete_.at(span->stage).ns());
+    span->end_ns = std::max(span->end_ns, span->begin_ns);
+    trace.syncs.push_back(*span);
   }
 }
 

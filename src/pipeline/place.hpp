@@ -94,7 +94,6 @@ class Place {
 
   // Of the last run.
   std::vector<Timed> timed_;
-  std::vector<SyncSpan> syncs_;
   std::map<int, Moment> gradients_complete_;  // [stage]
   std::vector<int> backwards_left_;           // [stage] until its gradients are complete
   torch::Tensor loss_;

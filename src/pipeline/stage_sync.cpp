@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <numeric>
 
-#include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 #include "parallel/model_tensors.hpp"
 
@@ -63,8 +62,8 @@ void StageSync::launch(bool synchronise, double weight) {
   if (!synchronise) return window_.add_micro_step();
   buckets_->set_micro_steps(window_.micro_steps() + 1);
   window_.close();
-  stats_.last_step.clear();
-  span_.emplace(SyncSpan{.stage = stage_, .begin_ns = monotonic_ns()});
+  flight_.begin_step();
+  span_.emplace(SyncSpan{.stage = stage_});
   for (size_t i = 0; i < buckets_->size(); ++i) {
     const PlannedBucket& plan = buckets_->plan(i);
     flight_.launch(buckets_->bucket(i), plan.bytes(), static_cast<int64_t>(plan.gradients.size()),
@@ -74,13 +73,24 @@ void StageSync::launch(bool synchronise, double weight) {
   }
 }
 
-std::optional<SyncSpan> StageSync::finish() {
+void StageSync::finish() {
+  if (span_) flight_.wait();
+}
+
+std::optional<SyncSpan> StageSync::span() {
   if (!span_) return std::nullopt;
-  flight_.wait();
+  flight_.settle();
+  SyncSpan span = *span_;
+  span.begin_ns = stats_.last_step.front().launched_ns;
   for (const auto& bucket : stats_.last_step) {
-    span_->end_ns = std::max(span_->end_ns, bucket.finished_ns);
+    span.end_ns = std::max(span.end_ns, bucket.finished_ns);
   }
-  return span_;
+  return span;
+}
+
+void StageSync::abort(const std::string& reason) {
+  span_.reset();
+  comm_.abort(reason);
 }
 
 }  // namespace lockstep

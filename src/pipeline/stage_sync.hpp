@@ -30,10 +30,13 @@ class StageSync {
   /// Finishes what needs no waiting.
   void advance() { flight_.advance(); }
 
-  /// Finishes all; gives what was done in this step, if anything was.
-  std::optional<SyncSpan> finish();
+  /// Finishes all.
+  void finish();
 
-  void abort(const std::string& reason) const { comm_.abort(reason); }
+  /// What was done in this step, if anything was. Waits for the GPU.
+  std::optional<SyncSpan> span();
+
+  void abort(const std::string& reason);
 
  private:
   void require_averaged() const;
@@ -46,7 +49,7 @@ class StageSync {
   DdpStats stats_;
   BucketFlight flight_;
   AccumulationWindow window_;
-  std::optional<SyncSpan> span_;  // of this step
+  std::optional<SyncSpan> span_;  // of this step; its times come from the flight
 };
 
 }  // namespace lockstep

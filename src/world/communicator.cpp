@@ -183,6 +183,10 @@ Work Communicator::begin_all_reduce(const torch::Tensor& tensor, ReduceOp op,
   return begin(tensor, op, options, /*on_side=*/true);
 }
 
+std::optional<c10::Stream> Communicator::side_stream() const {
+  return state_->side ? std::optional(state_->side->stream()) : std::nullopt;
+}
+
 // Each rank of an all_reduce needs the others' share of the result, and they its own.
 Work Communicator::begin(const torch::Tensor& tensor, ReduceOp op, const CallOptions& options,
                          bool on_side) const {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "device/moment.hpp"
 #include "gpu_ranks.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
 #include "lockstep/pipeline.hpp"
@@ -101,6 +102,35 @@ void expect_within(const std::vector<torch::Tensor>& a, const std::vector<torch:
   for (size_t i = 0; i < a.size(); ++i) {
     EXPECT_LE((a[i] - b[i]).abs().max().item<double>(), tolerance) << "parameter " << i;
   }
+}
+
+// The host has queued a step long before the GPU does it.
+TEST_F(CudaCommunicator, DdpTellsWhenTheGpuMovedItsBuckets) {
+  run_on_gpu(2, [](const Communicator& comm, Device& device) {
+    auto net = make_net();
+    DistributedDataParallel ddp(net, comm, small_buckets());
+    const auto [x, y] = batch_of(0);
+    const auto large = torch::ones({8192, 8192}, kGpu);
+    torch::mm(large, large);
+    torch::mse_loss(ddp(x), y).backward();
+    const DdpStats before = ddp.stats();
+    device.synchronize();
+    const Moment early = Moment::now(kGpu);
+    for (int i = 0; i < 2; ++i) torch::mm(large, large);
+    const Moment late = Moment::now(kGpu);
+    torch::mse_loss(ddp(x), y).backward();
+    const DdpStats stats = ddp.stats();
+    ASSERT_EQ(stats.last_step.size(), before.last_step.size());
+    ASSERT_GT(stats.last_step.size(), 1U);
+    const int64_t half_ns = late.since(early) / 2;
+    for (const auto& bucket : stats.last_step) {
+      EXPECT_GT(bucket.launched_ns, early.ns() + half_ns) << "bucket " << bucket.index;
+      EXPECT_GT(bucket.finished_ns, bucket.launched_ns) << "bucket " << bucket.index;
+    }
+    const int64_t travelled_ns = stats.travelling_ns - before.travelling_ns;
+    EXPECT_GT(travelled_ns, 0);
+    EXPECT_LE(stats.exposed_ns - before.exposed_ns, travelled_ns);
+  });
 }
 
 TEST_F(CudaCommunicator, DdpTrainsAsOneRankDoes) {
