@@ -59,7 +59,8 @@ double settled_median(std::vector<double> times) {
 
 int train(int, char** argv) {
   const auto settings = nlohmann::json::parse(argv[1]);
-  const auto world = lockstep::World::from_env();
+  const int ranks = lockstep::RankEnvironment::from_env().local_world_size;
+  const auto world = lockstep::World::from_env({.devices = fmt::format("cpu:{}", ranks)});
   const lockstep::UseDevice home(world.device());
   const torch::Tensor one = torch::ones({1});
   world.comm().all_reduce(one);

@@ -133,7 +133,8 @@ json run_local(const json& settings) {
 
 // The time of a whole step, as rank 0 sees it: all ranks leave one barrier and enter the next.
 json run_ranks(const json& settings) {
-  const auto world = lockstep::World::from_env();
+  const int ranks = lockstep::RankEnvironment::from_env().local_world_size;
+  const auto world = lockstep::World::from_env({.devices = fmt::format("cpu:{}", ranks)});
   const lockstep::UseDevice home(world.device());
   const auto net = make_net(settings);
   const auto schedule =

@@ -164,10 +164,10 @@ void Run::end_phase(int64_t at_ns) {
               .end_ns = at_ns});
 }
 
-// The end of a backward that had all its gradients and only waited for buckets. On a GPU it is the
-// stream that waits, while the host, whose phases these are, goes on.
+// The end of a backward that had all its gradients and only waited for buckets. Where a GPU's
+// stream waits, the host, whose phases these are, goes on.
 void Run::trace_wait() {
-  if (devices_[0].plan().kind == lockstep::DeviceKind::kCuda) return;
+  if (sync_->comm().side_stream()) return;
   const lockstep::DdpStats stats = sync_->stats();
   if (stats.backward_started_ns < meter_.last_step_started_ns()) return;  // not in this step
   int64_t averaged_ns = 0;

@@ -30,15 +30,17 @@ class Stopwatch {
 
 }  // namespace
 
+// While a step is captured nothing may be asked of the GPU, and its times are not those of a step.
+
+void BucketFlight::begin_backward(torch::Device device) {
+  if (Capture::current() == nullptr) started_ = Moment::now(device);
+}
+
 void BucketFlight::begin_step() {
   stats_.last_step.clear();
   ++step_;
-  // Nothing may be asked of the GPU while a step is captured. With a trace all times are wanted.
-  if (trace_ != nullptr || Capture::current() != nullptr) return;
-  while (!landings_.empty() && landings_.front().went_on.reached()) {
-    count(landings_.front());
-    landings_.pop_front();
-  }
+  if (Capture::current() != nullptr) return;
+  while (!landings_.empty() && landings_.front().went_on.reached()) count_oldest();
 }
 
 void BucketFlight::launch(const GradientBucket& bucket, int64_t bytes, int64_t parameters,
@@ -100,7 +102,7 @@ void BucketFlight::finish_front() {
 
 // All that travel on this GPU.
 void BucketFlight::land(torch::Device gpu) {
-  Landing landing{.step = step_, .waited = Moment::now(gpu)};
+  Landing landing{.step = step_, .started = started_, .waited = Moment::now(gpu)};
   while (!in_flight_.empty() && in_flight_.front().side) {
     InFlight& front = in_flight_.front();
     front.work->wait();
@@ -112,10 +114,14 @@ void BucketFlight::land(torch::Device gpu) {
 }
 
 void BucketFlight::settle() {
-  for (; !landings_.empty(); landings_.pop_front()) {
-    count(landings_.front());
-    show(landings_.front());
-  }
+  if (Capture::current() != nullptr) return;
+  while (!landings_.empty()) count_oldest();
+}
+
+void BucketFlight::count_oldest() {
+  count(landings_.front());
+  show(landings_.front());
+  landings_.pop_front();
 }
 
 void BucketFlight::count(const Landing& landing) {
@@ -132,14 +138,18 @@ void BucketFlight::count(const Landing& landing) {
 }
 
 void BucketFlight::show(const Landing& landing) {
-  if (landing.step != step_ && trace_ == nullptr) return;
+  const bool is_last = landing.step == step_;
+  if (!is_last && trace_ == nullptr) return;
   for (const auto& bucket : landing.buckets) {
     BucketTiming timing = bucket.timing;
     timing.launched_ns = bucket.launched.ns();
     timing.finished_ns = std::max(timing.launched_ns, bucket.finished.ns());
-    if (landing.step == step_) stats_.last_step.push_back(timing);
+    if (is_last) stats_.last_step.push_back(timing);
     draw(timing);
   }
+  if (!is_last) return;
+  stats_.backward_started_ns = landing.started.ns();
+  stats_.backward_finished_ns = landing.waited.ns();
 }
 
 void BucketFlight::draw(const BucketTiming& timing) {

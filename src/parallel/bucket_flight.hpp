@@ -18,6 +18,9 @@ class BucketFlight {
   BucketFlight(const Communicator& comm, CommHook hook, DdpStats& stats)
       : comm_(comm), hook_(std::move(hook)), stats_(stats) {}
 
+  /// A backward begins, with gradients on this device.
+  void begin_backward(torch::Device device);
+
   /// The buckets of another step follow.
   void begin_step();
 
@@ -52,6 +55,7 @@ class BucketFlight {
       Moment finished;
     };
     int64_t step = 0;
+    Moment started = {};  // the backward
     Moment waited = {};   // the training stream has nothing else to do
     Moment went_on = {};  // it has all of them
     std::vector<Bucket> buckets = {};
@@ -59,6 +63,7 @@ class BucketFlight {
 
   void finish_front();
   void land(torch::Device gpu);
+  void count_oldest();
   void count(const Landing& landing);
   void show(const Landing& landing);
   void draw(const BucketTiming& timing);
@@ -68,6 +73,7 @@ class BucketFlight {
   DdpStats& stats_;
   std::deque<InFlight> in_flight_;
   std::deque<Landing> landings_;  // not yet counted
+  Moment started_;
   int64_t step_ = 0;
   int64_t travelling_since_ns_ = 0;
   Trace* trace_ = nullptr;

@@ -120,6 +120,7 @@ void Reducer::begin_backward() {
   stats_.backward_started_ns = monotonic_ns();
   flight_.begin_step();
   if (!passive()) {
+    flight_.begin_backward(buckets_->bucket(0).gradients.device());
     buckets_->set_micro_steps(window_.micro_steps() + 1);
     std::vector<size_t> gradients;  // [bucket]
     for (size_t i = 0; i < buckets_->size(); ++i) {

@@ -22,6 +22,7 @@ void Reducer::join_capture(Capture& capture) {
     capture_ = nullptr;
     stats_.backward_started_ns = monotonic_ns();
     stats_.backward_finished_ns = stats_.backward_started_ns;
+    if (!passive()) flight_.begin_backward(buckets_->bucket(0).gradients.device());
   });
   std::vector<bool> had_grad;
   for (const auto& parameter : parameters_) had_grad.push_back(parameter.tensor.grad().defined());

@@ -24,6 +24,7 @@ GpuUuid uuid_of(int gpu) {
 GpuCard card_of(int gpu) {
   GpuCard card;
   card.on_gpu = 1;
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&card.shares, cudaDevAttrIpcEventSupport, gpu));
   card.uuid = uuid_of(gpu);
   C10_CUDA_CHECK(cudaDeviceGetPCIBusId(card.bus_id, sizeof card.bus_id, gpu));
   int gpus = 0;

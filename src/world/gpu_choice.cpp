@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "comm/gpu/gpu_reduce.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -40,17 +41,18 @@ bool reaches(const GpuCard& from, const GpuCard& to) {
 }
 
 // As far as is known: a GPU that a rank does not see may be within its reach.
-bool all_reach_each_other(std::span<const GpuCard> cards) {
+bool can_use_ipc(std::span<const GpuCard> cards) {
+  if (cards.size() > kMostGpuReduceRanks) return false;
   return std::all_of(cards.begin(), cards.end(), [&](const GpuCard& from) {
-    return std::all_of(cards.begin(), cards.end(),
-                       [&](const GpuCard& to) { return reaches(from, to); });
+    return from.shares != 0 && std::all_of(cards.begin(), cards.end(),
+                                           [&](const GpuCard& to) { return reaches(from, to); });
   });
 }
 
 std::string choose_automatically(std::span<const GpuCard> cards, bool one_host, bool has_nccl) {
   if (cards.size() == 1 || rank_on_cpu(cards) < cards.size()) return "";
   if (sharing_ranks(cards).empty()) return has_nccl ? "nccl" : "";
-  return one_host && all_reach_each_other(cards) ? "ipc" : "";
+  return one_host && can_use_ipc(cards) ? "ipc" : "";
 }
 
 }  // namespace

@@ -116,6 +116,7 @@ std::vector<GpuCard> cards_of(const std::string& gpus) {
     GpuCard& card = cards.emplace_back();
     if (gpu == ' ') continue;
     card.on_gpu = 1;
+    card.shares = 1;
     card.uuid[15] = gpu;
     std::copy_n("0000:1b:00.0", 13, card.bus_id);
     card.bus_id[6] = gpu;
@@ -140,6 +141,11 @@ TEST(GpuBackendChoice, FollowsWhoSharesAGpu) {
   EXPECT_EQ(choose("auto", "aBcB", true), "") << "nor do all of these three";
   EXPECT_EQ(choose("auto", "aBcD", true), "nccl") << "which finds other ways";
   EXPECT_EQ(choose("auto", "aabb", false), "");
+  EXPECT_EQ(choose("auto", std::string(64, 'a').c_str(), true), "ipc");
+  EXPECT_EQ(choose("auto", std::string(65, 'a').c_str(), true), "") << "more than ipc serves";
+  auto alone = cards_of("aa");
+  alone[1].shares = 0;
+  EXPECT_EQ(choose_gpu_backend("auto", alone, true, true), "") << "without CUDA IPC";
   EXPECT_EQ(choose("auto", "ab d", true), "");
   EXPECT_EQ(choose("auto", "    ", true), "");
   EXPECT_EQ(choose("auto", "a", true), "");
