@@ -45,12 +45,11 @@ Scale choose_scale(const LabOptions& options, const Hardware& hardware) {
   const auto ranks = with_one(
       options.ranks.empty() ? std::vector<int>(std::begin(kCourseRanks), std::end(kCourseRanks))
                             : options.ranks);
-  if (hardware.gpus >= ranks.back()) {
-    auto slots = plan_devices("cuda", hardware);
-    slots.resize(static_cast<size_t>(ranks.back()));
-    return {std::move(slots), ranks};
-  }
-  return {plan_devices(fmt::format("cpu:{}", ranks.back()), hardware), ranks};
+  // Ranks that shared a GPU would show no scaling.
+  const int most = ranks.back();
+  const std::string spec =
+      hardware.gpus >= most ? default_devices(hardware, most) : fmt::format("cpu:{}", most);
+  return {plan_devices(spec, hardware), ranks};
 }
 
 }  // namespace

@@ -74,8 +74,8 @@ void BucketFlight::launch(const GradientBucket& bucket, int64_t bytes, int64_t p
 
 void BucketFlight::advance() {
   if (in_flight_.empty()) return;
-  int64_t beside_gpu_ns = 0;
-  const Stopwatch exposed(in_flight_.front().side ? beside_gpu_ns : stats_.exposed_ns);
+  std::optional<Stopwatch> exposed;
+  if (!in_flight_.front().side) exposed.emplace(stats_.exposed_ns);
   while (!in_flight_.empty() && in_flight_.front().work->advance()) finish_front();
 }
 
