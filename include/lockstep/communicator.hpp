@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "lockstep/board.hpp"
+#include "lockstep/moment.hpp"
 #include "lockstep/reduce_op.hpp"
 
 namespace lockstep {
@@ -56,6 +57,10 @@ class Work {
   /// Does what can be done without waiting; true when the tensor holds the result.
   bool advance();
   void wait();
+
+  /// When the GPU has the result, and the inputs of all_reduces that were begun by the time the
+  /// peers had come. None before all that leads there is queued, nor where the host waits itself.
+  std::optional<Moment> arrived() const;
 
  private:
   std::unique_ptr<State> state_;

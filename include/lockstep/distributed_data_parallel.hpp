@@ -5,10 +5,12 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "lockstep/communicator.hpp"
+#include "lockstep/moment.hpp"
 #include "lockstep/tensor_tree.hpp"
 
 namespace lockstep {
@@ -30,6 +32,10 @@ class BucketWork {
   virtual ~BucketWork() = default;
   virtual bool advance() = 0;  ///< does what needs no waiting; true when done
   virtual void wait() = 0;     ///< afterwards the bucket holds the averaged gradients
+
+  /// That of its Work, on a GPU. Without it the bucket counts as under way, and those behind it
+  /// move on, only when it is waited for.
+  virtual std::optional<Moment> arrived() const { return std::nullopt; }
 };
 
 /// Replaces the averaging of buckets. `weight` is this rank's in the mean.
@@ -50,8 +56,8 @@ struct DdpOptions {
 };
 
 /// When a bucket travelled in the last synchronised step. Times are monotonic_ns(); on a GPU those
-/// at which its streams got there, and a bucket that arrives early counts as under way until the
-/// last one is launched.
+/// at which its streams got there. A bucket that peers join only after this rank has launched the
+/// next one counts as under way until that one's gradients are there.
 struct BucketTiming {
   int64_t index = 0;
   int64_t bytes = 0;
@@ -110,6 +116,7 @@ class GradientSync {
 ///
 ///     auto world = lockstep::World::from_env();
 ///     Net net;
+///     net->to(world.device().torch_device());
 ///     lockstep::DistributedDataParallel ddp(net, world.comm());
 ///     auto loss = torch::mse_loss(ddp(x), y);   // x: this rank's rows
 ///     loss.backward();                          // gradients are averaged over the ranks meanwhile

@@ -18,6 +18,7 @@
 #include "lockstep/master_weights.hpp"
 #include "lockstep/memory.hpp"
 #include "lockstep/mesh.hpp"
+#include "lockstep/moment.hpp"
 #include "lockstep/pipeline.hpp"
 #include "lockstep/record.hpp"
 #include "lockstep/run_meter.hpp"

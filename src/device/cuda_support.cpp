@@ -1,13 +1,11 @@
 #include "device/cuda_support.hpp"
 
 #include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
 #include <chrono>
-#include <map>
 #include <mutex>
 #include <thread>
 
@@ -89,50 +87,6 @@ class BusyWatch {
   std::thread sampler_;  // runs as long as the process
 };
 
-// A CUDA event that keeps its time.
-struct TimedEvent {
-  explicit TimedEvent(int on_gpu) : gpu(on_gpu) { C10_CUDA_CHECK(cudaEventCreate(&event)); }
-  ~TimedEvent() { (void)cudaEventDestroy(event); }
-  TimedEvent(const TimedEvent&) = delete;
-  TimedEvent& operator=(const TimedEvent&) = delete;
-
-  int gpu;
-  cudaEvent_t event = nullptr;
-};
-
-// Below 0 where the second came first.
-int64_t elapsed_ns(const TimedEvent& first, const TimedEvent& second) {
-  float ms = 0;
-  C10_CUDA_CHECK(cudaEventElapsedTime(&ms, first.event, second.event));
-  return static_cast<int64_t>(static_cast<double>(ms) * 1e6);
-}
-
-// A moment that both clocks know: CUDA tells the time between two events only.
-struct Epoch {
-  explicit Epoch(int gpu) : start(gpu) {
-    const c10::cuda::CUDAGuard guard(static_cast<c10::DeviceIndex>(gpu));
-    C10_CUDA_CHECK(cudaEventRecord(start.event, c10::cuda::getCurrentCUDAStream().stream()));
-    C10_CUDA_CHECK(cudaEventSynchronize(start.event));
-    host_ns = monotonic_ns();
-  }
-
-  TimedEvent start;
-  int64_t host_ns = 0;
-};
-
-// A recent one: CUDA gives the time between two events as a float, which is fine for seconds only.
-std::shared_ptr<const Epoch> epoch_of(int gpu) {
-  constexpr int64_t kFreshNs = 5'000'000'000;
-  static std::mutex mutex;
-  static auto* epochs = new std::map<int, std::shared_ptr<const Epoch>>();
-  const std::lock_guard lock(mutex);
-  auto& epoch = (*epochs)[gpu];
-  if (!epoch || monotonic_ns() - epoch->host_ns > kFreshNs) {
-    epoch = std::make_shared<const Epoch>(gpu);
-  }
-  return epoch;
-}
-
 }  // namespace
 
 void watch_busy(c10::Stream stream, std::atomic<int64_t>& busy_ns) {
@@ -156,39 +110,6 @@ int64_t capacity_bytes(int gpu) {
   return cudaGetDeviceProperties(&properties, gpu) == cudaSuccess
              ? static_cast<int64_t>(properties.totalGlobalMem)
              : 0;
-}
-
-std::shared_ptr<void> record_time(c10::Stream stream) {
-  const c10::cuda::CUDAStream on(stream);
-  const c10::cuda::CUDAGuard guard(on.device());
-  auto event = std::make_shared<TimedEvent>(on.device_index());
-  C10_CUDA_CHECK(cudaEventRecord(event->event, on.stream()));
-  return event;
-}
-
-int64_t time_ns(const std::shared_ptr<void>& event) {
-  const auto& timed = *static_cast<const TimedEvent*>(event.get());
-  C10_CUDA_CHECK(cudaEventSynchronize(timed.event));
-  const auto epoch = epoch_of(timed.gpu);
-  return epoch->host_ns + elapsed_ns(epoch->start, timed);
-}
-
-int64_t ns_between(const std::shared_ptr<void>& first, const std::shared_ptr<void>& second) {
-  const auto& begin = *static_cast<const TimedEvent*>(first.get());
-  const auto& end = *static_cast<const TimedEvent*>(second.get());
-  C10_CUDA_CHECK(cudaEventSynchronize(begin.event));
-  C10_CUDA_CHECK(cudaEventSynchronize(end.event));
-  return elapsed_ns(begin, end);
-}
-
-bool is_reached(const std::shared_ptr<void>& event) {
-  const auto status = cudaEventQuery(static_cast<const TimedEvent*>(event.get())->event);
-  if (status == cudaErrorNotReady) {
-    (void)cudaGetLastError();
-    return false;
-  }
-  C10_CUDA_CHECK(status);
-  return true;
 }
 
 }  // namespace lockstep::cuda

@@ -3,7 +3,6 @@
 #include <c10/core/Stream.h>
 
 #include <cstdint>
-#include <memory>
 
 #include "lockstep/memory.hpp"
 
@@ -40,16 +39,5 @@ c10::Stream take_stream(int gpu);
 void give_back_stream(c10::Stream stream);
 
 int64_t capacity_bytes(int gpu);
-
-/// An event that keeps the time at which `stream` reaches it.
-std::shared_ptr<void> record_time(c10::Stream stream);
-
-/// That time, in times of monotonic_ns(). Waits for it.
-int64_t time_ns(const std::shared_ptr<void>& event);
-
-/// The time between two events of one GPU. Waits for them.
-int64_t ns_between(const std::shared_ptr<void>& first, const std::shared_ptr<void>& second);
-
-bool is_reached(const std::shared_ptr<void>& event);
 
 }  // namespace lockstep::cuda

@@ -6,6 +6,7 @@
 #include <sys/sysinfo.h>
 #include <torch/cuda.h>
 
+#include "base/hidden_amx.hpp"
 #include "device/caller_state.hpp"
 #include "device/capture.hpp"
 #include "device/device_state.hpp"
@@ -47,6 +48,7 @@ torch::Device Device::State::torch_device() const {
 }
 
 Device::Device(SlotPlan plan) {
+  avoid_hidden_amx();
   install_cpu_allocator();
   state_ = std::make_unique<State>(std::move(plan));
 #if LOCKSTEP_CUDA

@@ -1,10 +1,10 @@
-#include "device/moment.hpp"
+#include "lockstep/moment.hpp"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "lockstep/clock.hpp"
 #if LOCKSTEP_CUDA
-#include "device/cuda_support.hpp"
+#include "device/cuda_time.hpp"
 #endif
 
 namespace lockstep {

@@ -46,8 +46,8 @@ void BucketFlight::begin_step() {
 void BucketFlight::launch(const GradientBucket& bucket, int64_t bytes, int64_t parameters,
                           double weight) {
   const torch::Device device = bucket.gradients.device();
-  const int64_t now_ns = monotonic_ns();
-  if (in_flight_.empty()) travelling_since_ns_ = now_ns;
+  note_arrivals();  // before the side stream waits for this bucket's gradients
+  const int64_t begun_ns = monotonic_ns();
   const Moment launched = Moment::now(device);
   auto work = hook_ ? hook_(comm_, bucket, weight) : begin_mean(comm_, bucket, weight);
   if (!work) {
@@ -59,11 +59,16 @@ void BucketFlight::launch(const GradientBucket& bucket, int64_t bytes, int64_t p
   }
   auto side = comm_.side_stream();
   if (side && side->device() != device) side.reset();
-  if (!side) stats_.exposed_ns += monotonic_ns() - now_ns;
+  int64_t launched_ns = begun_ns;
+  if (!side) {
+    if (device.is_cuda() && launched.reached()) launched_ns = follow_gpu(launched, begun_ns);
+    stats_.exposed_ns += monotonic_ns() - launched_ns;
+    if (carried_++ == 0) carried_since_ns_ = launched_ns;
+  }
   in_flight_.push_back({{.index = bucket.index,
                          .bytes = bytes,
                          .parameters = parameters,
-                         .launched_ns = now_ns,
+                         .launched_ns = launched_ns,
                          .finished_ns = 0},
                         launched,
                         side,
@@ -72,10 +77,33 @@ void BucketFlight::launch(const GradientBucket& bucket, int64_t bytes, int64_t p
   stats_.bytes += bytes;
 }
 
+// Through the host's memory: the host is ahead of the GPU and has waited for its gradients, which
+// is not communication.
+int64_t BucketFlight::follow_gpu(const Moment& launched, int64_t begun_ns) {
+  const int64_t launched_ns = std::clamp(launched.ns(), begun_ns, monotonic_ns());
+  if (started_) {
+    stats_.backward_started_ns =
+        std::max(stats_.backward_started_ns, launched_ns - launched.since(*started_));
+  }
+  stats_.backward_finished_ns = launched_ns;
+  return launched_ns;
+}
+
+// Buckets on a side stream are done when they are waited for, and arrive in the order they left.
+void BucketFlight::note_arrivals() {
+  for (InFlight& each : in_flight_) {
+    if (each.arrived) continue;
+    if (!each.side) return;
+    each.work->advance();
+    each.arrived = each.work->arrived();
+    if (!each.arrived) return;
+  }
+}
+
 void BucketFlight::advance() {
   if (in_flight_.empty()) return;
-  std::optional<Stopwatch> exposed;
-  if (!in_flight_.front().side) exposed.emplace(stats_.exposed_ns);
+  if (in_flight_.front().side) return note_arrivals();
+  const Stopwatch exposed(stats_.exposed_ns);
   while (!in_flight_.empty() && in_flight_.front().work->advance()) finish_front();
 }
 
@@ -97,7 +125,7 @@ void BucketFlight::finish_front() {
   stats_.last_step.push_back(timing);
   draw(timing);
   in_flight_.pop_front();
-  if (in_flight_.empty()) stats_.travelling_ns += timing.finished_ns - travelling_since_ns_;
+  if (--carried_ == 0) stats_.travelling_ns += timing.finished_ns - carried_since_ns_;
 }
 
 // All that travel on this GPU.
@@ -106,7 +134,9 @@ void BucketFlight::land(torch::Device gpu) {
   while (!in_flight_.empty() && in_flight_.front().side) {
     InFlight& front = in_flight_.front();
     front.work->wait();
-    landing.buckets.push_back({front.timing, front.launched, Moment::of(*front.side)});
+    if (!front.arrived) front.arrived = front.work->arrived();
+    landing.buckets.push_back(
+        {front.timing, front.launched, front.arrived ? *front.arrived : Moment::now(gpu)});
     in_flight_.pop_front();
   }
   landing.went_on = Moment::now(gpu);
@@ -140,16 +170,18 @@ void BucketFlight::count(const Landing& landing) {
 void BucketFlight::show(const Landing& landing) {
   const bool is_last = landing.step == step_;
   if (!is_last && trace_ == nullptr) return;
+  const Moment& begun = landing.buckets.front().launched;
+  const int64_t begun_ns = begun.ns();
   for (const auto& bucket : landing.buckets) {
     BucketTiming timing = bucket.timing;
-    timing.launched_ns = bucket.launched.ns();
-    timing.finished_ns = std::max(timing.launched_ns, bucket.finished.ns());
+    timing.launched_ns = begun_ns + bucket.launched.since(begun);
+    timing.finished_ns = std::max(timing.launched_ns, begun_ns + bucket.finished.since(begun));
     if (is_last) stats_.last_step.push_back(timing);
     draw(timing);
   }
   if (!is_last) return;
-  stats_.backward_started_ns = landing.started.ns();
-  stats_.backward_finished_ns = landing.waited.ns();
+  if (landing.started) stats_.backward_started_ns = begun_ns - begun.since(*landing.started);
+  stats_.backward_finished_ns = begun_ns + landing.waited.since(begun);
 }
 
 void BucketFlight::draw(const BucketTiming& timing) {
@@ -163,6 +195,7 @@ void BucketFlight::draw(const BucketTiming& timing) {
 }
 
 void BucketFlight::record_to(Trace* trace, int rank, int row) {
+  if (trace != nullptr) settle();
   trace_ = trace;
   trace_rank_ = rank;
   trace_row_ = row;

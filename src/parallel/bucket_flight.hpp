@@ -6,8 +6,8 @@
 #include <optional>
 #include <vector>
 
-#include "device/moment.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
+#include "lockstep/moment.hpp"
 
 namespace lockstep {
 
@@ -36,6 +36,7 @@ class BucketFlight {
   /// Completes the stats: waits until the GPU has done what was waited for, and tells its times.
   void settle();
 
+  /// Draws what is settled from now on.
   void record_to(Trace* trace, int rank, int row);
 
  private:
@@ -44,6 +45,7 @@ class BucketFlight {
     Moment launched;
     std::optional<c10::Stream> side;  // of a GPU, in whose order the bucket travels
     std::unique_ptr<BucketWork> work;
+    std::optional<Moment> arrived = {};  // on that stream
   };
 
   // Buckets that were waited for by a GPU's stream, which the host does not: how long it took is
@@ -55,12 +57,14 @@ class BucketFlight {
       Moment finished;
     };
     int64_t step = 0;
-    Moment started = {};  // the backward
-    Moment waited = {};   // the training stream has nothing else to do
-    Moment went_on = {};  // it has all of them
+    std::optional<Moment> started = {};  // the backward, where somebody said so
+    Moment waited = {};                  // the training stream has nothing else to do
+    Moment went_on = {};                 // it has all of them
     std::vector<Bucket> buckets = {};
   };
 
+  int64_t follow_gpu(const Moment& launched, int64_t begun_ns);
+  void note_arrivals();
   void finish_front();
   void land(torch::Device gpu);
   void count_oldest();
@@ -72,10 +76,11 @@ class BucketFlight {
   const CommHook hook_;  // empty: the communicator's mean
   DdpStats& stats_;
   std::deque<InFlight> in_flight_;
-  std::deque<Landing> landings_;  // not yet counted
-  Moment started_;
+  std::deque<Landing> landings_;   // not yet counted
+  std::optional<Moment> started_;  // the backward
   int64_t step_ = 0;
-  int64_t travelling_since_ns_ = 0;
+  int64_t carried_ = 0;  // buckets in flight that the host carries
+  int64_t carried_since_ns_ = 0;
   Trace* trace_ = nullptr;
   int trace_rank_ = 0;
   int trace_row_ = 0;

@@ -33,6 +33,7 @@ class MeanWork : public BucketWork {
   explicit MeanWork(Work work) : work_(std::move(work)) {}
   bool advance() override { return work_.advance(); }
   void wait() override { work_.wait(); }
+  std::optional<Moment> arrived() const override { return work_.arrived(); }
 
  private:
   Work work_;
@@ -53,6 +54,7 @@ class CompressedWork : public BucketWork {
     work_.wait();
     widen();
   }
+  std::optional<Moment> arrived() const override { return work_.arrived(); }
 
  private:
   void widen() {

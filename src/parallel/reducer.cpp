@@ -232,7 +232,10 @@ const DdpStats& Reducer::stats() {
 }
 
 void Reducer::shadow_backward(bool counts_in_mean) {
+  stats_.backward_started_ns = monotonic_ns();
+  stats_.backward_finished_ns = stats_.backward_started_ns;
   flight_.begin_step();
+  flight_.begin_backward(buckets_->bucket(0).gradients.device());
   tally_.end_window();
   buckets_->set_micro_steps(window_.micro_steps() + 1);
   for (size_t bucket = 0; bucket < buckets_->size(); ++bucket) {

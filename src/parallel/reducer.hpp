@@ -72,7 +72,7 @@ class Reducer final : public GradientListener {
   /// synchronised backward. Collective.
   void rebuild_if_due();
 
-  const DdpStats& stats();  ///< waits for the GPU
+  const DdpStats& stats();  ///< waits for the GPU; not while a backward runs
   int64_t synchronised_backwards() const { return stats_.synchronised_backwards; }
   std::vector<GradientBucket> buckets() const;
   void record_to(Trace* trace, int rank, int row) { flight_.record_to(trace, rank, row); }

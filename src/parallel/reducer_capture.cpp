@@ -53,16 +53,14 @@ void Reducer::record_launch(size_t bucket) {
       flight_.begin_step();
       buckets_->set_micro_steps(micro_steps);
     }
+    stats_.backward_finished_ns = monotonic_ns();
     launch(bucket, weight_);
     flight_.advance();
   });
 }
 
 void Reducer::record_wait() {
-  capture_->between_graphs([this] {
-    stats_.backward_finished_ns = monotonic_ns();
-    flight_.wait();
-  });
+  capture_->between_graphs([this] { flight_.wait(); });
 }
 
 }  // namespace lockstep

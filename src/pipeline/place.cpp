@@ -73,7 +73,6 @@ void Place::do_action(const Action& action, const StepPlan& plan) {
   pass_on(action, plan, result);
   auto& left = backwards_left_[static_cast<size_t>(action.stage)];
   if (completes(action.kind) && --left == 0) {
-    gradients_complete_[action.stage] = timed_.back().end;
     auto& sync = at(action.stage).sync;
     if (sync) sync->launch(plan.synchronise, plan.weight);
   }
@@ -205,15 +204,12 @@ void Place::give_up(const std::string& reason) {
 
 void Place::add_spans(StepTrace& trace) const {
   for (const auto& [action, begin, end] : timed_) {
-    trace.actions.push_back({action, index_, begin.ns(), end.ns()});
+    const int64_t begin_ns = begin.ns();
+    trace.actions.push_back({action, index_, begin_ns, begin_ns + end.since(begin)});
   }
   for (const auto& each : stages_) {
-    auto span = each->sync ? each->sync->span() : std::nullopt;
-    if (!span) continue;
-    // A host whose memory the gradients go through launches ahead of the GPU and then waits for it.
-    span->begin_ns = std::max(span->begin_ns, gradients_complete_.at(span->stage).ns());
-    span->end_ns = std::max(span->end_ns, span->begin_ns);
-    trace.syncs.push_back(*span);
+    const auto span = each->sync ? each->sync->span() : std::nullopt;
+    if (span) trace.syncs.push_back(*span);
   }
 }
 

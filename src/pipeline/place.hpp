@@ -1,12 +1,11 @@
 #pragma once
 
-#include <map>
 #include <memory>
 #include <optional>
 #include <vector>
 
-#include "device/moment.hpp"
 #include "device/stream_order.hpp"
+#include "lockstep/moment.hpp"
 #include "lockstep/schedule.hpp"
 #include "pipeline/stage.hpp"
 #include "pipeline/stage_sync.hpp"
@@ -94,8 +93,7 @@ class Place {
 
   // Of the last run.
   std::vector<Timed> timed_;
-  std::map<int, Moment> gradients_complete_;  // [stage]
-  std::vector<int> backwards_left_;           // [stage] until its gradients are complete
+  std::vector<int> backwards_left_;  // [stage] until its gradients are complete
   torch::Tensor loss_;
   StreamOrder end_;
 };

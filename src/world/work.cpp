@@ -40,6 +40,10 @@ void Work::wait() {
   state_->wait();
 }
 
+std::optional<Moment> Work::arrived() const {
+  return state_->arrived();
+}
+
 BegunWork::BegunWork(std::shared_ptr<CommState> comm, Passage tensor, int64_t sequence,
                      bool on_side, std::unique_ptr<Pending> pending)
     : comm_(std::move(comm)),
@@ -51,9 +55,13 @@ BegunWork::BegunWork(std::shared_ptr<CommState> comm, Passage tensor, int64_t se
 // Who asks on a GPU may go on computing there: only wait() makes his stream wait.
 bool BegunWork::advance() {
   if (!pending_) return true;
+  if (arrived_) return false;
   const InsideCall inside(comm_->stats);
-  const bool done = pending_->advance();
-  if (on_side_ || !done) return false;
+  if (!pending_->advance()) return false;
+  if (on_side_) {
+    arrived_ = Moment::of(comm_->side->stream());
+    return false;
+  }
   finish();
   return true;
 }
@@ -63,6 +71,7 @@ void BegunWork::wait() {
   const InsideCall inside(comm_->stats);
   pending_->wait();
   if (on_side_) {
+    if (!arrived_) arrived_ = Moment::of(comm_->side->stream());
     comm_->side->hold_back_current();
     tensor_.keep_for_current_stream();
   }

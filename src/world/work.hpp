@@ -15,6 +15,7 @@ struct Work::State {
   virtual ~State() = default;
   virtual bool advance() = 0;
   virtual void wait() = 0;
+  virtual std::optional<Moment> arrived() const { return std::nullopt; }
 };
 
 /// An all_reduce that a backend has begun.
@@ -26,6 +27,7 @@ class BegunWork final : public Work::State {
 
   bool advance() override;
   void wait() override;
+  std::optional<Moment> arrived() const override { return arrived_; }
 
  private:
   void finish();
@@ -34,6 +36,7 @@ class BegunWork final : public Work::State {
   Passage tensor_;
   int64_t sequence_;
   bool on_side_;
+  std::optional<Moment> arrived_;     // on the side stream, whose work is all queued then
   std::unique_ptr<Pending> pending_;  // null once done; goes before the tensor
 };
 

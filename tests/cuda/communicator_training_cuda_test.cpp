@@ -4,9 +4,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "device/moment.hpp"
 #include "gpu_ranks.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
+#include "lockstep/moment.hpp"
 #include "lockstep/pipeline.hpp"
 #include "lockstep/schedule.hpp"
 #include "lockstep/sgd.hpp"
@@ -104,9 +104,59 @@ void expect_within(const std::vector<torch::Tensor>& a, const std::vector<torch:
   }
 }
 
+// In backward all ranks meet here.
+struct Meeting : torch::autograd::Function<Meeting> {
+  static torch::Tensor forward(torch::autograd::AutogradContext* context, const torch::Tensor& x,
+                               const Communicator* comm) {
+    context->saved_data["comm"] = reinterpret_cast<int64_t>(comm);
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 const torch::autograd::variable_list& gradients) {
+    reinterpret_cast<const Communicator*>(context->saved_data["comm"].toInt())->barrier();
+    return {gradients[0], torch::Tensor()};
+  }
+};
+
+// In backward the GPU is given much more to do than the host needs time to queue it.
+struct LongBackward : torch::autograd::Function<LongBackward> {
+  static torch::Tensor forward(torch::autograd::AutogradContext*, const torch::Tensor& x) {
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
+                                                 const torch::autograd::variable_list& gradients) {
+    const auto large = torch::ones({4096, 4096}, gradients[0].options());
+    for (int i = 0; i < 16; ++i) torch::mm(large, large);
+    return {gradients[0]};
+  }
+};
+
+// The last layer's gradients come long before all others, at whose hooks buckets move on.
+struct EarlyBucket : torch::nn::Module {
+  explicit EarlyBucket(const Communicator& comm) : ranks(&comm) {
+    first = register_module("first", torch::nn::Linear(256, 256));
+    for (int i = 0; i < 8; ++i) {
+      scales.push_back(register_parameter("scale" + std::to_string(i), torch::ones({1})));
+    }
+    last = register_module("last", torch::nn::Linear(256, 256));
+    to(kGpu);
+  }
+
+  torch::Tensor forward(torch::Tensor x) {
+    x = first(x);
+    for (const auto& scale : scales) x = Meeting::apply(x * scale, ranks);
+    return last(LongBackward::apply(x));
+  }
+
+  const Communicator* ranks;
+  torch::nn::Linear first = nullptr;
+  std::vector<torch::Tensor> scales;
+  torch::nn::Linear last = nullptr;
+};
+
 // The host has queued a step long before the GPU does it.
-TEST_F(CudaCommunicator, DdpTellsWhenTheGpuMovedItsBuckets) {
-  run_on_gpu(2, [](const Communicator& comm, Device& device) {
+void expect_times_of_the_gpu(std::vector<Communicator> comms) {
+  run_on_gpu(std::move(comms), [](const Communicator& comm, Device& device) {
     auto net = make_net();
     DistributedDataParallel ddp(net, comm, small_buckets());
     const auto [x, y] = batch_of(0);
@@ -115,8 +165,9 @@ TEST_F(CudaCommunicator, DdpTellsWhenTheGpuMovedItsBuckets) {
     torch::mse_loss(ddp(x), y).backward();
     const DdpStats before = ddp.stats();
     device.synchronize();
+    comm.barrier();
     const Moment early = Moment::now(kGpu);
-    for (int i = 0; i < 2; ++i) torch::mm(large, large);
+    for (int i = 0; i < 6; ++i) torch::mm(large, large);
     const Moment late = Moment::now(kGpu);
     torch::mse_loss(ddp(x), y).backward();
     const DdpStats stats = ddp.stats();
@@ -127,9 +178,38 @@ TEST_F(CudaCommunicator, DdpTellsWhenTheGpuMovedItsBuckets) {
       EXPECT_GT(bucket.launched_ns, early.ns() + half_ns) << "bucket " << bucket.index;
       EXPECT_GT(bucket.finished_ns, bucket.launched_ns) << "bucket " << bucket.index;
     }
+    EXPECT_GT(stats.backward_started_ns, early.ns() + half_ns);
+    EXPECT_GE(stats.backward_finished_ns, stats.last_step.back().launched_ns);
     const int64_t travelled_ns = stats.travelling_ns - before.travelling_ns;
     EXPECT_GT(travelled_ns, 0);
-    EXPECT_LE(stats.exposed_ns - before.exposed_ns, travelled_ns);
+    EXPECT_LT(travelled_ns, half_ns);
+    EXPECT_LT(stats.exposed_ns - before.exposed_ns, half_ns);
+  });
+}
+
+TEST_F(CudaCommunicator, DdpTellsWhenTheGpuMovedItsBuckets) {
+  expect_times_of_the_gpu(Communicator::threads(2, kGpu));
+}
+
+TEST_F(CudaCommunicator, DdpTellsWhenBucketsWentThroughTheHost) {
+  expect_times_of_the_gpu(Communicator::threads(2));
+}
+
+TEST_F(CudaCommunicator, ABucketThatArrivesEarlyIsNotUnderWayUntilTheLast) {
+  run_on_gpu(2, [](const Communicator& comm, Device&) {
+    DistributedDataParallel ddp(std::make_shared<EarlyBucket>(comm), comm, small_buckets());
+    const auto [x, y] = batch_of(0);
+    DdpStats before;
+    for (int step = 0; step < 3; ++step) {
+      before = ddp.stats();
+      torch::mse_loss(ddp(x), y).backward();
+    }
+    const DdpStats stats = ddp.stats();
+    ASSERT_EQ(stats.last_step.size(), 2U);
+    const BucketTiming& early = stats.last_step[0];
+    const BucketTiming& late = stats.last_step[1];
+    EXPECT_LT(early.finished_ns, late.launched_ns);
+    EXPECT_LT(stats.travelling_ns - before.travelling_ns, late.launched_ns - early.launched_ns);
   });
 }
 

@@ -235,7 +235,9 @@ TEST_F(CudaPipeline, RanksWithTheirOwnStagesTrainAsTheCpu) {
       for (const auto& sync : pipeline.last_step().syncs) {
         for (const auto& span : pipeline.last_step().actions) {
           if (span.action.stage != sync.stage) continue;
-          EXPECT_LE(span.end_ns, sync.begin_ns) << "averaged when its gradients are complete";
+          constexpr int64_t kClocksDifferNs = 20'000;  // the GPU's and the host's
+          EXPECT_LE(span.end_ns, sync.begin_ns + kClocksDifferNs)
+              << "averaged when its gradients are complete";
         }
       }
       found[rank] = weights_of(pipeline.parameters());
