@@ -124,8 +124,8 @@ function(lockstep_add_cuda_runtime target torch_root)
     target_link_libraries(${target} INTERFACE "${nccl_library}")
     target_compile_definitions(${target} INTERFACE LOCKSTEP_NCCL=1)
   else()
-    message(WARNING "lockstep: NCCL was not found beside this libtorch: ranks with a GPU each can only be on one "
-      "host.\nhelp: install nccl.h and libnccl.so beside the CUDA runtime, then configure again")
+    message(WARNING "lockstep: NCCL was not found beside this libtorch: GPU tensors between hosts go through their "
+      "memory.\nhelp: install nccl.h and libnccl.so beside the CUDA runtime, then configure again")
   endif()
 endfunction()
 

@@ -96,7 +96,7 @@ Finding check_gpu_ranks(const json& facts) {
   if (!built || !nccl) return unknown("GPU ranks");
   if (!*built) return {"GPU ranks", Level::kPass, "through the host's memory", ""};
   const std::string alone = *nccl ? "NCCL where each rank has a GPU"
-                                  : "no NCCL: ranks with a GPU each must be on one host";
+                                  : "no NCCL: ranks of several hosts talk through their memory";
   const auto ipc = fact<bool>(facts, "/probe/cuda/ipc");  // null where no GPU can be used
   if (!ipc) return {"GPU ranks", Level::kPass, alone, ""};
   if (!*ipc) {

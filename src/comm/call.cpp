@@ -47,13 +47,12 @@ std::string of_size(const Group& group) {
   return group.name == "world" ? fmt::format(" of {}", group.size()) : "";
 }
 
-// "all_reduce #17 (bucket 3): 1024 x F32, sum", with the group where it is not the world.
+}  // namespace
+
 std::string describe_in(const Group& group, const Call& call) {
   if (group.name == "world") return describe(call);
   return fmt::format("{} in group {}", describe(call), group.name);
 }
-
-}  // namespace
 
 std::string_view operation_name(Operation operation) {
   return kOperationNames.at(static_cast<size_t>(operation));

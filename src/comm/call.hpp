@@ -57,6 +57,9 @@ struct Group {
   int size() const { return static_cast<int>(world_ranks.size()); }
 };
 
+/// "all_reduce #17 (bucket 3): 1024 x F32, sum", with the group where it is not the world.
+std::string describe_in(const Group& group, const Call& call);
+
 /// What is known about a rank that did not come.
 struct MissingRank {
   int place = 0;      ///< in the group

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <iterator>
 
 namespace lockstep::cuda {
@@ -25,6 +26,7 @@ GpuCard card_of(int gpu) {
   GpuCard card;
   card.on_gpu = 1;
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&card.shares, cudaDevAttrIpcEventSupport, gpu));
+  card.names_host = std::getenv("NCCL_HOSTID") != nullptr ? 1 : 0;
   card.uuid = uuid_of(gpu);
   C10_CUDA_CHECK(cudaDeviceGetPCIBusId(card.bus_id, sizeof card.bus_id, gpu));
   int gpus = 0;

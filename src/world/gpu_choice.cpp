@@ -35,6 +35,12 @@ size_t rank_on_cpu(std::span<const GpuCard> cards) {
   return static_cast<size_t>(found - cards.begin());
 }
 
+// NCCL refuses ranks of one host on one GPU. Who names hosts decides himself which are one.
+bool named_hosts(std::span<const GpuCard> cards) {
+  return std::all_of(cards.begin(), cards.end(),
+                     [](const GpuCard& card) { return card.names_host != 0; });
+}
+
 bool reaches(const GpuCard& from, const GpuCard& to) {
   const auto end = from.reached.begin() + from.reached_count;
   return same_gpu(from, to) || std::find(from.reached.begin(), end, to.uuid) != end;
@@ -51,7 +57,7 @@ bool can_use_ipc(std::span<const GpuCard> cards) {
 
 std::string choose_automatically(std::span<const GpuCard> cards, bool one_host, bool has_nccl) {
   if (cards.size() == 1 || rank_on_cpu(cards) < cards.size()) return "";
-  if (sharing_ranks(cards).empty()) return has_nccl ? "nccl" : "";
+  if (has_nccl && sharing_ranks(cards).empty()) return "nccl";
   return one_host && can_use_ipc(cards) ? "ipc" : "";
 }
 
@@ -75,7 +81,7 @@ std::string choose_gpu_backend(const std::string& asked, std::span<const GpuCard
                 "use auto, or nccl with a GPU for each rank");
   }
   const std::vector<size_t> sharing = sharing_ranks(cards);
-  if (asked == "nccl" && !sharing.empty()) {
+  if (asked == "nccl" && !sharing.empty() && !named_hosts(cards)) {
     throw Error(Code::kBackend,
                 fmt::format("backend nccl needs a GPU for each rank, but ranks {} share the GPU {}",
                             fmt::join(sharing, ", "), cards[sharing[0]].bus_id),

@@ -15,8 +15,9 @@ using GpuUuid = std::array<char, 16>;
 struct GpuCard {
   static constexpr size_t kMostReached = 16;  ///< so many GPUs has a large host
 
-  int32_t on_gpu = 0;  ///< 0: on the CPU
-  int32_t shares = 0;  ///< 1: other processes may use its memory and events (CUDA IPC)
+  int32_t on_gpu = 0;      ///< 0: on the CPU
+  int32_t shares = 0;      ///< 1: other processes may use its memory and events (CUDA IPC)
+  int32_t names_host = 0;  ///< 1: NCCL_HOSTID says what NCCL takes for its host
   GpuUuid uuid = {};
   char bus_id[16] = {};       ///< "0000:1b:00.0", for messages; ends in '\0'
   int32_t reached_count = 0;  ///< GPUs that this process sees, and whose memory this one reaches

@@ -1,4 +1,5 @@
 #include <cctype>
+#include <cstdlib>
 #include <filesystem>
 
 #include "backend_gpu_view.hpp"
@@ -18,11 +19,22 @@ bool has_gpu() {
   return false;
 }
 
+#if LOCKSTEP_NCCL
+// NCCL refuses a second rank of a host on the same GPU. Ranks of different hosts talk through
+// sockets, here those of one.
+void pretend_own_host(int rank) {
+  ::setenv("NCCL_HOSTID", ("host" + std::to_string(rank)).c_str(), 1);
+  ::setenv("NCCL_NET", "Socket", 1);
+  ::setenv("NCCL_SOCKET_IFNAME", "lo", 1);
+}
+#endif
+
 std::unique_ptr<Backend> build(const WorldCase& world, std::unique_ptr<Backend> host) {
   const GpuBackendOptions options{
       .host = host.get(), .gpu = 0, .deadline_ns = monotonic_ns() + 40'000'000'000};
 #if LOCKSTEP_NCCL
   if (world.backend == "nccl") {
+    if (world.ranks == Ranks::kProcesses) pretend_own_host(host->rank());
     auto gpu = make_nccl_backend(options);
     return std::make_unique<GpuView>(std::move(host), std::move(gpu));
   }

@@ -1,8 +1,9 @@
 """Every example on the GPU: the CPU's loss curve and weights in fp32, PyTorch's in AMP, from the same weights and
-rows, captured and not captured; ranks that share the GPU against one rank; the same run twice, bit by bit.
+rows, captured and not captured; ranks that share the GPU, through ipc and NCCL, against one rank; the same run twice,
+bit by bit.
 
 usage: gpu_parity.py BIN_FOLDER [--jobs N] [--cpu] [CASE ...]
-CASE: fp32, amp, ranks or repeat, or how the names of some lines begin; without any, all.
+CASE: fp32, amp, ranks, nccl or repeat, or how the names of some lines begin; without any, all.
 One line for each comparison: what, the largest deviation, what is allowed, ok or FAILED. Exits with 1 where one
 failed, and with 77 (skipped) where there is no GPU or this Python has no torch. --cpu tries the script on the CPU.
 """
@@ -161,6 +162,36 @@ def rank_command(parity, ranks, program, more):
     return launcher + [parity.program(program), *parity.devices(ranks), *more]
 
 
+def nccl_command(parity, ranks, program, more):
+    """NCCL refuses ranks of one host on one GPU: here each says that it is a host of its own."""
+    launcher = [os.path.join(parity.folder, "lockstep"), "run", "--quiet", "-n", str(ranks), "--backend", "nccl"]
+    host = 'NCCL_HOSTID=host$RANK NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo exec "$0" "$@"'
+    return [*launcher, "/bin/sh", "-c", host, parity.program(program), *parity.devices(ranks), *more]
+
+
+def add_nccl(parity, folder):
+    """Ranks that talk by NCCL against one rank."""
+    if not parity.on_gpu:
+        return
+    stages = {"--stages": 2, "--micro-batches": 3}
+    cases = [("practical6_ddp", {}, "fp32", 2, False), ("practical6_ddp", {}, "fp32", 2, True),
+             ("practical6_ddp", {}, "fp32", 3, False),
+             ("homework2_combined", {"--amp": "fp16", "--accum-steps": 2}, "fp16", 2, True),
+             ("practical10_hybrid", stages, "fp32", 2, None), ("practical10_hybrid", stages, "fp32", 4, None)]
+    for program, flags, precision, ranks, captured in cases:
+        def compare(program=program, flags=flags, precision=precision, ranks=ranks, captured=captured):
+            job = new_job(folder, flags)
+            slots = PROGRAMS[program][1]
+            capture = [] if captured is None else parity.capture(captured)
+            place = ["--place", "ranks"] if captured is None else []
+            one = train(job, [parity.program(program), *parity.devices(slots)])
+            many = train(job, nccl_command(parity, ranks, program, [*capture, *place]), captured, "nccl")
+            return deviation(many, one, precision)
+
+        how = {None: "", False: ", not captured", True: ", captured"}[captured]
+        parity.add(f"nccl {program} {precision}, {ranks} ranks{how}, against one rank", compare)
+
+
 def add_ranks(parity, folder):
     """Ranks that share the GPU through ipc against one rank; --backend ipc fails where that cannot be."""
     ipc = ["--backend", "ipc"] if parity.on_gpu else []
@@ -179,6 +210,16 @@ def add_ranks(parity, folder):
 
                 parity.add(f"ranks {program} {precision}, {ranks} ranks share the GPU"
                            f"{', captured' if captured else ', not captured'}, against one rank", compare)
+
+    def stages_of_ranks():
+        job = new_job(folder, {"--stages": 2, "--micro-batches": 3})
+        one = train(job, [parity.program("practical10_hybrid"), *parity.devices(2)])
+        many = train(job, rank_command(parity, 4, "practical10_hybrid", ["--place", "ranks", *ipc]),
+                     None, "ipc" if parity.on_gpu else None)
+        return deviation(many, one, "fp32")
+
+    parity.add("ranks practical10_hybrid fp32, 2 stages of 2 ranks each share the GPU, against one rank",
+               stages_of_ranks)
 
     def automatic():
         """Without being asked for, ranks share the GPU, and ipc is what they get."""
@@ -242,7 +283,7 @@ def main():
         sys.exit(77)
     parity = Parity(flags)
     with tempfile.TemporaryDirectory() as folder:
-        for add in (add_fp32, add_amp, add_ranks, add_repeat):
+        for add in (add_fp32, add_amp, add_ranks, add_nccl, add_repeat):
             add(parity, folder)
         cases = [case for case in parity.cases if not flags.case or case[0].startswith(tuple(flags.case))]
         if not cases:

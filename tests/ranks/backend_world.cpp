@@ -295,12 +295,24 @@ bool wait_until_at_least(const std::atomic<int64_t>& number, int64_t value) {
   return true;
 }
 
+namespace {
+
+// NCCL wants a GPU for each rank of a host, and so many there are not everywhere; processes can
+// say that they are hosts of their own.
+bool can_be_many(const std::string& backend, Ranks ranks) {
+  if (backend == "nccl") return ranks == Ranks::kProcesses;
+  return backend != "self";
+}
+
+}  // namespace
+
 std::vector<WorldCase> world_cases(const std::vector<int>& sizes, const std::vector<Ranks>& ranks) {
   std::vector<WorldCase> cases;
   for (const auto& backend : suite_under_test().backends) {
     for (const int size : sizes) {
-      if ((backend == "self" || backend == "nccl") && size != 1) continue;
-      for (const Ranks kind : ranks) cases.push_back({backend, size, kind});
+      for (const Ranks kind : ranks) {
+        if (size == 1 || can_be_many(backend, kind)) cases.push_back({backend, size, kind});
+      }
     }
   }
   return cases;

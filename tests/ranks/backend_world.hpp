@@ -84,7 +84,8 @@ Caught catch_error(const std::function<void()>& action);
 /// Waits for a number of the shared facts to reach a value; false after ten seconds.
 bool wait_until_at_least(const std::atomic<int64_t>& number, int64_t value);
 
-/// The cases of the backends under test, for these world sizes; `self` and `nccl` have size 1 only.
+/// The cases of the backends under test, for these world sizes; `self`, and `nccl` with threads,
+/// have size 1 only.
 std::vector<WorldCase> world_cases(const std::vector<int>& sizes,
                                    const std::vector<Ranks>& ranks = {Ranks::kThreads,
                                                                       Ranks::kProcesses});

@@ -134,7 +134,9 @@ TEST(GpuBackendChoice, FollowsWhoSharesAGpu) {
   };
   EXPECT_EQ(choose("auto", "abcd", true), "nccl");
   EXPECT_EQ(choose("auto", "abcd", false), "nccl");
-  EXPECT_EQ(choose("auto", "abcd", true, /*has_nccl=*/false), "");
+  EXPECT_EQ(choose("auto", "abcd", true, /*has_nccl=*/false), "ipc");
+  EXPECT_EQ(choose("auto", "abcd", false, /*has_nccl=*/false), "");
+  EXPECT_EQ(choose("auto", "aBcD", true, /*has_nccl=*/false), "");
   EXPECT_EQ(choose("auto", "aaaa", true), "ipc");
   EXPECT_EQ(choose("auto", "abca", true), "ipc");
   EXPECT_EQ(choose("auto", "aaBB", true), "") << "the two GPUs do not reach each other";
@@ -150,6 +152,12 @@ TEST(GpuBackendChoice, FollowsWhoSharesAGpu) {
   EXPECT_EQ(choose("auto", "    ", true), "");
   EXPECT_EQ(choose("auto", "a", true), "");
   EXPECT_EQ(choose("nccl", "a", true), "nccl");
+  auto hosts = cards_of("aa");
+  for (GpuCard& card : hosts) card.names_host = 1;
+  EXPECT_EQ(choose_gpu_backend("nccl", hosts, true, true), "nccl") << "each a host of its own";
+  EXPECT_EQ(choose_gpu_backend("auto", hosts, true, true), "ipc");
+  hosts[0].names_host = 0;
+  EXPECT_THROW(choose_gpu_backend("nccl", hosts, true, true), Error);
   EXPECT_EQ(choose("ipc", "abcd", true), "ipc");
   EXPECT_EQ(choose("ipc", "aa", true), "ipc");
 }

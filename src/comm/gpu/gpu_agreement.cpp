@@ -40,11 +40,6 @@ bool read_farewell(const std::string& message, Farewell& farewell) {
   return true;
 }
 
-std::string describe_in(const Group& group, const Call& call) {
-  if (group.name == "world") return describe(call);
-  return fmt::format("{} in group {}", describe(call), group.name);
-}
-
 // "all_reduce #9: 288 x U8, sum: rank 2 of 4 absent …" becomes "barrier #3: rank 2 of 4 absent …".
 std::string retold(const Group& group, const Call& why, const std::string& text) {
   const size_t rank = text.find(": rank");

@@ -7,12 +7,12 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdio>
 #include <cstring>
 #include <thread>
 
 #include "comm/gpu/ipc_collectives.hpp"
 #include "comm/gpu/ipc_core.hpp"
+#include "comm/shm/shm_peers.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 
@@ -157,16 +157,11 @@ bool IpcCore::say_goodbye() noexcept {
 // Whether every GPU reaches every other one, before anything is shared.
 void IpcCore::meet_gpus(const Call& why, int64_t deadline_ns) {
   struct Home {
-    char host[64] = {};    // the running kernel's own name
+    ProcessHome process;
     char bus_id[32] = {};  // of the GPU
-    int64_t process = 0;
   };
   Home own;
-  own.process = owner_;
-  if (std::FILE* file = std::fopen("/proc/sys/kernel/random/boot_id", "re")) {
-    if (std::fgets(own.host, sizeof own.host, file) == nullptr) own.host[0] = '\0';
-    std::fclose(file);
-  }
+  own.process = ProcessHome::own();
   check_cuda(cudaDeviceGetPCIBusId(own.bus_id, sizeof own.bus_id, gpu_), "cudaDeviceGetPCIBusId");
   const auto homes = exchange(why, deadline_ns, std::as_bytes(std::span(&own, 1)));
   homes->wait();
@@ -175,15 +170,16 @@ void IpcCore::meet_gpus(const Call& why, int64_t deadline_ns) {
     std::memcpy(&all[static_cast<size_t>(place)], homes->block(place).data(), sizeof(Home));
   }
   for (const Home& one : all) {
-    in_turns_ =
-        in_turns_ || std::any_of(all.begin(), all.end(), [&](const Home& other) {
-          return std::string_view(one.bus_id) == other.bus_id && one.process != other.process;
-        });
+    in_turns_ = in_turns_ || std::any_of(all.begin(), all.end(), [&](const Home& other) {
+                  return std::string_view(one.bus_id) == other.bus_id &&
+                         (one.process.pid != other.process.pid ||
+                          one.process.pid_namespace != other.process.pid_namespace);
+                });
   }
   for (int place = 0; place < size(); ++place) {
     const Home& theirs = all[static_cast<size_t>(place)];
     const int world_rank = group().world_ranks[static_cast<size_t>(place)];
-    if (std::string_view(theirs.host) != own.host) {
+    if (theirs.process.kernel != own.process.kernel) {
       throw Error(Code::kBackend, fmt::format("rank {} is on another host", world_rank),
                   "ipc is for ranks of one host: use --backend nccl with a GPU for each rank");
     }

@@ -47,6 +47,9 @@ std::shared_ptr<NcclFlight> make_flight(const Call& call, const CallContext& con
 NcclCore::NcclCore(std::unique_ptr<GpuControl> control, int gpu, int64_t deadline_ns)
     : gpu_(gpu),
       control_(std::move(control)),
+      peers_(control_->channel(kSenders), deadline_ns),
+      progress_(stream_.get()),
+      message_progress_(message_stream_.get()),
       own_messages_(group()),
       sent_(static_cast<size_t>(group().size())),
       received_(static_cast<size_t>(group().size())) {
@@ -60,7 +63,7 @@ NcclCore::NcclCore(std::unique_ptr<GpuControl> control, int gpu, int64_t deadlin
   control_->on_failure([comms](const std::exception_ptr&) {
     for (NcclComm* comm : comms) comm->abort();
   });
-  watch_.emplace(gpu_, group(), comms, [this](const std::exception_ptr& error) {
+  watch_.emplace(gpu_, group(), peers_, comms, [this](const std::exception_ptr& error) {
     try {
       control_->guarded([&] { std::rethrow_exception(error); });
     } catch (...) {
@@ -153,13 +156,21 @@ void NcclCore::launch_front() {
   const std::shared_ptr<Task> task = std::move(queue_.front());
   queue_.pop_front();
   if (task->body) {
-    const NcclFlight& flight = *task->flight;
+    NcclFlight& flight = *task->flight;
     flight.ready.hold(stream_.get());
-    task->body({*comm_, group(), stream_.get(), task->deadline_ns}, task->agreement->calls());
+    queue_on(progress_, flight, [&] {
+      task->body({*comm_, group(), stream_.get(), task->deadline_ns}, task->agreement->calls());
+    });
     flight.done.record(stream_.get());
     watch_->follow(task->flight);
   }
   task->launched = true;
+}
+
+void NcclCore::queue_on(NcclProgress& progress, NcclFlight& flight,
+                        const std::function<void()>& part) const {
+  flight.progress = &progress;
+  flight.number = progress.queue([&] { peers_.blaming(flight.call, part); });
 }
 
 void NcclCore::send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) {
@@ -189,7 +200,9 @@ void NcclCore::message(const Call& own, int peer, const CallContext& context,
   flight->ready.record(context.stream);
   rendezvous(own, peer, context.deadline_ns);
   flight->ready.hold(message_stream_.get());
-  move({*messages_, group(), message_stream_.get(), context.deadline_ns});
+  queue_on(message_progress_, *flight, [&] {
+    move({*messages_, group(), message_stream_.get(), context.deadline_ns});
+  });
   flight->done.record(message_stream_.get());
   flight->done.hold(context.stream);
   watch_->follow(flight);

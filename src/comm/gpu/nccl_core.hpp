@@ -12,6 +12,8 @@
 #include "comm/gpu/gpu_control.hpp"
 #include "comm/gpu/gpu_self_messages.hpp"
 #include "comm/gpu/nccl_comm.hpp"
+#include "comm/gpu/nccl_peers.hpp"
+#include "comm/gpu/nccl_progress.hpp"
 #include "comm/gpu/nccl_transfer.hpp"
 #include "comm/gpu/nccl_watch.hpp"
 
@@ -72,6 +74,8 @@ class NcclCore {
  private:
   void guarded(const std::function<void()>& action);
   void launch_front();
+  void queue_on(NcclProgress& progress, NcclFlight& flight,
+                const std::function<void()>& part) const;
   void finish_queued() noexcept;
   void rendezvous(const Call& own, int peer, int64_t deadline_ns);
   void message(const Call& own, int peer, const CallContext& context,
@@ -79,8 +83,11 @@ class NcclCore {
 
   const int gpu_;
   std::unique_ptr<GpuControl> control_;
+  const NcclPeers peers_;
   GpuStream stream_;
   GpuStream message_stream_;
+  NcclProgress progress_;  // of each of them
+  NcclProgress message_progress_;
   std::optional<NcclComm> comm_;
   std::optional<NcclComm> messages_;  // none in a group of one
   GpuSelfMessages own_messages_;

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <chrono>
 #include <iterator>
 
@@ -18,22 +19,11 @@ namespace {
 
 constexpr auto kLookPeriod = std::chrono::milliseconds(5);
 
-bool has_passed(const GpuEvent& event) {
-  const cudaError_t status = cudaEventQuery(event.get());
-  if (status == cudaErrorNotReady) {
-    (void)cudaGetLastError();  // an answer, not an error
-    return false;
-  }
-  check_cuda(status, "cudaEventQuery");
-  return true;
-}
-
 [[noreturn]] void throw_overdue(const Group& group, const NcclFlight& flight) {
   throw RankError(
       Code::kRankAbsent, -1,
-      fmt::format("{}{}: all ranks came, but their GPUs did not finish within {}",
-                  describe(flight.call),
-                  group.name == "world" ? "" : fmt::format(" in group {}", group.name),
+      fmt::format("{}: all ranks came, but their GPUs did not finish within {}",
+                  describe_in(group, flight.call),
                   format_seconds(static_cast<double>(flight.limit_ns) * 1e-9)),
       "see whether a rank's process or GPU hangs; where one only computes long, give it more time "
       "with --timeout of `lockstep run` or LOCKSTEP_TIMEOUT_S");
@@ -41,8 +31,9 @@ bool has_passed(const GpuEvent& event) {
 
 }  // namespace
 
-NcclWatch::NcclWatch(int gpu, const Group& group, std::vector<NcclComm*> comms, Fail fail)
-    : gpu_(gpu), group_(group), comms_(std::move(comms)), fail_(std::move(fail)) {
+NcclWatch::NcclWatch(int gpu, const Group& group, const NcclPeers& peers,
+                     std::vector<NcclComm*> comms, Fail fail)
+    : gpu_(gpu), group_(group), peers_(peers), comms_(std::move(comms)), fail_(std::move(fail)) {
   thread_ = start_quiet_thread([this] { work(); });
 }
 
@@ -60,18 +51,20 @@ void NcclWatch::stop() noexcept {
 }
 
 void NcclWatch::follow(std::shared_ptr<NcclFlight> flight) {
+  Flights ended;
   {
     const std::lock_guard lock(mutex_);
     new_flights_.push_back(std::move(flight));
+    ended.swap(ended_);
   }
   changed_.notify_all();
 }
 
 void NcclWatch::work() {
-  std::vector<std::shared_ptr<NcclFlight>> flights;
+  Flights flights;
   try {
-    const GpuGuard on_gpu(gpu_);
-    // Another thread may capture a graph, which must not be spoiled by questions asked here.
+    check_cuda(cudaSetDevice(gpu_), "cudaSetDevice");
+    // Another thread may capture a graph, which must not be spoiled by what NCCL does here.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
     for (;;) {
@@ -88,22 +81,40 @@ void NcclWatch::work() {
         std::move(new_flights_.begin(), new_flights_.end(), std::back_inserter(flights));
         new_flights_.clear();
       }
-      look_after_all(flights);
+      set_aside_ended(flights);
+      if (!flights.empty()) look_after_all(flights);
     }
   } catch (...) {
     fail_(std::current_exception());
   }
 }
 
-void NcclWatch::look_after_all(std::vector<std::shared_ptr<NcclFlight>>& flights) const {
-  for (NcclComm* comm : comms_) comm->check_health();
-  std::erase_if(flights, [](const auto& flight) { return has_passed(flight->done); });
-  const int64_t now_ns = monotonic_ns();
+// See NcclProgress: from here on nothing is asked of CUDA before fail_.
+void NcclWatch::set_aside_ended(Flights& flights) {
+  const auto ended = std::stable_partition(flights.begin(), flights.end(), [](const auto& flight) {
+    return !flight->progress->has_ended(flight->number);
+  });
+  const std::lock_guard lock(mutex_);
+  ended_.insert(ended_.end(), std::move_iterator(ended), std::move_iterator(flights.end()));
+  flights.erase(ended, flights.end());
+}
+
+void NcclWatch::look_after_all(const Flights& flights) const {
+  peers_.blaming(flights.front()->call, [&] {
+    for (NcclComm* comm : comms_) comm->check_health();
+  });
   for (const auto& flight : flights) {
-    if (flight->started_ns == 0 && has_passed(flight->ready)) flight->started_ns = now_ns;
-    if (flight->started_ns != 0 && now_ns - flight->started_ns > flight->limit_ns) {
-      throw_overdue(group_, *flight);
-    }
+    peers_.blaming(flight->call, [&] { require_in_time(*flight); });
+  }
+}
+
+void NcclWatch::require_in_time(NcclFlight& flight) const {
+  const int64_t now_ns = monotonic_ns();
+  if (flight.started_ns == 0 && flight.progress->has_begun(flight.number)) {
+    flight.started_ns = now_ns;
+  }
+  if (flight.started_ns != 0 && now_ns - flight.started_ns > flight.limit_ns) {
+    throw_overdue(group_, flight);
   }
 }
 

@@ -2,10 +2,12 @@
 
 #include <fmt/format.h>
 #include <poll.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdio>
 #include <fstream>
 
 namespace lockstep {
@@ -45,6 +47,20 @@ std::string state_text(char letter) {
 
 }  // namespace
 
+ProcessHome ProcessHome::own() {
+  ProcessHome home;
+  if (std::FILE* file = std::fopen("/proc/sys/kernel/random/boot_id", "re")) {
+    if (std::fgets(home.kernel.data(), static_cast<int>(home.kernel.size()), file) == nullptr) {
+      home.kernel = {};
+    }
+    std::fclose(file);
+  }
+  struct stat status {};
+  if (::stat("/proc/self/ns/pid", &status) == 0) home.pid_namespace = status.st_ino;
+  home.pid = ::getpid();
+  return home;
+}
+
 PeerProcess::PeerProcess(pid_t pid) : pid_(pid), own_(pid == ::getpid()) {
   if (own_) return;
   const int watch = static_cast<int>(::syscall(SYS_pidfd_open, pid, 0));
@@ -59,6 +75,11 @@ bool PeerProcess::ended() const {
   }
   pollfd watched{.fd = watch_->get(), .events = POLLIN, .revents = 0};
   return ::poll(&watched, 1, 0) > 0;
+}
+
+bool PeerProcess::stopped() const {
+  const char letter = own_ ? 'R' : state_letter(pid_);
+  return letter == 'T' || letter == 't';
 }
 
 std::string PeerProcess::state() const {

@@ -2,6 +2,8 @@
 
 #include <sys/types.h>
 
+#include <array>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -9,6 +11,20 @@
 #include "base/descriptor.hpp"
 
 namespace lockstep {
+
+/// Where a number names a process. Plain bytes: it travels.
+struct ProcessHome {
+  std::array<char, 64> kernel = {};  ///< of the running system, a name that no other has
+  uint64_t pid_namespace = 0;
+  int64_t pid = 0;
+
+  static ProcessHome own();
+
+  /// Whether the numbers of one mean the same in the other.
+  bool numbers_as(const ProcessHome& other) const {
+    return kernel == other.kernel && pid_namespace == other.pid_namespace;
+  }
+};
 
 /// A process that holds a rank, watched by the kernel: its number cannot be taken by another one
 /// unnoticed.
@@ -20,6 +36,9 @@ class PeerProcess {
 
   /// Whether it has ended. Of this process itself: never.
   bool ended() const;
+
+  /// Whether a signal or a debugger has stopped it.
+  bool stopped() const;
 
   /// "process 1234 is stopped by a signal (state T)".
   std::string state() const;
