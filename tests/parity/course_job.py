@@ -19,6 +19,18 @@ TRANSFORMER = {"--steps": 20, "--dim": 32, "--hidden": 128, "--depth": 2, "--lr"
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+def avoid_hidden_amx():
+    """PyTorch dies on virtual machines that announce AMX and hide its tiles; see src/base/hidden_amx.hpp."""
+    with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+        facts = dict(line.split(":", 1) for line in file.read().split("\n\n")[0].splitlines() if ":" in line)
+    facts = {name.strip(): value.split() for name, value in facts.items()}
+    if "amx_tile" in facts.get("flags", []) and int(facts["cpuid level"][0]) < 0x1d:
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+
+avoid_hidden_amx()
+
+
 class Job:
     """One set of flags, initial weights and rows, for as many ways to train as one likes."""
 
