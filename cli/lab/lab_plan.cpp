@@ -76,6 +76,10 @@ Experiment timed_experiment(Role role, const std::vector<SlotPlan>& slots, int d
   const bool single = role == Role::kSingle;
   const std::string spec = spec_of_first(slots, single ? static_cast<int>(slots.size()) : devices);
   experiment.arguments = program_arguments(sizes, spec);
+  // The methods are compared, and DataParallel's steps cannot be captured.
+  if (slots[0].kind != DeviceKind::kCpu) {
+    experiment.arguments.insert(experiment.arguments.end(), {"--capture", "off"});
+  }
   if (single) {
     experiment.name = "single";
     experiment.title = fmt::format("one device of {}", spec);

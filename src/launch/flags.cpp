@@ -69,7 +69,8 @@ constexpr std::array kFlags = {
     FlagInfo{"module", "m", "", "the program is a Python module", kProgram, "PET_MODULE"},
     FlagInfo{"no-python", "", "", "start even a .py file directly", kProgram, "PET_NO_PYTHON"},
 
-    FlagInfo{"run-path", "", "", "torchrun's in-process start", kTorchrun, "PET_RUN_PATH"},
+    FlagInfo{"run-path", "", "", "refused: programs are started, not run inside lockstep",
+             kTorchrun, "PET_RUN_PATH"},
     FlagInfo{"monitor-interval", "", "SECONDS", "ends are seen at once", kTorchrun,
              "PET_MONITOR_INTERVAL"},
     FlagInfo{"start-method", "", "NAME", "ranks are always fresh processes", kTorchrun,

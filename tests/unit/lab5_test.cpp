@@ -145,6 +145,18 @@ TEST(Lab5Plan, SizesGivenReplaceTheDefaults) {
   EXPECT_EQ(plan_lab5({.quick = true}, cores(2)).repetitions, 2);
 }
 
+TEST(Lab5Plan, ComparesMethodsWithoutCapturedStepsOnGpus) {
+  const auto captures = [](const Experiment& experiment) {
+    const auto& flags = experiment.arguments;
+    const auto flag = std::find(flags.begin(), flags.end(), "--capture");
+    return flag == flags.end() ? "" : *(flag + 1);
+  };
+  for (const auto& experiment : plan_lab5({.devices = "cuda:0*2"}, cores(4, 1)).experiments) {
+    if (experiment.role != Role::kSplit) EXPECT_EQ(captures(experiment), "off") << experiment.name;
+  }
+  EXPECT_EQ(captures(plan_lab5({.devices = "cpu:2"}, cores(2)).experiments[0]), "");
+}
+
 TEST(Lab5Plan, RefusesDevicesThatAreNotThere) {
   EXPECT_THROW(plan_lab5({.devices = "cuda:0*2"}, cores(2)), Error);
 }
