@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <torch/cuda.h>
 
+#include "base/hidden_amx.hpp"
 #include "lockstep/device.hpp"
 #include "lockstep/error.hpp"
 #include "torch_compat.hpp"
@@ -48,6 +49,7 @@ torch::ScalarType default_autocast_dtype(torch::Device device) {
 
 Autocast::Autocast(torch::Device device, torch::ScalarType dtype, bool enabled)
     : kind_(device.type()) {
+  avoid_hidden_amx();
   require_device(device);
   if (enabled) require_autocast(device, dtype);
   const auto before = compat::AutocastSwitch::get(kind_);

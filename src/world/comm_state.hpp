@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 
+#include "base/hidden_amx.hpp"
 #include "comm/backend.hpp"
 #include "lockstep/communicator.hpp"
 #include "world/side_stream.hpp"
@@ -16,13 +17,12 @@ inline constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minute
 /// What the copies of one Communicator share.
 struct CommState {
   CommState(std::unique_ptr<Backend> on_host, std::chrono::milliseconds limit)
-      : host(std::move(on_host)), timeout(limit) {}
+      : CommState(std::move(on_host), nullptr, -1, limit) {}
   CommState(std::unique_ptr<Backend> on_host, std::unique_ptr<Backend> on_gpu, int number_of_gpu,
             std::chrono::milliseconds limit)
-      : host(std::move(on_host)),
-        gpu(std::move(on_gpu)),
-        gpu_index(number_of_gpu),
-        timeout(limit) {}
+      : host(std::move(on_host)), gpu(std::move(on_gpu)), gpu_index(number_of_gpu), timeout(limit) {
+    avoid_hidden_amx();
+  }
 
   /// Whether this communicator moves the memory of that device itself.
   bool reaches(torch::Device device) const {

@@ -174,7 +174,7 @@ TEST(Rendezvous, TheDeadlineNamesWhoCameAndWhoDidNot) {
   const int port = free_port();
   auto serve = options_for(4, port, true);
   auto follow = options_for(4, port);
-  serve.deadline_ns = follow.deadline_ns = in_ms(1500);
+  serve.deadline_ns = in_ms(1500);  // long before node 2 would give up by itself
   auto node_0 = join_later(serve, offer_of("zero", 0));
   auto node_2 = join_later(follow, offer_of("two", 2));
   auto foreign = options_for(4, port);
