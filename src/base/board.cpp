@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
@@ -17,6 +16,7 @@
 #include "descriptor.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/units.hpp"
+#include "pid_namespace.hpp"
 
 namespace lockstep {
 
@@ -59,12 +59,6 @@ std::optional<int64_t> start_ticks(int64_t pid) {
   int64_t ticks = 0;
   if (!(fields >> ticks)) return std::nullopt;
   return ticks;
-}
-
-// Containers may share /dev/shm and yet number their processes each for itself.
-uint64_t pid_namespace() {
-  struct stat status {};
-  return ::stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
 }
 
 // Of another container nothing can be known: it counts as alive, so that nobody removes its board.

@@ -158,24 +158,20 @@ def add_amp(parity, folder):
                                f"{', master weights' if masters else ''}, against PyTorch", compare)
 
 
-def rank_command(parity, ranks, program, more):
-    launcher = [os.path.join(parity.folder, "lockstep"), "run", "--quiet", "-n", str(ranks)]
+def rank_command(parity, ranks, program, more, start=()):
+    launcher = [os.path.join(parity.folder, "lockstep"), "run", "--quiet", "-n", str(ranks), *start]
     return launcher + [parity.program(program), *parity.devices(ranks), *more]
 
 
-def nccl_command(parity, ranks, program, more):
-    """NCCL refuses ranks of one host on one GPU: here each says that it is a host of its own."""
-    launcher = [os.path.join(parity.folder, "lockstep"), "run", "--quiet", "-n", str(ranks), "--backend", "nccl"]
-    host = 'NCCL_HOSTID=host$RANK NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo exec "$0" "$@"'
-    return [*launcher, "/bin/sh", "-c", host, parity.program(program), *parity.devices(ranks), *more]
-
-
 def add_nccl(parity, folder):
-    """Ranks that talk by NCCL against one rank."""
+    """Ranks that talk by NCCL against one rank. It refuses two of one host on one GPU: each says it is a host."""
+    host = 'NCCL_HOSTID=host$RANK NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo exec "$0" "$@"'
+    start = ["--backend", "nccl", "/bin/sh", "-c", host]
+
     def compare():
         job = new_job(folder, {})
         one = train(job, [parity.program("practical6_ddp"), *parity.devices(1), *parity.capture(False)])
-        many = train(job, nccl_command(parity, 2, "practical6_ddp", parity.capture(False)), False, "nccl")
+        many = train(job, rank_command(parity, 2, "practical6_ddp", parity.capture(False), start), False, "nccl")
         return deviation(many, one, "fp32")
 
     if parity.on_gpu:

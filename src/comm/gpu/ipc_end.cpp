@@ -170,11 +170,11 @@ void IpcCore::meet_gpus(const Call& why, int64_t deadline_ns) {
     std::memcpy(&all[static_cast<size_t>(place)], homes->block(place).data(), sizeof(Home));
   }
   for (const Home& one : all) {
-    in_turns_ = in_turns_ || std::any_of(all.begin(), all.end(), [&](const Home& other) {
-                  return std::string_view(one.bus_id) == other.bus_id &&
-                         (one.process.pid != other.process.pid ||
-                          one.process.pid_namespace != other.process.pid_namespace);
-                });
+    in_turns_ =
+        in_turns_ || std::any_of(all.begin(), all.end(), [&](const Home& other) {
+          return std::string_view(one.bus_id) == other.bus_id &&
+                 (one.process.pid != other.process.pid || !one.process.numbers_as(other.process));
+        });
   }
   for (int place = 0; place < size(); ++place) {
     const Home& theirs = all[static_cast<size_t>(place)];

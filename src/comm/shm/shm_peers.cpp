@@ -2,13 +2,14 @@
 
 #include <fmt/format.h>
 #include <poll.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
 #include <cstdio>
 #include <fstream>
+
+#include "base/pid_namespace.hpp"
 
 namespace lockstep {
 namespace {
@@ -55,8 +56,7 @@ ProcessHome ProcessHome::own() {
     }
     std::fclose(file);
   }
-  struct stat status {};
-  if (::stat("/proc/self/ns/pid", &status) == 0) home.pid_namespace = status.st_ino;
+  home.pid_namespace = lockstep::pid_namespace();
   home.pid = ::getpid();
   return home;
 }
