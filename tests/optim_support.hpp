@@ -11,7 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/adamw.hpp"
+#include "lockstep/adam.hpp"
 #include "lockstep/sgd.hpp"
 
 namespace lockstep::test {

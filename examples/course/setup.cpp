@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "lockstep/adamw.hpp"
+#include "lockstep/adam.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/sgd.hpp"
 #include "lockstep/tensor_file.hpp"

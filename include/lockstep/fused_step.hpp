@@ -4,12 +4,21 @@
 
 #include <optional>
 
+#include "lockstep/communicator.hpp"
+
 namespace lockstep {
 
 /// What rides along with one update of the weights.
 struct StepExtras {
-  std::optional<double> max_norm = {};  ///< gradients are scaled down to this norm where longer
-  bool zero_grad = false;               ///< gradients are gone afterwards
+  /// Gradients are scaled down to this norm where they are longer. Where the model is divided over
+  /// ranks (tensor parallel layers, a Pipeline over ranks), the norm is that of the whole model and
+  /// the step is collective over them.
+  std::optional<double> max_norm = {};
+
+  bool zero_grad = false;  ///< gradients are gone afterwards
+
+  /// Ranks that hold other parts of the model, where lockstep did not divide it itself.
+  std::optional<Communicator> model_parallel = {};
 };
 
 /// Gradients as a GradScaler hands them to an optimizer.
@@ -34,7 +43,10 @@ struct ScaledGradients {
 class FusedOptimizer {
  public:
   virtual ~FusedOptimizer() = default;
-  virtual void step_fused(const ScaledGradients& gradients, const StepExtras& extras) = 0;
+
+  /// Returns the norm of the unscaled gradients before clipping, a double scalar on their device;
+  /// undefined without max_norm.
+  virtual torch::Tensor step_fused(const ScaledGradients& gradients, const StepExtras& extras) = 0;
 
   /// Whether this parameter is a rounded copy of a float32 weight (MasterWeights): its gradients
   /// are multiplied in float32 then.

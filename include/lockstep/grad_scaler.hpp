@@ -31,7 +31,9 @@ struct GradScalerOptions {
   bool enabled = true;             ///< false: every call passes through, the scale is 1
 
   /// Ranks that hold parts of one model: they skip a step together. Data-parallel ranks need
-  /// nothing: their averaged gradients overflow together.
+  /// nothing: their averaged gradients overflow together. Neither do tensor parallel layers and
+  /// stages of a Pipeline over ranks, which are known, unless a rank of them has no gradient at
+  /// all.
   std::optional<Communicator> model_parallel = {};
 
   /// Told of every skipped step. On a GPU it may come some steps late: nobody waits for the device.
@@ -72,8 +74,10 @@ class GradScaler {
 
   /// Unscales where unscale_ did not, and updates the weights unless a gradient is not finite.
   /// `extras` need an optimizer of lockstep. A lockstep optimizer on a GPU decides there; a
-  /// torch::optim optimizer makes the host wait, as in PyTorch.
-  void step(torch::optim::Optimizer& optimizer, const StepExtras& extras = {});
+  /// torch::optim optimizer makes the host wait, as in PyTorch. Returns the norm of the unscaled
+  /// gradients before clipping, a double scalar; undefined without max_norm, or where the host
+  /// knows that the step was skipped.
+  torch::Tensor step(torch::optim::Optimizer& optimizer, const StepExtras& extras = {});
 
   /// Grows or shrinks the scale, or sets it. Once after all optimizers have stepped.
   void update(std::optional<double> new_scale = std::nullopt);

@@ -2,7 +2,7 @@
 
 // Everything lockstep offers to a program that trains.
 
-#include "lockstep/adamw.hpp"
+#include "lockstep/adam.hpp"
 #include "lockstep/autocast.hpp"
 #include "lockstep/captured_step.hpp"
 #include "lockstep/communicator.hpp"

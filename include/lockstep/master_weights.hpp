@@ -4,6 +4,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -30,10 +31,21 @@ class MasterWeights {
  public:
   explicit MasterWeights(torch::nn::Module& module, const MasterWeightsOptions& options = {});
 
+  /// The MasterWeights of this process that hold the parameter, if any do. Whoever writes a whole
+  /// model, as DistributedDataParallel's broadcast does, must write the float32 weights too.
+  static std::optional<MasterWeights> holding(const torch::Tensor& parameter);
+
   /// The float32 weight of a parameter, on its device; the parameter itself where that was left as
-  /// it is.
+  /// it is. Elements of the parameter that somebody has changed since it was last rounded (a load,
+  /// Embedding's max_norm) are taken over first.
   torch::Tensor of(const torch::Tensor& parameter) const;
   bool holds(const torch::Tensor& parameter) const;
+
+  /// The parameter becomes its float32 weight, rounded.
+  void round(const torch::Tensor& parameter) const;
+
+  /// Somebody has just written the rounded weight into the parameter, as the optimizers do.
+  void note_rounded(const torch::Tensor& parameter) const;
 
   int64_t bytes() const;  ///< of the float32 weights
 
@@ -41,11 +53,14 @@ class MasterWeights {
   /// The optimizer must be made anew afterwards.
   void restore(torch::nn::Module& module) const;
 
-  /// After the module's parameters were loaded or changed by hand: masters are taken from them.
+  /// All masters are taken from the parameters. Needed only after parameters were changed behind
+  /// autograd's back, through data(): other changes are noticed.
   void take_from_parameters();
 
  private:
   struct State;
+  explicit MasterWeights(std::shared_ptr<State> state) : state_(std::move(state)) {}
+
   std::shared_ptr<State> state_;
 };
 

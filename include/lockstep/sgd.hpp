@@ -36,8 +36,8 @@ class Sgd final : public torch::optim::SGD, public FusedOptimizer {
   Sgd(std::vector<torch::optim::OptimizerParamGroup> groups, const SgdOptions& defaults);
 
   torch::Tensor step(LossClosure closure = nullptr) override;
-  void step(const StepExtras& extras);
-  void step_fused(const ScaledGradients& gradients, const StepExtras& extras) override;
+  torch::Tensor step(const StepExtras& extras);  ///< returns what step_fused() does
+  torch::Tensor step_fused(const ScaledGradients& gradients, const StepExtras& extras) override;
   bool has_master(const torch::Tensor& parameter) const override;
 
   /// Gradients are dropped, which costs nothing; false: filled with zeros.
@@ -48,10 +48,10 @@ class Sgd final : public torch::optim::SGD, public FusedOptimizer {
   void load(torch::serialize::InputArchive& archive) override;
 
  private:
-  void step_on_cpu(const StepItems& items, const ScaledGradients& gradients,
-                   const StepExtras& extras);
-  void step_on_cuda(const StepItems& items, const ScaledGradients& gradients,
-                    const StepExtras& extras);
+  torch::Tensor step_on_cpu(const StepItems& items, const ScaledGradients& gradients,
+                            const StepExtras& extras);
+  torch::Tensor step_on_cuda(const StepItems& items, const ScaledGradients& gradients,
+                             const StepExtras& extras);
 
   std::optional<MasterWeights> masters_;
   std::shared_ptr<GpuSlots> slots_;  // made by the first step on a GPU

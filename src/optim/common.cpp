@@ -107,10 +107,9 @@ void put_masters(const Groups& groups, const std::optional<MasterWeights>& maste
   if (!masters) return;
   const torch::NoGradGuard no_grad;
   size_t next = 0;
-  for_each_held(groups, *masters, [&](const std::string&, torch::Tensor parameter) {
-    const torch::Tensor master = masters->of(parameter);
-    master.copy_(saved[next++]);
-    parameter.copy_(master);
+  for_each_held(groups, *masters, [&](const std::string&, const torch::Tensor& parameter) {
+    masters->of(parameter).copy_(saved[next++]);
+    masters->round(parameter);
   });
 }
 

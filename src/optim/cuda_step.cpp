@@ -6,30 +6,11 @@
 #include "device/dtype_map.hpp"
 #include "lockstep/error.hpp"
 #include "optim/gpu_step.hpp"
-#include "precision/gpu_gradients.hpp"
 
 namespace lockstep {
 namespace {
 
 using Indices = std::vector<size_t>;  // of items
-
-// The sum of squares of all gradients, on `home`.
-torch::Tensor squares_of(const StepItems& items, const std::map<int, Indices>& by_gpu,
-                         torch::Device home) {
-  torch::Tensor sum;
-  for (const auto& [gpu, indices] : by_gpu) {
-    std::vector<torch::Tensor> gradients;
-    for (const size_t i : indices) {
-      if (items[i].gradient.numel() > 0) gradients.push_back(items[i].gradient);
-    }
-    if (gradients.empty()) continue;
-    const std::vector<int32_t> ids(gradients.size(), 0);
-    const auto part = scan_on_gpu(gradients, ids, /*squares=*/true)
-                          .sum_of_squares.to(home, /*non_blocking=*/true);
-    sum = sum.defined() ? sum + part : part;
-  }
-  return sum.defined() ? sum : torch::zeros({}, torch::device(home).dtype(torch::kDouble));
-}
 
 void* address_of(const torch::Tensor& tensor) {
   return tensor.defined() ? tensor.data_ptr() : nullptr;
@@ -51,7 +32,8 @@ GpuUpdateItem update_item(const StepItem& item, const GpuItemState& state) {
 
 // A step's scalars on one GPU, and their addresses.
 struct NumbersHere {
-  NumbersHere(const ScaledGradients& given, const StepExtras& extras, torch::Device device)
+  NumbersHere(const ScaledGradients& given, const StepExtras& extras, torch::Device device,
+              const torch::Tensor& norm)
       : scale(moved(given.scale, device)),
         found_inf(moved(given.found_inf, device)),
         squares(extras.max_norm ? moved(given.sum_of_squares, device) : torch::Tensor()) {
@@ -60,6 +42,7 @@ struct NumbersHere {
     numbers.found_inf = static_cast<const float*>(address_of(found_inf));
     numbers.sum_of_squares = static_cast<const double*>(address_of(squares));
     numbers.max_norm = extras.max_norm.value_or(0);
+    if (norm.defined() && norm.device() == device) numbers.norm = norm.data_ptr<double>();
   }
   static torch::Tensor moved(const torch::Tensor& scalar, torch::Device device) {
     return scalar.defined() ? scalar.to(device, /*non_blocking=*/true) : scalar;
@@ -73,16 +56,16 @@ struct NumbersHere {
 
 }  // namespace
 
-void step_on_gpus(GpuOptimizer optimizer, const StepItems& items,
-                  std::span<const GpuItemState> states, const RatesSource& rates,
-                  const ScaledGradients& given, const StepExtras& extras) {
+torch::Tensor step_on_gpus(GpuOptimizer optimizer, const StepItems& items,
+                           std::span<const GpuItemState> states, const RatesSource& rates,
+                           const ScaledGradients& gradients, const StepExtras& extras) {
   std::map<int, Indices> by_gpu;
   for (size_t i = 0; i < items.size(); ++i) {
     by_gpu[items[i].weight.device().index()].push_back(i);
   }
-  ScaledGradients gradients = given;
-  if (extras.max_norm && !gradients.sum_of_squares.defined()) {
-    gradients.sum_of_squares = squares_of(items, by_gpu, items[0].weight.device());
+  torch::Tensor norm;
+  if (extras.max_norm) {
+    norm = torch::empty({}, items[0].weight.options().dtype(torch::kDouble).requires_grad(false));
   }
   const bool scaled = gradients.scale.defined() || gradients.inverse_scale != 1;
   const bool changed = scaled || extras.max_norm.has_value();
@@ -92,7 +75,7 @@ void step_on_gpus(GpuOptimizer optimizer, const StepItems& items,
     const torch::Device device = items[indices[0]].weight.device();
     const c10::cuda::CUDAGuard guard(device);
     const CudaStream stream = c10::cuda::getCurrentCUDAStream().stream();
-    const NumbersHere here(gradients, extras, device);
+    const NumbersHere here(gradients, extras, device, norm);
     std::vector<GpuPrepareItem> prepares;
     std::vector<GpuUpdateItem> updates;
     for (const size_t i : indices) {
@@ -108,10 +91,11 @@ void step_on_gpus(GpuOptimizer optimizer, const StepItems& items,
     if (optimizer == GpuOptimizer::kSgd) {
       gpu_update_sgd(updates, store, stream);
     } else {
-      gpu_update_adamw(updates, store, stream);
+      gpu_update_adam(updates, store, stream);
     }
   }
   items.finish(changed, extras);
+  return norm;
 }
 
 void keep_for_replays(const std::shared_ptr<GpuSlots>& slots,

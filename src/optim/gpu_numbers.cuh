@@ -44,8 +44,8 @@ struct SgdNumbers {
 };
 
 template <class T>
-struct AdamWNumbers {
-  T factor, decay, beta1, beta2, take1, take2, step_size, root_factor, eps;
+struct AdamNumbers {
+  T factor, gradient_decay, decay, beta1, beta2, take1, take2, step_size, root_factor, eps;
 };
 
 /// weight, gradient (left as it was multiplied), momentum and variance of one element.
@@ -75,16 +75,17 @@ struct SgdUpdate {
   }
 };
 
-struct AdamWUpdate {
+struct AdamUpdate {
   static constexpr bool kMomentum = true;
   static constexpr bool kVariance = true;
   template <class T>
-  using Numbers = AdamWNumbers<T>;
+  using Numbers = AdamNumbers<T>;
 
   template <class T>
   __device__ static void apply(const Numbers<T>& by, Element<T>& element) {
-    const T gradient = mul(element.gradient, by.factor);
+    T gradient = mul(element.gradient, by.factor);
     element.gradient = gradient;
+    if (by.gradient_decay != 0) gradient = add(gradient, mul(by.gradient_decay, element.weight));
     element.momentum = add(mul(by.beta1, element.momentum), mul(by.take1, gradient));
     element.variance = add(mul(by.beta2, element.variance), mul(mul(by.take2, gradient), gradient));
     const T divisor = add(mul(root(element.variance), by.root_factor), by.eps);

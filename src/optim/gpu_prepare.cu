@@ -22,7 +22,8 @@ using SmallPrepareTable = PrepareTable<60>;
 using LargePrepareTable = PrepareTable<1000>;
 static_assert(sizeof(LargePrepareTable) <= kMostParameterBytes);
 
-__device__ double gradient_factor(const GpuStepNumbers& numbers) {
+// `writes`: this thread leaves the norm for the host to ask for.
+__device__ double gradient_factor(const GpuStepNumbers& numbers, bool writes) {
   // Rounded once from double to float, as PyTorch's scaler does.
   const double inverse =
       numbers.scale == nullptr
@@ -30,6 +31,7 @@ __device__ double gradient_factor(const GpuStepNumbers& numbers) {
           : static_cast<double>(static_cast<float>(1.0 / static_cast<double>(*numbers.scale)));
   if (numbers.sum_of_squares == nullptr) return inverse;
   const double norm = sqrt(*numbers.sum_of_squares) * inverse;
+  if (writes && numbers.norm != nullptr) *numbers.norm = norm;
   const double coefficient = numbers.max_norm / (norm + kNormEpsilon);
   return inverse * (coefficient > 1 ? 1 : coefficient);
 }
@@ -48,11 +50,13 @@ __device__ void write_sgd(UpdateSlot& slot, const GroupRates& rates, double fact
 }
 
 template <class T>
-__device__ void write_adamw(UpdateSlot& slot, const GroupRates& rates, double factor) {
+__device__ void write_adam(UpdateSlot& slot, const GroupRates& rates, double factor) {
   const auto steps = static_cast<double>(slot.steps);
-  AdamWNumbers<T> numbers;
+  AdamNumbers<T> numbers;
   numbers.factor = static_cast<T>(factor);
-  numbers.decay = static_cast<T>(1 - rates.lr * rates.weight_decay);
+  const bool decoupled = rates.decoupled != 0;
+  numbers.gradient_decay = static_cast<T>(decoupled ? 0 : rates.weight_decay);
+  numbers.decay = static_cast<T>(decoupled ? 1 - rates.lr * rates.weight_decay : 1);
   numbers.beta1 = static_cast<T>(rates.beta1);
   numbers.beta2 = static_cast<T>(rates.beta2);
   numbers.take1 = static_cast<T>(1 - rates.beta1);
@@ -60,7 +64,7 @@ __device__ void write_adamw(UpdateSlot& slot, const GroupRates& rates, double fa
   numbers.step_size = static_cast<T>(rates.lr / (1 - pow(rates.beta1, steps)));
   numbers.root_factor = static_cast<T>(1 / sqrt(1 - pow(rates.beta2, steps)));
   numbers.eps = static_cast<T>(rates.eps);
-  *reinterpret_cast<AdamWNumbers<T>*>(slot.numbers) = numbers;
+  *reinterpret_cast<AdamNumbers<T>*>(slot.numbers) = numbers;
 }
 
 template <GpuOptimizer kOptimizer, class Table>
@@ -70,6 +74,7 @@ __global__ void prepare(const __grid_constant__ Table table) {
   const GpuPrepareItem& item = table.entries[index];
   UpdateSlot& slot = *item.slot;
   if (item.start >= 0) slot.steps = item.start;
+  const double factor = gradient_factor(table.numbers, index == 0);
   const bool skip = table.numbers.found_inf != nullptr && *table.numbers.found_inf != 0;
   slot.skip = skip ? 1 : 0;
   if (skip) return;
@@ -77,13 +82,12 @@ __global__ void prepare(const __grid_constant__ Table table) {
       table.on_gpu != nullptr ? table.on_gpu[item.group] : table.groups[item.group];
   const bool first = slot.steps == 0;
   slot.steps += 1;
-  const double factor = gradient_factor(table.numbers);
   if constexpr (kOptimizer == GpuOptimizer::kSgd) {
     item.is_double ? write_sgd<double>(slot, rates, factor, first)
                    : write_sgd<float>(slot, rates, factor, first);
   } else {
-    item.is_double ? write_adamw<double>(slot, rates, factor)
-                   : write_adamw<float>(slot, rates, factor);
+    item.is_double ? write_adam<double>(slot, rates, factor)
+                   : write_adam<float>(slot, rates, factor);
   }
 }
 
@@ -118,7 +122,7 @@ void prepare_with(GpuOptimizer optimizer, std::span<const GpuPrepareItem> items,
   if (optimizer == GpuOptimizer::kSgd) {
     prepare_all<GpuOptimizer::kSgd, Table>(items, groups, on_gpu, numbers, stream);
   } else {
-    prepare_all<GpuOptimizer::kAdamW, Table>(items, groups, on_gpu, numbers, stream);
+    prepare_all<GpuOptimizer::kAdam, Table>(items, groups, on_gpu, numbers, stream);
   }
 }
 

@@ -19,11 +19,12 @@ struct GpuItemState {
   int64_t start = -1;  ///< as GpuPrepareItem has it
 };
 
-/// Updates the items, each on its GPU, in the order of that GPU's current stream. Of builds with
-/// CUDA only.
-void step_on_gpus(GpuOptimizer optimizer, const StepItems& items,
-                  std::span<const GpuItemState> states, const RatesSource& rates,
-                  const ScaledGradients& gradients, const StepExtras& extras);
+/// Updates the items, each on its GPU, in the order of that GPU's current stream. Returns the norm
+/// of the unscaled gradients, which the GPU writes; undefined where extras ask for none. Of builds
+/// with CUDA only.
+torch::Tensor step_on_gpus(GpuOptimizer optimizer, const StepItems& items,
+                           std::span<const GpuItemState> states, const RatesSource& rates,
+                           const ScaledGradients& gradients, const StepExtras& extras);
 
 /// In a step that is captured: its graphs keep this memory, and a replay is refused (kCapture) once
 /// the optimizer has other slots. `slots` is the optimizer's own member.

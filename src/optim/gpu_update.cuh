@@ -1,6 +1,6 @@
 #pragma once
 
-// The update kernel and its launches, for gpu_update_sgd.cu and gpu_update_adamw.cu.
+// The update kernel and its launches, for gpu_update_sgd.cu and gpu_update_adam.cu.
 
 #include <vector>
 

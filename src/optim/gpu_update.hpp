@@ -6,7 +6,7 @@
 #include "base/cuda_stream.hpp"
 #include "lockstep/dtype.hpp"
 
-// Updates on a GPU: gpu_prepare, then gpu_update_sgd or gpu_update_adamw on the same stream. The
+// Updates on a GPU: gpu_prepare, then gpu_update_sgd or gpu_update_adam on the same stream. The
 // host waits for nothing and nothing is read by it, so all of it can be captured. Of builds with
 // CUDA only.
 namespace lockstep {
@@ -18,9 +18,10 @@ struct GroupRates {
   double momentum = 0;   // SGD
   double dampening = 0;  // SGD
   double nesterov = 0;   // SGD: 1 or 0
-  double beta1 = 0;      // AdamW
-  double beta2 = 0;      // AdamW
-  double eps = 0;        // AdamW
+  double beta1 = 0;      // Adam
+  double beta2 = 0;      // Adam
+  double eps = 0;        // Adam
+  double decoupled = 0;  // Adam: 1 where the decay is AdamW's, 0 where it is part of the gradient
 
   bool operator==(const GroupRates&) const = default;
 };
@@ -30,7 +31,7 @@ struct UpdateSlot {
   int64_t steps;  ///< updates that were made; skipped ones do not count
   int32_t skip;   // of this step: nothing changes
   int32_t unused;
-  double numbers[9];  // of this step: SgdNumbers or AdamWNumbers
+  double numbers[10];  // of this step: SgdNumbers or AdamNumbers
 };
 
 /// Where the numbers of one step come from. Pointers are of the GPU and may be null.
@@ -40,6 +41,7 @@ struct GpuStepNumbers {
   const float* found_inf = nullptr;        ///< not 0: skip
   const double* sum_of_squares = nullptr;  ///< of gradients as they are; null: no clipping
   double max_norm = 0;
+  double* norm = nullptr;  ///< gets the norm of the unscaled gradients
 };
 
 struct GpuPrepareItem {
@@ -53,8 +55,8 @@ struct GpuPrepareItem {
 struct GpuUpdateItem {
   void* weight = nullptr;
   void* gradient = nullptr;
-  void* momentum = nullptr;  ///< SGD's buffer, AdamW's first moment; SGD may have none
-  void* variance = nullptr;  ///< AdamW's second moment
+  void* momentum = nullptr;  ///< SGD's buffer, Adam's first moment; SGD may have none
+  void* variance = nullptr;  ///< Adam's second moment
   void* low = nullptr;  ///< of the gradient's dtype: written too, where that is not the weight's
   const UpdateSlot* slot = nullptr;
   int64_t count = 0;          ///< 1 at least
@@ -62,7 +64,7 @@ struct GpuUpdateItem {
   Dtype gradient_dtype = Dtype::kF32;
 };
 
-enum class GpuOptimizer { kSgd, kAdamW };
+enum class GpuOptimizer { kSgd, kAdam };
 
 /// Counts the step in every slot and works out its numbers. `on_gpu`: rates of all groups there,
 /// which then hold instead of `groups`.
@@ -74,7 +76,6 @@ void gpu_prepare(GpuOptimizer optimizer, std::span<const GpuPrepareItem> items,
 /// Weights may be F32, F64, F16 or BF16 with gradients of the same dtype, or F32 with F16 or BF16
 /// ones. `store_gradients`: what they were multiplied by is written to them too.
 void gpu_update_sgd(std::span<const GpuUpdateItem> items, bool store_gradients, CudaStream stream);
-void gpu_update_adamw(std::span<const GpuUpdateItem> items, bool store_gradients,
-                      CudaStream stream);
+void gpu_update_adam(std::span<const GpuUpdateItem> items, bool store_gradients, CudaStream stream);
 
 }  // namespace lockstep

@@ -89,27 +89,28 @@ torch::Tensor Sgd::step(LossClosure closure) {
   return loss;
 }
 
-void Sgd::step(const StepExtras& extras) {
-  step_fused({}, extras);
+torch::Tensor Sgd::step(const StepExtras& extras) {
+  return step_fused({}, extras);
 }
 
-void Sgd::step_fused(const ScaledGradients& gradients, const StepExtras& extras) {
+torch::Tensor Sgd::step_fused(const ScaledGradients& gradients, const StepExtras& extras) {
   const torch::NoGradGuard no_grad;
-  const StepItems items(param_groups(), masters_, kName);
-  if (items.empty()) return;
   check_extras(extras);
-  if (items.on_cuda()) {
-    step_on_cuda(items, gradients, extras);
-  } else {
-    step_on_cpu(items, gradients, extras);
-  }
+  const StepItems items(param_groups(), masters_, kName);
+  const ScaledGradients known = items.with_squares(gradients, param_groups(), extras);
+  if (items.empty()) return {};
+  return items.on_cuda() ? step_on_cuda(items, known, extras) : step_on_cpu(items, known, extras);
 }
 
-void Sgd::step_on_cpu(const StepItems& items, const ScaledGradients& gradients,
-                      const StepExtras& extras) {
-  if (skips_on_cpu(items, gradients)) return items.finish(false, extras);
+torch::Tensor Sgd::step_on_cpu(const StepItems& items, const ScaledGradients& gradients,
+                               const StepExtras& extras) {
+  if (skips_on_cpu(items, gradients)) {
+    items.finish(false, extras);
+    return {};
+  }
   slots_ = nullptr;  // the model came back from a GPU
-  const double factor = items.gradient_factor(gradients, extras);
+  const torch::Tensor norm = gradient_norm(gradients, extras);
+  const double factor = gradient_factor(gradients, extras, norm);
   const auto momenta = momenta_of(*this, items);
   std::vector<SgdRates> rates(items.size());
   std::vector<UpdatePiece> pieces(items.size());
@@ -131,11 +132,13 @@ void Sgd::step_on_cpu(const StepItems& items, const ScaledGradients& gradients,
                 [&](size_t i, const UpdatePiece& part) { update_sgd(dtypes[i], rates[i], part); });
   items.round_masters();
   items.finish(factor != 1, extras);
+  return norm;
 }
 
-void Sgd::step_on_cuda([[maybe_unused]] const StepItems& items,
-                       [[maybe_unused]] const ScaledGradients& gradients,
-                       [[maybe_unused]] const StepExtras& extras) {
+torch::Tensor Sgd::step_on_cuda([[maybe_unused]] const StepItems& items,
+                                [[maybe_unused]] const ScaledGradients& gradients,
+                                [[maybe_unused]] const StepExtras& extras) {
+  torch::Tensor norm;
 #if LOCKSTEP_CUDA
   if (slots_ == nullptr || slots_->any_moved(items)) slots_ = std::make_shared<GpuSlots>();
   const auto momenta = momenta_of(*this, items);
@@ -149,11 +152,12 @@ void Sgd::step_on_cuda([[maybe_unused]] const StepItems& items,
       states[i].start = 1;  // the buffer was loaded, or came with the model
     }
   }
-  step_on_gpus(
+  norm = step_on_gpus(
       GpuOptimizer::kSgd, items, states, [this] { return rates_of(param_groups()); }, gradients,
       extras);
   keep_for_replays(slots_, states);
 #endif
+  return norm;
 }
 
 void Sgd::zero_grad(bool set_to_none) {

@@ -5,6 +5,7 @@
 #include <torch/torch.h>
 
 #include <cmath>
+#include <map>
 #include <unordered_map>
 #include <utility>
 
@@ -12,6 +13,10 @@
 #include "lockstep/tensor_text.hpp"
 #include "optim/state_memory.hpp"
 #include "precision/gradient_scan.hpp"
+#include "precision/model_parallel.hpp"
+#if LOCKSTEP_CUDA
+#include "precision/gpu_gradients.hpp"
+#endif
 
 namespace lockstep {
 namespace {
@@ -114,6 +119,36 @@ StepItem make_item(const torch::Tensor& parameter, const torch::Tensor& weight,
   return {parameter, weight, copy, true, group};
 }
 
+double squares_on_cpu(const std::vector<torch::Tensor>& gradients) {
+  const GradientScan scan = scan_gradients(gradients);
+  if (scan.first_nonfinite < 0) return scan.sum_of_squares;
+  double squares = 0;  // infinity or NaN, as clip_grad_norm_ would find
+  for (const torch::Tensor& gradient : gradients) {
+    squares += gradient.norm().to(torch::kFloat64).square().item<double>();
+  }
+  return squares;
+}
+
+// A double scalar on `home`; nobody waits for GPUs.
+torch::Tensor squares_of(const std::vector<torch::Tensor>& gradients, torch::Device home) {
+  const auto options = torch::device(home).dtype(torch::kDouble);
+  if (home.is_cpu()) return torch::full({}, squares_on_cpu(gradients), options);
+  torch::Tensor sum = torch::zeros({}, options);
+#if LOCKSTEP_CUDA
+  std::map<int, std::vector<torch::Tensor>> by_gpu;
+  for (const torch::Tensor& gradient : gradients) {
+    if (gradient.numel() > 0) by_gpu[gradient.device().index()].push_back(gradient);
+  }
+  for (const auto& [gpu, here] : by_gpu) {
+    const std::vector<int32_t> ids(here.size(), 0);
+    const auto part =
+        scan_on_gpu(here, ids, /*squares=*/true).sum_of_squares.to(home, /*non_blocking=*/true);
+    sum = by_gpu.size() == 1 ? part : sum + part;
+  }
+#endif
+  return sum;
+}
+
 template <class Visit>
 void for_each_parameter(const Groups& groups, std::string_view optimizer, Visit&& visit) {
   for (size_t group = 0; group < groups.size(); ++group) {
@@ -158,7 +193,8 @@ void check_parameters(const Groups& groups, const std::optional<MasterWeights>& 
 }
 
 StepItems::StepItems(const Groups& groups, const std::optional<MasterWeights>& masters,
-                     std::string_view optimizer) {
+                     std::string_view optimizer)
+    : masters_(masters) {
   check_parameters(groups, masters, optimizer);  // set_data() may have changed one since
   for_each_parameter(groups, optimizer, [&](const Place& place) {
     const torch::Tensor& gradient = place.parameter.grad();
@@ -169,25 +205,32 @@ StepItems::StepItems(const Groups& groups, const std::optional<MasterWeights>& m
   });
 }
 
-double StepItems::gradient_factor(const ScaledGradients& scaled, const StepExtras& extras) const {
-  if (!extras.max_norm) return scaled.inverse_scale;
-  double squares = 0;
-  if (scaled.sum_of_squares.defined()) {
-    squares = scaled.sum_of_squares.item<double>();
-  } else {
-    std::vector<torch::Tensor> all;
-    for (const StepItem& item : items_) all.push_back(item.gradient);
-    const GradientScan scan = scan_gradients(all);
-    squares = scan.sum_of_squares;
-    if (scan.first_nonfinite >= 0) {  // infinity or NaN, as clip_grad_norm_ would find
-      squares = 0;
-      for (const torch::Tensor& gradient : all) {
-        squares += gradient.norm().to(torch::kFloat64).square().item<double>();
-      }
-    }
+ScaledGradients StepItems::with_squares(const ScaledGradients& scaled, const Groups& groups,
+                                        const StepExtras& extras) const {
+  ScaledGradients known = scaled;
+  if (!extras.max_norm || scaled.sum_of_squares.defined()) return known;
+  const ModelParallelGroup model(groups, extras.model_parallel);
+  std::vector<std::vector<torch::Tensor>> gradients(model.parts());  // [part]
+  for (const StepItem& item : items_) {
+    gradients[model.part_of(item.parameter)].push_back(item.gradient);
   }
-  const double coefficient =
-      *extras.max_norm / (std::sqrt(squares) * scaled.inverse_scale + kNormEpsilon);
+  const torch::Device home = empty() ? torch::Device(torch::kCPU) : items_[0].weight.device();
+  std::vector<torch::Tensor> parts;
+  for (const auto& part : gradients) parts.push_back(squares_of(part, home));
+  known.sum_of_squares = model.alone() ? parts[0] : model.sum(std::move(parts));
+  return known;
+}
+
+torch::Tensor gradient_norm(const ScaledGradients& scaled, const StepExtras& extras) {
+  if (!extras.max_norm) return {};
+  return torch::full({}, std::sqrt(scaled.sum_of_squares.item<double>()) * scaled.inverse_scale,
+                     torch::kDouble);
+}
+
+double gradient_factor(const ScaledGradients& scaled, const StepExtras& extras,
+                       const torch::Tensor& norm) {
+  if (!extras.max_norm) return scaled.inverse_scale;
+  const double coefficient = *extras.max_norm / (norm.item<double>() + kNormEpsilon);
   return scaled.inverse_scale * (coefficient > 1 ? 1 : coefficient);
 }
 
@@ -200,6 +243,7 @@ void StepItems::round_masters() const {
 void StepItems::finish(bool gradients_changed, const StepExtras& extras) const {
   for (const StepItem& item : items_) {
     item.parameter.unsafeGetTensorImpl()->bump_version();
+    if (item.has_master()) masters_->note_rounded(item.parameter);
     torch::Tensor& gradient = item.parameter.mutable_grad();
     if (extras.zero_grad) {
       gradient.reset();

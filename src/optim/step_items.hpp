@@ -32,6 +32,13 @@ void check_parameters(const std::vector<torch::optim::OptimizerParamGroup>& grou
 /// Refuses a max_norm that no gradient can have.
 void check_extras(const StepExtras& extras);
 
+/// On the CPU: the norm of the unscaled gradients; undefined where extras ask for none.
+torch::Tensor gradient_norm(const ScaledGradients& scaled, const StepExtras& extras);
+
+/// On the CPU: what gradients are multiplied by, for their scale and for max_norm.
+double gradient_factor(const ScaledGradients& scaled, const StepExtras& extras,
+                       const torch::Tensor& norm);
+
 /// What one step updates: the parameters with gradients, checked before anything changes.
 class StepItems {
  public:
@@ -46,8 +53,12 @@ class StepItems {
 
   bool on_cuda() const { return items_[0].weight.is_cuda(); }
 
-  /// On the CPU: what gradients are multiplied by, for their scale and for max_norm.
-  double gradient_factor(const ScaledGradients& scaled, const StepExtras& extras) const;
+  /// The same with the sum of squares of the whole model's gradients, where extras ask for a norm
+  /// and nobody has found it yet. Collective over the ranks that hold parts of the model, also on
+  /// one without gradients.
+  ScaledGradients with_squares(const ScaledGradients& scaled,
+                               const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                               const StepExtras& extras) const;
 
   /// On the CPU: parameters become their masters, rounded.
   void round_masters() const;
@@ -57,6 +68,7 @@ class StepItems {
   void finish(bool gradients_changed, const StepExtras& extras) const;
 
  private:
+  std::optional<MasterWeights> masters_;
   std::vector<StepItem> items_;
 };
 

@@ -30,8 +30,8 @@ void update_sgd(Dtype dtype, const SgdRates& rates, const UpdatePiece& piece) {
   kernels().sgd(dtype, rates, piece);
 }
 
-void update_adamw(Dtype dtype, const AdamWRates& rates, const UpdatePiece& piece) {
-  kernels().adamw(dtype, rates, piece);
+void update_adam(Dtype dtype, const AdamRates& rates, const UpdatePiece& piece) {
+  kernels().adam(dtype, rates, piece);
 }
 
 }  // namespace lockstep

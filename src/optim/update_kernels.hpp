@@ -11,8 +11,8 @@ namespace lockstep {
 struct UpdatePiece {
   void* weight = nullptr;
   void* gradient = nullptr;
-  void* momentum = nullptr;  ///< SGD's buffer, AdamW's first moment; SGD may have none
-  void* variance = nullptr;  ///< AdamW's second moment
+  void* momentum = nullptr;  ///< SGD's buffer, Adam's first moment; SGD may have none
+  void* variance = nullptr;  ///< Adam's second moment
   int64_t count = 0;
 };
 
@@ -33,13 +33,15 @@ struct SgdRates {
   bool store_gradient = false;
 };
 
-/// One step of AdamW:
+/// One step of Adam (decay is 1) or AdamW (gradient_decay is 0):
 ///     g = gradient * gradient_factor                 (stored if store_gradient)
+///     g = g + gradient_decay * weight
 ///     momentum = beta1 * momentum + (1 - beta1) * g
 ///     variance = beta2 * variance + (1 - beta2) * g * g
 ///     weight = decay * weight - step_size * momentum / (sqrt(variance) * root_factor + eps)
-struct AdamWRates {
+struct AdamRates {
   double gradient_factor = 1;
+  double gradient_decay = 0;
   double decay = 1;
   double beta1 = 0;
   double beta2 = 0;
@@ -52,12 +54,12 @@ struct AdamWRates {
 /// Elements are F32 or F64. The bits of an element depend on its values alone: not on its index, on
 /// count, on alignment, or on the instructions of this machine.
 void update_sgd(Dtype dtype, const SgdRates& rates, const UpdatePiece& piece);
-void update_adamw(Dtype dtype, const AdamWRates& rates, const UpdatePiece& piece);
+void update_adam(Dtype dtype, const AdamRates& rates, const UpdatePiece& piece);
 
 /// One set of instructions.
 struct UpdateKernels {
   void (*sgd)(Dtype dtype, const SgdRates& rates, const UpdatePiece& piece);
-  void (*adamw)(Dtype dtype, const AdamWRates& rates, const UpdatePiece& piece);
+  void (*adam)(Dtype dtype, const AdamRates& rates, const UpdatePiece& piece);
 };
 
 const UpdateKernels& plain_update_kernels();

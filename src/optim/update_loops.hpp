@@ -91,10 +91,11 @@ struct SgdUpdate {
   T factor, lr, weight_decay, keep, take, nesterov_factor;
 };
 
-template <class T, bool kStore>
-struct AdamWUpdate {
-  explicit AdamWUpdate(const AdamWRates& rates)
+template <class T, bool kGradientDecay, bool kStore>
+struct AdamUpdate {
+  explicit AdamUpdate(const AdamRates& rates)
       : factor(static_cast<T>(rates.gradient_factor)),
+        gradient_decay(static_cast<T>(rates.gradient_decay)),
         decay(static_cast<T>(rates.decay)),
         beta1(static_cast<T>(rates.beta1)),
         beta2(static_cast<T>(rates.beta2)),
@@ -115,6 +116,7 @@ struct AdamWUpdate {
     load(variance, arrays.variance + i);
     gradient = gradient * factor;
     if constexpr (kStore) store(arrays.gradient + i, gradient);
+    if constexpr (kGradientDecay) gradient = gradient + gradient_decay * weight;
     momentum = beta1 * momentum + take1 * gradient;
     variance = beta2 * variance + take2 * gradient * gradient;
     Vector<T> root = variance;
@@ -125,7 +127,7 @@ struct AdamWUpdate {
     store(arrays.weight + i, weight);
   }
 
-  T factor, decay, beta1, beta2, take1, take2, step_size, root_factor, eps;
+  T factor, gradient_decay, decay, beta1, beta2, take1, take2, step_size, root_factor, eps;
 };
 
 // Runs `update` on the elements behind the last whole vector, padded with zeros.
@@ -174,21 +176,26 @@ void sgd_of(const SgdRates& rates, const UpdatePiece& piece) {
   }
 }
 
+template <class T, bool kGradientDecay>
+void adam_of(const AdamRates& rates, const UpdatePiece& piece) {
+  rates.store_gradient ? update_all<T>(AdamUpdate<T, kGradientDecay, true>(rates), piece)
+                       : update_all<T>(AdamUpdate<T, kGradientDecay, false>(rates), piece);
+}
+
 template <class T>
-void adamw_of(const AdamWRates& rates, const UpdatePiece& piece) {
-  rates.store_gradient ? update_all<T>(AdamWUpdate<T, true>(rates), piece)
-                       : update_all<T>(AdamWUpdate<T, false>(rates), piece);
+void adam_of(const AdamRates& rates, const UpdatePiece& piece) {
+  rates.gradient_decay != 0 ? adam_of<T, true>(rates, piece) : adam_of<T, false>(rates, piece);
 }
 
 void sgd(Dtype dtype, const SgdRates& rates, const UpdatePiece& piece) {
   dtype == Dtype::kF64 ? sgd_of<double>(rates, piece) : sgd_of<float>(rates, piece);
 }
 
-void adamw(Dtype dtype, const AdamWRates& rates, const UpdatePiece& piece) {
-  dtype == Dtype::kF64 ? adamw_of<double>(rates, piece) : adamw_of<float>(rates, piece);
+void adam(Dtype dtype, const AdamRates& rates, const UpdatePiece& piece) {
+  dtype == Dtype::kF64 ? adam_of<double>(rates, piece) : adam_of<float>(rates, piece);
 }
 
-constexpr UpdateKernels kKernels = {sgd, adamw};
+constexpr UpdateKernels kKernels = {sgd, adam};
 
 }  // namespace
 }  // namespace lockstep

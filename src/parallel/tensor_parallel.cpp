@@ -5,6 +5,7 @@
 
 #include "lockstep/error.hpp"
 #include "parallel/tensor_parallel_shards.hpp"
+#include "precision/model_parallel.hpp"
 
 namespace lockstep {
 namespace {
@@ -30,6 +31,13 @@ ShardAxisPtr on_axis(const ShardAxis& shard, const Communicator& axis) {
               "first");
 }
 
+// The norm of the whole model counts every slice, and what is whole only once.
+void note_shard(const torch::Tensor& parameter, const ShardAxisPtr& shard) {
+  if (parameter.defined()) {
+    note_tensor_shard(parameter, std::shared_ptr<const Communicator>(shard, &shard->comm));
+  }
+}
+
 // Before any rank waits: a wrong input on all ranks is found on all, on one it is named there.
 void require_features(const char* layer, const torch::Tensor& x, int64_t needed,
                       const ShardAxis& shard, const char* help) {
@@ -51,9 +59,12 @@ ColumnLinearImpl::ColumnLinearImpl(const torch::nn::Linear& whole, const Communi
   const auto& split = shard_->split;
   weight = register_parameter("weight", own_copy(split.slice(whole->weight, 0)),
                               whole->weight.requires_grad());
-  if (!whole->bias.defined()) return;
-  bias = register_parameter("bias", own_copy(split.slice(whole->bias, 0)),
-                            whole->bias.requires_grad());
+  if (whole->bias.defined()) {
+    bias = register_parameter("bias", own_copy(split.slice(whole->bias, 0)),
+                              whole->bias.requires_grad());
+  }
+  note_shard(weight, shard_);
+  note_shard(bias, shard_);
 }
 
 ColumnLinearImpl::~ColumnLinearImpl() = default;
@@ -82,6 +93,8 @@ const Communicator& ColumnLinearImpl::axis() const {
 
 void ColumnLinearImpl::set_axis(const Communicator& axis) {
   shard_ = on_axis(*shard_, axis);
+  note_shard(weight, shard_);
+  note_shard(bias, shard_);
 }
 
 void ColumnLinearImpl::pretty_print(std::ostream& stream) const {
@@ -96,6 +109,7 @@ RowLinearImpl::RowLinearImpl(const torch::nn::Linear& whole, const Communicator&
           ShardAxis{axis, FeatureSplit(kRowFeatures, whole->weight.size(1), 1, axis)})) {
   weight = register_parameter("weight", own_copy(shard_->split.slice(whole->weight, 1)),
                               whole->weight.requires_grad());
+  note_shard(weight, shard_);
   if (!whole->bias.defined()) return;
   bias = register_parameter("bias", own_copy(whole->bias), whole->bias.requires_grad());
 }
@@ -133,6 +147,7 @@ const Communicator& RowLinearImpl::axis() const {
 
 void RowLinearImpl::set_axis(const Communicator& axis) {
   shard_ = on_axis(*shard_, axis);
+  note_shard(weight, shard_);
 }
 
 void RowLinearImpl::pretty_print(std::ostream& stream) const {

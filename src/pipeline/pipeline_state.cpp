@@ -15,6 +15,7 @@
 #include "lockstep/split.hpp"
 #include "parallel/model_tensors.hpp"
 #include "pipeline/rank_wire.hpp"
+#include "precision/model_parallel.hpp"
 
 namespace lockstep {
 namespace {
@@ -82,7 +83,11 @@ Pipeline::State::State(std::vector<torch::nn::Sequential> modules, const Devices
 
 Pipeline::State::State(std::vector<torch::nn::Sequential> modules, const Communicator& axis,
                        Device& device, Schedule given, PipelineOptions options)
-    : schedule(std::move(given)), options_(std::move(options)), axis_(axis), seeds_(host(), 0) {
+    : schedule(std::move(given)),
+      options_(std::move(options)),
+      axis_(axis),
+      axis_of_stages_(std::make_shared<const Communicator>(axis)),
+      seeds_(host(), 0) {
   require_options(modules.size());
   if (axis.size() != schedule.places()) {
     throw Error(Code::kStageMismatch,
@@ -101,6 +106,11 @@ Pipeline::State::State(std::vector<torch::nn::Sequential> modules, const Communi
     wires_.push_back(std::make_unique<RankWire>(axis, schedule, device));
     place.connect(*wires_.back());
     or_abort([&] { add_stages(place, modules); });
+    for (const auto& placed : place.stages()) {
+      for (const auto& parameter : placed->stage.module()->parameters()) {
+        note_pipeline_stage(parameter, axis_of_stages_);
+      }
+    }
     place.mark_end();
   }
   places_.front()->end().hold_back(device);
@@ -128,7 +138,7 @@ void Pipeline::State::require_options(size_t modules) const {
 void Pipeline::State::require_same_schedule() const {
   const auto mine = torch::full({1}, fingerprint(schedule), torch::kInt64);
   const auto all = torch::zeros({axis_->size()}, torch::kInt64);
-  axis_->all_gather(mine, all, {.label = "schedules of a pipeline"});
+  axis_->all_gather(all, mine, {.label = "schedules of a pipeline"});
   for (int rank = 1; rank < axis_->size(); ++rank) {
     if (all[rank].item<int64_t>() == all[0].item<int64_t>()) continue;
     throw Error(

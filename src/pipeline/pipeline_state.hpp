@@ -54,9 +54,10 @@ class Pipeline::State {
   void run_here(const std::function<void(Place&)>& work);
 
   const PipelineOptions options_;
-  std::optional<Devices> devices_;    // where all stages are in this process
-  std::optional<Communicator> axis_;  // where they are ranks
-  DeviceRng seeds_;                   // of steps
+  std::optional<Devices> devices_;                      // where all stages are in this process
+  std::optional<Communicator> axis_;                    // where they are ranks
+  std::shared_ptr<const Communicator> axis_of_stages_;  // the same, for notes on their parameters
+  DeviceRng seeds_;                                     // of steps
   Exchange exchange_;
   std::vector<std::unique_ptr<Wire>> wires_;  // [local place]
   std::vector<std::unique_ptr<Place>> places_;

@@ -3,11 +3,13 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "device/capture.hpp"
 #include "lockstep/error.hpp"
 #include "precision/loss_scale.hpp"
+#include "precision/model_parallel.hpp"
 #include "precision/optimizer_gradients.hpp"
 #include "precision/skip_log.hpp"
 
@@ -36,6 +38,24 @@ bool asks_for_anything(const StepExtras& extras) {
   return extras.max_norm.has_value() || extras.zero_grad;
 }
 
+// What one scan of all gradients would find, and the sums of squares of each part of the model.
+Finding scan_parts(const OptimizerGradients& gradients, const ModelParallelGroup& model,
+                   std::vector<torch::Tensor>& squares) {
+  std::vector<OptimizerGradients> parts(model.parts());
+  for (size_t i = 0; i < gradients.gradients.size(); ++i) {
+    parts[model.part_of(gradients.parameters[i])].add(gradients, i);
+  }
+  Finding all;
+  for (const auto& part : parts) {
+    Finding found = scan(part, /*squares=*/true);
+    found.bring_to_host();
+    squares.push_back(torch::full({}, found.sum_of_squares, torch::kDouble));
+    if (found.first >= 0)
+      all.first = all.first < 0 ? found.first : std::min(all.first, found.first);
+  }
+  return all;
+}
+
 void drop_gradients(torch::optim::Optimizer& optimizer) {
   for (auto& group : optimizer.param_groups()) {
     for (auto& parameter : group.params()) parameter.mutable_grad().reset();
@@ -50,11 +70,16 @@ struct GradScaler::State {
 
   OptimizerState& of(const torch::optim::Optimizer& optimizer);
   void require_scaled_loss(const char* call) const;
-  OptimizerGradients collect(torch::optim::Optimizer& optimizer, const FusedOptimizer* fused);
+  std::optional<Communicator> others(const StepExtras& extras) const {
+    return options.model_parallel ? options.model_parallel : extras.model_parallel;
+  }
+  OptimizerGradients collect(torch::optim::Optimizer& optimizer, const FusedOptimizer* fused,
+                             const ModelParallelGroup& model);
   void unscale(OptimizerState& mine, const OptimizerGradients& gradients);
   ScaledGradients scaled_by(const OptimizerGradients& gradients) const;
-  void step(torch::optim::Optimizer& optimizer, FusedOptimizer* fused, const StepExtras& extras);
-  void agree(Finding& finding) const;
+  torch::Tensor step(torch::optim::Optimizer& optimizer, FusedOptimizer* fused,
+                     const StepExtras& extras);
+  void agree(Finding& finding, const ModelParallelGroup& model) const;
   std::vector<Finding> take_findings();
   void update(std::vector<Finding> findings, std::optional<double> new_scale);
   void update_on_host(std::vector<Finding> findings, std::optional<double> new_scale);
@@ -86,9 +111,10 @@ void GradScaler::State::require_scaled_loss(const char* call) const {
 }
 
 OptimizerGradients GradScaler::State::collect(torch::optim::Optimizer& optimizer,
-                                              const FusedOptimizer* fused) {
+                                              const FusedOptimizer* fused,
+                                              const ModelParallelGroup& model) {
   auto gradients = gradients_of(optimizer, log->names(), fused);
-  if (gradients.gradients.empty() && !options.model_parallel) {
+  if (gradients.gradients.empty() && model.alone() && !options.model_parallel) {
     throw misuse(
         "no parameter of this optimizer has a gradient",
         "call backward() first, and give the optimizer parameters that the loss depends on");
@@ -116,78 +142,77 @@ ScaledGradients GradScaler::State::scaled_by(const OptimizerGradients& gradients
   return scaled;
 }
 
-// Parts of one model overflow together: every rank tells whether its part did, and its share of the
-// squared norm, which becomes that of the whole. The same call whatever this rank holds, so that
-// ranks agree.
-void GradScaler::State::agree(Finding& finding) const {
-  require_not_capturing("a GradScaler with model_parallel", "leave it out of captured steps");
-  const Communicator& comm = *options.model_parallel;
-  const auto mine = torch::tensor({finding.overflowed() ? 1.0 : 0.0, finding.sum_of_squares},
-                                  torch::dtype(torch::kDouble));
-  const auto all = torch::empty({comm.size(), 2}, torch::dtype(torch::kDouble));
-  comm.all_gather(mine, all, {.label = "GradScaler's finding"});
-  const auto rows = all.accessor<double, 2>();
-  finding.sum_of_squares = 0;
-  for (int rank = 0; rank < comm.size(); ++rank) {
-    finding.sum_of_squares += rows[rank][1];
-    if (rows[rank][0] != 0 && rank != comm.rank() && finding.overflowed_peer < 0) {
-      finding.overflowed_peer = rank;
-    }
-  }
+// Parts of one model overflow together. The same calls whatever this rank holds, so that ranks
+// agree.
+void GradScaler::State::agree(Finding& finding, const ModelParallelGroup& model) const {
+  require_not_capturing("a GradScaler whose model is divided over ranks",
+                        "leave the scaler out of captured steps");
+  finding.overflowed_peer = model.first_other(finding.overflowed());
 }
 
-void GradScaler::State::step(torch::optim::Optimizer& optimizer, FusedOptimizer* fused,
-                             const StepExtras& extras) {
+torch::Tensor GradScaler::State::step(torch::optim::Optimizer& optimizer, FusedOptimizer* fused,
+                                      const StepExtras& extras) {
   OptimizerState& mine = of(optimizer);
-  const auto gradients = collect(optimizer, fused);
+  const ModelParallelGroup model(optimizer.param_groups(), others(extras));
+  const auto gradients = collect(optimizer, fused, model);
   ScaledGradients scaled;
-  bool knows_squares = false;
+  std::vector<torch::Tensor> squares;  // [part], of gradients as they are
   if (mine.stage == Stage::kReady && fused != nullptr) {
     // Only read here: the update multiplies as it goes, which saves a pass that writes.
-    mine.finding = scan(gradients, extras.max_norm.has_value());
-    knows_squares = true;
+    if (model.alone()) {
+      mine.finding = scan(gradients, extras.max_norm.has_value());
+    } else {
+      mine.finding = scan_parts(gradients, model, squares);
+    }
     scaled = scaled_by(gradients);
   } else if (mine.stage == Stage::kReady) {
     unscale(mine, gradients);
-  } else if (options.model_parallel && extras.max_norm) {
-    auto again = scan(gradients, /*squares=*/true);
-    again.bring_to_host();
-    mine.finding.sum_of_squares = again.sum_of_squares;
-    knows_squares = true;
+  } else if (!model.alone() && extras.max_norm) {
+    scan_parts(gradients, model, squares);
   }
 
-  if (fused != nullptr && !options.model_parallel && gradients.all_on_one_gpu() &&
+  if (fused != nullptr && model.alone() && gradients.all_on_one_gpu() &&
       mine.finding.on_gpus.size() == 1) {
     scaled.found_inf = mine.finding.on_gpus[0].found_inf;
-    if (knows_squares) scaled.sum_of_squares = mine.finding.on_gpus[0].sum_of_squares;
+    if (mine.stage == Stage::kReady) {
+      scaled.sum_of_squares = mine.finding.on_gpus[0].sum_of_squares;
+    }
   } else {
     mine.finding.bring_to_host();
-    if (options.model_parallel) agree(mine.finding);
+    if (!model.alone()) agree(mine.finding, model);
     if (mine.finding.overflowed()) {
       mine.stage = Stage::kStepped;
       if (extras.zero_grad) drop_gradients(optimizer);
-      return;
+      return {};
     }
-    if (knows_squares && extras.max_norm && !gradients.gradients.empty()) {
+    const bool scanned = mine.stage == Stage::kReady && !gradients.gradients.empty();
+    if (extras.max_norm && !model.alone()) {
+      scaled.sum_of_squares = model.sum(std::move(squares));
+    } else if (extras.max_norm && scanned) {
       scaled.sum_of_squares = torch::full({}, mine.finding.sum_of_squares,
                                           gradients.gradients[0].options().dtype(torch::kDouble));
     }
   }
+  torch::Tensor norm;
   if (fused != nullptr) {
-    fused->step_fused(scaled, extras);
+    norm = fused->step_fused(scaled, extras);
   } else {
     optimizer.step();
   }
   mine.stage = Stage::kStepped;
+  return norm;
 }
 
 std::vector<Finding> GradScaler::State::take_findings() {
   std::vector<Finding> findings;
   for (auto& each : std::exchange(optimizers, {})) {
     if (each.stage == Stage::kReady) continue;
-    if (each.stage == Stage::kUnscaled && options.model_parallel) {
-      each.finding.bring_to_host();
-      agree(each.finding);
+    if (each.stage == Stage::kUnscaled) {
+      const ModelParallelGroup model(each.optimizer->param_groups(), options.model_parallel);
+      if (!model.alone()) {
+        each.finding.bring_to_host();
+        agree(each.finding, model);
+      }
     }
     findings.push_back(std::move(each.finding));
   }
@@ -251,7 +276,10 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   OptimizerState& mine = state_->of(optimizer);
   switch (mine.stage) {
     case Stage::kReady:
-      return state_->unscale(mine, state_->collect(optimizer, nullptr));
+      return state_->unscale(
+          mine, state_->collect(
+                    optimizer, nullptr,
+                    ModelParallelGroup(optimizer.param_groups(), state_->options.model_parallel)));
     case Stage::kUnscaled:
       throw misuse("unscale_() a second time since the last update()",
                    "divide the gradients once, when all of them have been accumulated");
@@ -260,27 +288,24 @@ void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   }
 }
 
-void GradScaler::step(torch::optim::Optimizer& optimizer, const StepExtras& extras) {
+torch::Tensor GradScaler::step(torch::optim::Optimizer& optimizer, const StepExtras& extras) {
   auto* fused = dynamic_cast<FusedOptimizer*>(&optimizer);
   if (fused == nullptr && asks_for_anything(extras)) {
     throw Error(Code::kUsage, "only optimizers of lockstep clip and clear gradients in step()",
-                "use lockstep::Sgd or lockstep::AdamW; or call unscale_(), clip_grad_norm_() and "
+                "use lockstep::Sgd, Adam or AdamW; or call unscale_(), clip_grad_norm_() and "
                 "zero_grad() yourself");
   }
   if (!is_enabled()) {
-    if (fused != nullptr) {
-      fused->step_fused({}, extras);
-    } else {
-      optimizer.step();
-    }
-    return;
+    if (fused != nullptr) return fused->step_fused({}, extras);
+    optimizer.step();
+    return {};
   }
   state_->require_scaled_loss("step()");
   if (state_->of(optimizer).stage == Stage::kStepped) {
     throw misuse("step() a second time since the last update()",
                  "call update() once after all optimizers have stepped");
   }
-  state_->step(optimizer, fused, extras);
+  return state_->step(optimizer, fused, extras);
 }
 
 void GradScaler::update(std::optional<double> new_scale) {

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "device/capture.hpp"
+#include "device/parameter_map.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
 
@@ -58,9 +59,31 @@ struct MasterWeights::State {
   struct Held {
     torch::Tensor parameter;
     torch::Tensor master;
+    // What the parameter looked like when it was last rounded from the master.
+    uint32_t version = 0;
+    const void* memory = nullptr;
+
+    bool is_as_rounded() const {
+      return version == version_of(parameter) && memory == parameter.data_ptr();
+    }
+    void note_rounded() {
+      version = version_of(parameter);
+      memory = parameter.data_ptr();
+    }
+    // An element that still is the rounded master keeps the master's precision.
+    void take_changes() {
+      const torch::NoGradGuard no_grad;
+      const auto changed = parameter.ne(master.to(parameter.scalar_type()));
+      master.copy_(torch::where(changed, parameter.to(master.scalar_type()), master));
+      note_rounded();
+    }
   };
 
-  const Held* find(const torch::Tensor& parameter) const {
+  static uint32_t version_of(const torch::Tensor& tensor) {
+    return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+  }
+
+  Held* find(const torch::Tensor& parameter) {
     const auto found = held.find(parameter.unsafeGetTensorImpl());
     return found == held.end() ? nullptr : &found->second;
   }
@@ -68,7 +91,14 @@ struct MasterWeights::State {
   void hold(const torch::Tensor& parameter, torch::ScalarType dtype) {
     const torch::Tensor master = parameter.data();  // the memory that was the parameter's
     put(parameter, master.to(dtype));
-    held.emplace(parameter.unsafeGetTensorImpl(), Held{parameter, master});
+    held.emplace(parameter.unsafeGetTensorImpl(), Held{parameter, master})
+        .first->second.note_rounded();
+  }
+
+  // Whom a parameter of this process belongs to.
+  static ParameterMap<std::weak_ptr<State>>& holders() {
+    static ParameterMap<std::weak_ptr<State>> map;
+    return map;
   }
 
   std::unordered_map<const c10::TensorImpl*, Held> held;  // [parameter]
@@ -94,19 +124,44 @@ MasterWeights::MasterWeights(torch::nn::Module& module, const MasterWeightsOptio
         chosen.push_back(parameter);
       });
   for (const torch::Tensor& parameter : chosen) {
-    if (!holds(parameter)) state_->hold(parameter, options.dtype);  // a shared one comes twice
+    if (holds(parameter)) continue;  // a shared one comes twice
+    state_->hold(parameter, options.dtype);
+    State::holders().set(parameter, state_);
   }
 }
 
+std::optional<MasterWeights> MasterWeights::holding(const torch::Tensor& parameter) {
+  const auto found = State::holders().get(parameter);
+  if (!found) return std::nullopt;
+  const auto state = found->lock();
+  if (state == nullptr || state->find(parameter) == nullptr) return std::nullopt;
+  return MasterWeights(state);
+}
+
 torch::Tensor MasterWeights::of(const torch::Tensor& parameter) const {
-  const auto found = state_->held.find(parameter.unsafeGetTensorImpl());
-  if (found == state_->held.end()) return parameter;
-  torch::Tensor& master = found->second.master;
-  if (master.device() != parameter.device()) {  // the module has moved
+  State::Held* held = state_->find(parameter);
+  if (held == nullptr) return parameter;
+  if (held->master.device() != parameter.device()) {  // the module has moved
     require_not_capturing("moving master weights", "let a step run before it is captured");
-    master = master.to(parameter.device());
+    held->master = held->master.to(parameter.device());
   }
-  return master;
+  // The optimizer refuses a parameter of another dtype or shape by name.
+  const bool comparable =
+      parameter.scalar_type() != torch::kFloat32 && parameter.sizes() == held->master.sizes();
+  if (comparable && !held->is_as_rounded()) held->take_changes();
+  return held->master;
+}
+
+void MasterWeights::round(const torch::Tensor& parameter) const {
+  State::Held* held = state_->find(parameter);
+  if (held == nullptr) return;
+  const torch::NoGradGuard no_grad;
+  held->parameter.copy_(held->master);
+  held->note_rounded();
+}
+
+void MasterWeights::note_rounded(const torch::Tensor& parameter) const {
+  if (State::Held* held = state_->find(parameter)) held->note_rounded();
 }
 
 bool MasterWeights::holds(const torch::Tensor& parameter) const {
@@ -128,12 +183,16 @@ void MasterWeights::restore(torch::nn::Module& module) const {
     if (!holds(parameter)) continue;
     put(parameter, of(parameter));
     state_->held.erase(parameter.unsafeGetTensorImpl());
+    State::holders().erase(parameter);
   }
 }
 
 void MasterWeights::take_from_parameters() {
   const torch::NoGradGuard no_grad;
-  for (const auto& [key, held] : state_->held) of(held.parameter).copy_(held.parameter);
+  for (auto& [key, held] : state_->held) {
+    of(held.parameter).copy_(held.parameter);
+    held.note_rounded();
+  }
 }
 
 }  // namespace lockstep

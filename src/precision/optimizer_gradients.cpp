@@ -15,14 +15,7 @@ namespace lockstep {
 namespace {
 
 // Gradients of one device.
-struct Part {
-  std::vector<torch::Tensor> gradients;
-  std::vector<int32_t> ids;
-
-  void add(const OptimizerGradients& all, size_t i) {
-    gradients.push_back(all.gradients[i]);
-    ids.push_back(all.ids[i]);
-  }
+struct Part : OptimizerGradients {
   int32_t id_of(int64_t index) const { return index < 0 ? -1 : ids[static_cast<size_t>(index)]; }
 };
 
@@ -90,6 +83,12 @@ std::string ParameterNames::of(int32_t id) const {
                                : fmt::format("parameter {} of group {}", place.index, place.group);
 }
 
+void OptimizerGradients::add(const OptimizerGradients& from, size_t i) {
+  gradients.push_back(from.gradients[i]);
+  ids.push_back(from.ids[i]);
+  parameters.push_back(from.parameters[i]);
+}
+
 bool OptimizerGradients::all_on_cpu() const {
   return std::all_of(gradients.begin(), gradients.end(), [](const auto& g) { return g.is_cpu(); });
 }
@@ -122,6 +121,7 @@ OptimizerGradients gradients_of(torch::optim::Optimizer& optimizer, ParameterNam
       if (gradient.numel() == 0) continue;
       result.gradients.push_back(std::move(gradient));
       result.ids.push_back(names.id_of(place));
+      result.parameters.push_back(parameters[i]);
     }
     ++group_index;
   }

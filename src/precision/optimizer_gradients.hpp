@@ -42,8 +42,10 @@ class ParameterNames {
 struct OptimizerGradients {
   /// Not empty. Of sparse ones the values, of complex ones both parts.
   std::vector<torch::Tensor> gradients;
-  std::vector<int32_t> ids;  ///< [gradient] of its parameter
+  std::vector<int32_t> ids;               ///< [gradient] of its parameter
+  std::vector<torch::Tensor> parameters;  ///< [gradient]
 
+  void add(const OptimizerGradients& from, size_t i);
   bool all_on_cpu() const;
   bool all_on_one_gpu() const;
 };

@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "captured_step_support.hpp"
-#include "lockstep/adamw.hpp"
+#include "lockstep/adam.hpp"
 #include "lockstep/autocast.hpp"
 #include "lockstep/device.hpp"
 #include "lockstep/grad_scaler.hpp"

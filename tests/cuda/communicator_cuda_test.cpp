@@ -58,10 +58,10 @@ TEST_F(CudaCommunicator, ReducesEveryTypeAndSize) {
 TEST_F(CudaCommunicator, GathersScattersBroadcastsAndSends) {
   run_on_gpu(2, [](const Communicator& comm, Device&) {
     const auto all = torch::empty({2, 3}, on_gpu(torch::kInt64));
-    comm.all_gather(torch::full({3}, comm.rank(), on_gpu(torch::kInt64)), all);
+    comm.all_gather(all, torch::full({3}, comm.rank(), on_gpu(torch::kInt64)));
     EXPECT_TRUE(torch::equal(all.cpu(), torch::tensor({{0, 0, 0}, {1, 1, 1}})));
     const auto part = torch::empty({3}, on_gpu(torch::kInt64));
-    comm.reduce_scatter(all, part);
+    comm.reduce_scatter(part, all);
     EXPECT_TRUE(torch::equal(part.cpu(), torch::full({3}, 2 * comm.rank(), torch::kInt64)));
     const auto everybody =
         torch::full({100'003}, static_cast<float>(comm.rank()), on_gpu(torch::kFloat32));
@@ -146,7 +146,7 @@ TEST_F(CudaCommunicator, TensorsOnTheCpuStillGoToTheHostsBackend) {
     EXPECT_EQ(host[999].item<float>(), 20.0F);
     EXPECT_EQ(gpu[999].item<float>(), 2.0F);
     const auto mixed = torch::empty({2, 1000});
-    comm.all_gather(gpu, mixed);
+    comm.all_gather(mixed, gpu);
     EXPECT_TRUE(mixed.eq(2).all().item<bool>());
   });
 }
@@ -172,7 +172,7 @@ TEST_F(CudaCommunicator, WithoutAGpuBackendTensorsGoThroughTheHost) {
     comm.all_reduce(sum);
     EXPECT_TRUE(sum.eq(3).all().item<bool>());
     const auto all = torch::empty({2, 4}, on_gpu(torch::kFloat32));
-    comm.all_gather(torch::full({4}, comm.rank(), on_gpu(torch::kFloat32)), all);
+    comm.all_gather(all, torch::full({4}, comm.rank(), on_gpu(torch::kFloat32)));
     EXPECT_TRUE(
         torch::equal(all.cpu(), torch::tensor({{0.F, 0.F, 0.F, 0.F}, {1.F, 1.F, 1.F, 1.F}})));
     comm.broadcast(all, 0);
@@ -186,10 +186,10 @@ TEST_F(CudaCommunicator, ARankAloneKeepsItsTensors) {
   comm.all_reduce(tensor, ReduceOp::kMean, {.weight = 5});
   comm.broadcast(tensor, 0);
   const auto out = torch::zeros({1000}, on_gpu(torch::kFloat32));
-  comm.all_gather(tensor, out);
+  comm.all_gather(out, tensor);
   EXPECT_TRUE(out.eq(3).all().item<bool>());
   const auto scattered = torch::zeros({1000}, on_gpu(torch::kFloat32));
-  comm.reduce_scatter(tensor, scattered);
+  comm.reduce_scatter(scattered, tensor);
   EXPECT_TRUE(scattered.eq(3).all().item<bool>());
   comm.send(tensor, 0, {.tag = 4});
   const auto came = torch::zeros({1000}, on_gpu(torch::kFloat32));
@@ -232,9 +232,9 @@ TEST_F(CudaCommunicator, NcclServesOneRank) {
     EXPECT_TRUE(tensors[i].eq(static_cast<double>(i)).all().item<bool>()) << i;
   }
   const auto out = torch::zeros({1000}, on_gpu(torch::kFloat32));
-  comm.all_gather(tensors[4], out);
+  comm.all_gather(out, tensors[4]);
   EXPECT_TRUE(out.eq(4).all().item<bool>());
-  comm.reduce_scatter(tensors[2], out, ReduceOp::kMean);
+  comm.reduce_scatter(out, tensors[2], ReduceOp::kMean);
   EXPECT_TRUE(out.eq(2).all().item<bool>());
   comm.broadcast(out, 0);
   comm.send(out, 0, {.tag = 1});

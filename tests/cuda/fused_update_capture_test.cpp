@@ -14,7 +14,7 @@
 
 #include "device/capture.hpp"
 #include "fused_update_support.hpp"
-#include "lockstep/adamw.hpp"
+#include "lockstep/adam.hpp"
 #include "lockstep/grad_scaler.hpp"
 #include "lockstep/sgd.hpp"
 #include "tensor_support.hpp"

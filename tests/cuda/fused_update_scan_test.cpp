@@ -10,7 +10,7 @@
 #include <limits>
 
 #include "fused_update_support.hpp"
-#include "lockstep/adamw.hpp"
+#include "lockstep/adam.hpp"
 #include "lockstep/grad_scaler.hpp"
 #include "lockstep/sgd.hpp"
 

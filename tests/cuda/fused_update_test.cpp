@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "fused_update_support.hpp"
-#include "lockstep/adamw.hpp"
+#include "lockstep/adam.hpp"
 #include "lockstep/sgd.hpp"
 
 namespace lockstep::test {

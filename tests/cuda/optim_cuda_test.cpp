@@ -7,7 +7,7 @@
 #include <limits>
 
 #include "gpu_test.hpp"
-#include "lockstep/adamw.hpp"
+#include "lockstep/adam.hpp"
 #include "lockstep/sgd.hpp"
 #include "optim_support.hpp"
 #include "tensor_support.hpp"

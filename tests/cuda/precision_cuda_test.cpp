@@ -10,7 +10,7 @@
 
 #include "gpu_test.hpp"
 #include "grad_scaler_golden.hpp"
-#include "lockstep/adamw.hpp"
+#include "lockstep/adam.hpp"
 #include "lockstep/autocast.hpp"
 #include "lockstep/grad_scaler.hpp"
 #include "lockstep/sgd.hpp"

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "grad_scaler_golden.hpp"
-#include "lockstep/adamw.hpp"
+#include "lockstep/adam.hpp"
 #include "lockstep/grad_scaler.hpp"
 #include "lockstep/sgd.hpp"
 

@@ -6,7 +6,7 @@
 #include <set>
 
 #include "ddp_nets.hpp"
-#include "lockstep/adamw.hpp"
+#include "lockstep/adam.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
 #include "lockstep/grad_scaler.hpp"
 #include "lockstep/sgd.hpp"

@@ -81,13 +81,13 @@ void check(const Values<T>& before, const Values<T>& actual, std::string_view se
 }
 
 template <class T>
-void check_adamw(const AdamWRates& rates) {
+void check_adamw(const AdamRates& rates) {
   for (const Named& set : instruction_sets()) {
     for (int64_t count = 0; count <= 70; ++count) {
       const int64_t shift = count % 5;
       const Values<T> before(count, shift, static_cast<unsigned int>(count));
       Values<T> actual = before;
-      set.kernels->adamw(kDtype<T>, rates, actual.piece());
+      set.kernels->adam(kDtype<T>, rates, actual.piece());
       check(before, actual, set.name, [&](double* x) {
         const double g = x[1] * rates.gradient_factor;
         if (rates.store_gradient) x[1] = g;
@@ -101,7 +101,7 @@ void check_adamw(const AdamWRates& rates) {
 }
 
 TEST(UpdateKernels, AdamWEqualsAScalarInDouble) {
-  AdamWRates rates;
+  AdamRates rates;
   rates.beta1 = 0.9;
   rates.beta2 = 0.999;
   rates.decay = 1 - 1e-3;
@@ -175,15 +175,15 @@ TEST(UpdateKernels, WithoutDecayAnInfiniteWeightStaysInfinite) {
 // Cut anywhere, at any alignment, by any instructions: the same bits.
 template <class T>
 void check_bits() {
-  AdamWRates adamw;
-  adamw.gradient_factor = 1.0 / 3;
-  adamw.decay = 0.999;
-  adamw.beta1 = 0.9;
-  adamw.beta2 = 0.99;
-  adamw.step_size = 0.1;
-  adamw.root_factor = 1.1;
-  adamw.eps = 1e-8;
-  adamw.store_gradient = true;
+  AdamRates adam;
+  adam.gradient_factor = 1.0 / 3;
+  adam.decay = 0.999;
+  adam.beta1 = 0.9;
+  adam.beta2 = 0.99;
+  adam.step_size = 0.1;
+  adam.root_factor = 1.1;
+  adam.eps = 1e-8;
+  adam.store_gradient = true;
   SgdRates sgd;
   sgd.gradient_factor = 1.0 / 3;
   sgd.lr = 0.1;
@@ -192,7 +192,7 @@ void check_bits() {
   sgd.take = 0.9;
   const Values<T> before(1000, 0, 5);
   Values<T> whole = before;
-  plain_update_kernels().adamw(kDtype<T>, adamw, whole.piece());
+  plain_update_kernels().adam(kDtype<T>, adam, whole.piece());
   plain_update_kernels().sgd(kDtype<T>, sgd, whole.piece());
   for (const Named& set : instruction_sets()) {
     for (const int64_t cut : {1, 13, 64, 500, 999}) {
@@ -204,7 +204,7 @@ void check_bits() {
           piece = {parts.at(0) + cut, parts.at(1) + cut, parts.at(2) + cut, parts.at(3) + cut,
                    1000 - cut};
         }
-        set.kernels->adamw(kDtype<T>, adamw, piece);
+        set.kernels->adam(kDtype<T>, adam, piece);
         set.kernels->sgd(kDtype<T>, sgd, piece);
       }
       for (size_t a = 0; a < 4; ++a) {
@@ -221,7 +221,7 @@ TEST(UpdateKernels, BitsDoNotDependOnPlaceAlignmentOrInstructions) {
 }
 
 TEST(UpdateKernels, NanAndInfinityComeThrough) {
-  AdamWRates rates;
+  AdamRates rates;
   rates.beta1 = 0.9;
   rates.beta2 = 0.999;
   rates.step_size = 0.1;
@@ -230,7 +230,7 @@ TEST(UpdateKernels, NanAndInfinityComeThrough) {
     Values<float> values(20, 1, 9);
     values.at(1)[2] = std::numeric_limits<float>::quiet_NaN();
     values.at(1)[18] = std::numeric_limits<float>::infinity();
-    set.kernels->adamw(Dtype::kF32, rates, values.piece());
+    set.kernels->adam(Dtype::kF32, rates, values.piece());
     for (const int64_t bad : {2, 18}) {
       EXPECT_TRUE(std::isnan(values.at(0)[bad])) << set.name << ' ' << bad;
       EXPECT_FALSE(std::isfinite(values.at(3)[bad])) << set.name << ' ' << bad;

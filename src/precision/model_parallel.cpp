@@ -1,0 +1,126 @@
+#include "precision/model_parallel.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "device/parameter_map.hpp"
+
+namespace lockstep {
+namespace {
+
+using Axes = ParameterMap<std::weak_ptr<const Communicator>>;
+
+Axes& tensor_shards() {
+  static Axes map;
+  return map;
+}
+
+Axes& pipeline_stages() {
+  static Axes map;
+  return map;
+}
+
+std::shared_ptr<const Communicator> axis_in(const Axes& map, const torch::Tensor& parameter) {
+  const auto found = map.get(parameter);
+  auto axis = found ? found->lock() : nullptr;
+  return axis != nullptr && axis->size() > 1 ? axis : nullptr;
+}
+
+bool contains(const std::vector<int>& ranks, const std::vector<int>& some) {
+  return std::all_of(some.begin(), some.end(), [&](int rank) {
+    return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+  });
+}
+
+void add_up(const Communicator& comm, const torch::Tensor& scalar) {
+  comm.all_reduce(scalar.view({1}), ReduceOp::kSum, {.label = "norm of a divided model"});
+}
+
+}  // namespace
+
+void note_tensor_shard(const torch::Tensor& parameter,
+                       const std::shared_ptr<const Communicator>& axis) {
+  tensor_shards().set(parameter, axis);
+}
+
+void note_pipeline_stage(const torch::Tensor& parameter,
+                         const std::shared_ptr<const Communicator>& axis) {
+  pipeline_stages().set(parameter, axis);
+}
+
+ModelParallelGroup::ModelParallelGroup(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                                       const std::optional<Communicator>& others) {
+  if (others && others->size() > 1) others_ = others;
+  if (tensor_shards().empty() && pipeline_stages().empty()) return;
+  for (const auto& group : groups) {
+    for (const torch::Tensor& parameter : group.params()) {
+      if (const auto axis = axis_in(tensor_shards(), parameter)) {
+        part_[parameter.unsafeGetTensorImpl()] = find_axis(*axis);
+      }
+      if (pipeline_) continue;
+      if (const auto axis = axis_in(pipeline_stages(), parameter)) pipeline_ = *axis;
+    }
+  }
+}
+
+// Stages of one process have a communicator each for the same ranks.
+size_t ModelParallelGroup::find_axis(const Communicator& axis) {
+  const std::vector<int> ranks = axis.world_ranks();
+  size_t index = 0;
+  while (index < tensor_axes_.size() && tensor_axes_[index].ranks != ranks) ++index;
+  if (index == tensor_axes_.size()) tensor_axes_.push_back({ranks, axis});
+  return index + 1;
+}
+
+size_t ModelParallelGroup::part_of(const torch::Tensor& parameter) const {
+  const auto found = part_.find(parameter.unsafeGetTensorImpl());
+  return found == part_.end() ? 0 : found->second;
+}
+
+torch::Tensor ModelParallelGroup::sum(std::vector<torch::Tensor> parts) const {
+  for (size_t i = 0; i < tensor_axes_.size(); ++i) add_up(tensor_axes_[i].comm, parts[i + 1]);
+  torch::Tensor total = parts[0];
+  for (size_t i = 1; i < parts.size(); ++i) total = total + parts[i];
+  if (pipeline_) {
+    total = total.clone();
+    add_up(*pipeline_, total);
+  } else if (others_) {
+    // Ranks of a tensor axis have the same total by now, and it counts once.
+    const std::vector<int> ranks = others_->world_ranks();
+    double replicas = 1;
+    for (const auto& axis : tensor_axes_) {
+      if (contains(ranks, axis.ranks)) replicas = static_cast<double>(axis.ranks.size());
+    }
+    total = total / replicas;
+    add_up(*others_, total);
+  }
+  return total;
+}
+
+std::vector<const Communicator*> ModelParallelGroup::communicators() const {
+  std::vector<const Communicator*> all;
+  for (const auto& axis : tensor_axes_) all.push_back(&axis.comm);
+  if (pipeline_) all.push_back(&*pipeline_);
+  if (others_) all.push_back(&*others_);
+  return all;
+}
+
+// One axis after the other, each told what was found on those before: so all ranks of all of them
+// hear of it.
+int ModelParallelGroup::first_other(bool mine) const {
+  int found = -1;
+  for (const Communicator* comm : communicators()) {
+    const auto ranks = comm->world_ranks();
+    const int64_t known = mine ? ranks[static_cast<size_t>(comm->rank())] : found;
+    const auto own = torch::full({1}, known, torch::kInt64);
+    const auto all = torch::empty({comm->size()}, torch::kInt64);
+    comm->all_gather(all, own, {.label = "GradScaler's finding"});
+    for (int rank = 0; rank < comm->size() && found < 0; ++rank) {
+      const auto said = static_cast<int>(all[rank].item<int64_t>());
+      if (said >= 0 && rank != comm->rank()) found = said;
+    }
+  }
+  return found;
+}
+
+}  // namespace lockstep
