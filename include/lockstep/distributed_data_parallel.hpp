@@ -52,7 +52,12 @@ struct DdpOptions {
   bool find_unused_parameters = false;  ///< parameters in use may change from step to step
   bool static_graph = false;            ///< what the first step did, every step does
   int64_t check_replicas_every = 0;     ///< steps between comparisons of all weights; 0: never
-  CommHook hook = {};                   ///< empty: the communicator's mean
+
+  /// Weights that change after micro-steps inside NoSync are LS0024, unless the gradients of these
+  /// were dropped and the ranks' weights agree in the step after. False: nothing is checked.
+  bool check_unaveraged_updates = true;
+
+  CommHook hook = {};  ///< empty: the communicator's mean
 };
 
 /// When a bucket travelled in the last synchronised step. Times are monotonic_ns(); on a GPU those
@@ -149,6 +154,16 @@ class DistributedDataParallel {
   /// The module that is trained. Evaluate with it: forward through DDP is collective.
   const std::shared_ptr<Module>& module() const { return module_; }
   std::vector<torch::Tensor> parameters() const { return module_->parameters(); }
+  auto named_parameters() const { return module_->named_parameters(); }
+
+  /// The module's own.
+  void train(bool on = true) { module_->train(on); }
+  void eval() { module_->eval(); }
+  bool is_training() const { return module_->is_training(); }
+
+  /// Drops the gradients, which costs nothing: the next backward writes instead of adding. False:
+  /// fills them with zeros.
+  void zero_grad(bool set_to_none = true) { module_->zero_grad(set_to_none); }
 
   /// From now on this rank counts with that weight in the mean, for example its number of rows:
   /// then uneven batches give the gradient of one large batch. The same or not on each rank;

@@ -6,7 +6,12 @@
 namespace lockstep {
 
 void AccumulationWindow::add_micro_step() {
-  if (micro_steps_++ == 0) marks_ = read_marks();
+  ++micro_steps_;
+  marks_ = read_marks();
+}
+
+void AccumulationWindow::forward_ended() {
+  if (micro_steps_ > 0) marks_ = read_marks();
 }
 
 void AccumulationWindow::follow(int64_t micro_steps) {

@@ -12,6 +12,9 @@ namespace lockstep {
 
 /// The micro-steps since the last synchronised backward, and whether the weights stayed as they
 /// were: an update in between would use gradients that no other rank has seen.
+///
+/// What a module changes in its own forward or backward, as Embedding's max_norm does, is not an
+/// update: only changes between one micro-step's backward and the next forward count.
 class AccumulationWindow {
  public:
   explicit AccumulationWindow(std::span<const TrainedParameter> parameters)
@@ -20,7 +23,10 @@ class AccumulationWindow {
   /// An unsynchronised backward has ended.
   void add_micro_step();
 
-  /// Others are that far: they may have dropped theirs, of which only they know.
+  /// A forward has ended, inside the window or not.
+  void forward_ended();
+
+  /// The window of another rank, which this one follows, has that many micro-steps.
   void follow(int64_t micro_steps);
 
   /// A synchronised backward has ended, or the gradients were dropped.
@@ -28,7 +34,7 @@ class AccumulationWindow {
 
   int64_t micro_steps() const { return micro_steps_; }
 
-  /// Whether the weights changed since the window's first micro-step.
+  /// Whether the weights changed since the last micro-step.
   bool weights_changed() const { return micro_steps_ > 0 && read_marks() != marks_; }
 
   /// Whether no gradient of the window is left.
@@ -47,7 +53,7 @@ class AccumulationWindow {
 
   std::span<const TrainedParameter> parameters_;
   int64_t micro_steps_ = 0;
-  std::vector<Mark> marks_;  // [parameter], at the window's first micro-step
+  std::vector<Mark> marks_;  // [parameter], after the last micro-step or forward
 };
 
 }  // namespace lockstep

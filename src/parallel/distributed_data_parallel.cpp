@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <exception>
+#include <limits>
 
 #include "device/capture.hpp"
 #include "lockstep/error.hpp"
@@ -19,22 +20,13 @@ std::vector<TrainedParameter> trained_parameters(const torch::nn::Module& module
               "DistributedDataParallel is for training: a module without gradients needs none");
 }
 
-// Buffers may differ between ranks within a step: their own batches make them.
-std::vector<NamedTensor> trained_tensors(const torch::nn::Module& module) {
-  std::vector<NamedTensor> tensors;
-  for (auto& parameter : trained_parameters(module)) {
-    tensors.push_back({std::move(parameter.name), std::move(parameter.tensor), true});
-  }
-  return tensors;
-}
-
 }  // namespace
 
 GradientSync::State::State(std::shared_ptr<torch::nn::Module> trained, const Communicator& ranks,
                            const DdpOptions& chosen)
     : module(std::move(trained)), comm(ranks), options(chosen) {
   require_same_model(comm, model_tensors(*module));
-  broadcast_tensors(comm, model_tensors(*module), 0, "initial model");
+  broadcast_model(comm, *module, 0, "initial model");
   reducer.emplace(trained_parameters(*module), comm, options);
 }
 
@@ -43,9 +35,31 @@ bool GradientSync::State::trains() const {
   return torch::GradMode::is_enabled() && module->is_training();
 }
 
+// Buffers travel before the first forward of a step. Where a second one follows before backward,
+// autograd may have saved them in the first, as BatchNorm does, and they must stay.
+bool GradientSync::State::shares_buffers() const {
+  return options.broadcast_buffers && last_forward_synchronised && !reducer->awaits_backward();
+}
+
 void GradientSync::State::share_buffers(int root) {
-  if (!options.broadcast_buffers || !last_forward_synchronised) return;
   broadcast_tensors(comm, buffers_of(*module), root, "buffers");
+}
+
+// See Note [Perturbed weights].
+void GradientSync::State::compare_if_due() {
+  const auto dropped = reducer->take_due_comparison();
+  if (!dropped) return;
+  const Deviation found = largest_deviation(comm, trained_in_full_precision(*module));
+  // Moving a weight away and back is off by a rounding or two, in each of the windows so far.
+  constexpr double kRoundings = 64 * std::numeric_limits<float>::epsilon();
+  if (found.largest <= static_cast<double>(dropped->count) * kRoundings * found.magnitude) return;
+  throw Error(Code::kSyncMisuse,
+              fmt::format("the weights changed after {} micro-steps whose gradients were dropped "
+                          "instead of averaged, and were not changed back: {} on rank {} is off by "
+                          "{:.2g}",
+                          dropped->micro_steps, found.name, found.rank, found.largest),
+              "let the last micro-step before each update run outside NoSync; or, where ranks may "
+              "differ, set DdpOptions::check_unaveraged_updates to false");
 }
 
 void GradientSync::State::check_if_due() {
@@ -55,13 +69,12 @@ void GradientSync::State::check_if_due() {
     return;
   }
   checked_at_step = steps;
-  require_same_values(comm, trained_tensors(*module));
+  require_same_values(comm, trained_in_full_precision(*module));
 }
 
 // What a forward tells the other ranks, where it is captured.
-void GradientSync::State::share_in_each_replay(Capture& capture) {
-  const bool sends_buffers = options.broadcast_buffers && last_forward_synchronised &&
-                             comm.size() > 1 && !buffers_of(*module).empty();
+void GradientSync::State::share_in_each_replay(Capture& capture, bool shares_buffers) {
+  const bool sends_buffers = shares_buffers && comm.size() > 1 && !buffers_of(*module).empty();
   if (!sends_buffers && options.check_replicas_every == 0) return;
   capture.between_graphs([this, sends_buffers] {
     check_if_due();
@@ -89,14 +102,18 @@ void GradientSync::before_forward() {
   const bool synchronise = state.no_sync_depth == 0;
   if (state.joining) require_not_capturing("join", "run the steps of a join without capture");
   const int root = state.joining ? state.joining->begin_step(state, synchronise) : 0;
+  const bool shares_buffers = state.shares_buffers();
   state.reducer->before_forward(synchronise);
   if (!state.trains()) return;
   state.reducer->rebuild_if_due();
   if (Capture* capture = Capture::current()) {
-    state.share_in_each_replay(*capture);
+    state.share_in_each_replay(*capture, shares_buffers);
   } else {
-    if (!state.joining) state.check_if_due();
-    state.share_buffers(root);
+    if (!state.joining) {
+      state.check_if_due();
+      state.compare_if_due();
+    }
+    if (shares_buffers) state.share_buffers(root);
   }
   state.last_forward_synchronised = synchronise;
 }
@@ -109,8 +126,9 @@ void GradientSync::set_weight(double weight) {
   state_->reducer->set_weight(weight);
 }
 
+// Buffers may differ between ranks within a step: their own batches make them.
 void GradientSync::check_replicas() {
-  require_same_values(state_->comm, trained_tensors(*state_->module));
+  require_same_values(state_->comm, trained_in_full_precision(*state_->module));
 }
 
 DdpStats GradientSync::stats() const {

@@ -1,7 +1,11 @@
 #include "parallel/gradient_buckets.hpp"
 
 #include <fmt/format.h>
+#include <torch/torch.h>
 
+#include <memory>
+
+#include "device/capture.hpp"
 #include "device/dtype_map.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
@@ -31,6 +35,16 @@ std::vector<int64_t> strides_of(const torch::Tensor& parameter) {
   return torch::empty(parameter.sizes(), torch::kMeta).strides().vec();
 }
 
+// Whoever holds tensors of this storage keeps their values in memory of its own from now on.
+void move_to_own_memory(const torch::Tensor& kept) {
+  const torch::NoGradGuard no_grad;
+  auto copy = std::make_unique<torch::Tensor>(kept.clone());
+  void* address = copy->data_ptr();
+  kept.storage().unsafeGetStorageImpl()->set_data_ptr(c10::DataPtr(
+      address, copy.release(), [](void* tensor) { delete static_cast<torch::Tensor*>(tensor); },
+      kept.device()));
+}
+
 }  // namespace
 
 GradientBuckets::GradientBuckets(const Communicator& comm,
@@ -53,11 +67,12 @@ GradientBuckets::GradientBuckets(const Communicator& comm,
 }
 
 void GradientBuckets::arrange(std::span<const size_t> order) {
-  std::map<size_t, torch::Tensor> kept;
+  std::vector<size_t> held;  // parameters whose grad lies here
   const bool again = !place_.empty();
   for (size_t i = 0; again && i < parameters_.size(); ++i) {
-    if (holds_grad(i)) kept[i] = parameters_[i].tensor.grad().clone();
+    if (holds_grad(i)) held.push_back(i);
   }
+  if (again) claim_all();
   plan_ = plan_buckets(sizes_, order, limits_);
   place_.assign(parameters_.size(), {});
   buckets_.clear();
@@ -73,17 +88,37 @@ void GradientBuckets::arrange(std::span<const size_t> order) {
     begin += planned.bytes();
     for (const auto& gradient : planned.gradients) {
       made.parameters.push_back(parameters_[gradient.parameter].name);
-      place_[gradient.parameter] = {bucket, gradient.offset};
+      Place& place = place_[gradient.parameter] = {bucket, gradient.offset, {}};
+      place.memory = memory_of(place, gradient.parameter);
     }
   }
   for (const auto& [device, bytes] : memory_) {
     if (again) bytes.zero_();  // so that gaps stay zero
   }
-  for (const auto& [parameter, value] : kept) {
-    torch::Tensor place = view(parameter);
-    place.copy_(value);
-    parameters_[parameter].tensor.mutable_grad() = place;
+  for (const size_t parameter : held) adopt_grad(parameter);
+}
+
+torch::Tensor GradientBuckets::memory_of(const Place& place, size_t parameter) const {
+  const torch::Tensor& flat = buckets_[place.bucket].gradients;
+  const int64_t count = parameters_[parameter].tensor.numel();
+  char* begin = static_cast<char*>(flat.data_ptr()) +
+                place.offset * static_cast<int64_t>(flat.element_size());
+  return torch::from_blob(
+      begin, {count}, [flat](void*) {}, flat.options());
+}
+
+torch::Tensor GradientBuckets::claim(size_t parameter) {
+  Place& place = place_[parameter];
+  // A captured step computes nothing now, and its replays overwrite what is kept of it.
+  if (place.memory.storage().use_count() > 1 && Capture::current() == nullptr) {
+    move_to_own_memory(place.memory);
+    place.memory = memory_of(place, parameter);
   }
+  return view(parameter);
+}
+
+void GradientBuckets::claim_all() {
+  for (size_t i = 0; i < parameters_.size(); ++i) claim(i);
 }
 
 void GradientBuckets::set_micro_steps(int64_t count) {
@@ -91,28 +126,22 @@ void GradientBuckets::set_micro_steps(int64_t count) {
 }
 
 torch::Tensor GradientBuckets::view(size_t parameter) const {
-  const Place& place = place_[parameter];
-  const torch::Tensor& flat = buckets_[place.bucket].gradients;
   // Detached: an optimizer's zero_grad calls detach_(), which autograd refuses of a view.
-  return flat
-      .as_strided(parameters_[parameter].tensor.sizes(), strides_[parameter],
-                  flat.storage_offset() + place.offset)
+  return place_[parameter]
+      .memory.as_strided(parameters_[parameter].tensor.sizes(), strides_[parameter], 0)
       .detach();
 }
 
 bool GradientBuckets::holds_grad(size_t parameter) const {
   const torch::Tensor& grad = parameters_[parameter].tensor.grad();
   if (!grad.defined() || grad.layout() != torch::kStrided) return false;
-  const Place& place = place_[parameter];
-  const torch::Tensor& flat = buckets_[place.bucket].gradients;
-  const char* expected = static_cast<const char*>(flat.data_ptr()) +
-                         place.offset * static_cast<int64_t>(flat.element_size());
-  return grad.data_ptr() == expected && grad.strides() == torch::IntArrayRef(strides_[parameter]);
+  return grad.data_ptr() == place_[parameter].memory.data_ptr() &&
+         grad.strides() == torch::IntArrayRef(strides_[parameter]);
 }
 
-void GradientBuckets::adopt_grad(size_t parameter) const {
+void GradientBuckets::adopt_grad(size_t parameter) {
   const torch::NoGradGuard no_grad;
-  torch::Tensor place = view(parameter);
+  torch::Tensor place = claim(parameter);
   place.copy_(parameters_[parameter].tensor.grad());
   parameters_[parameter].tensor.mutable_grad() = place;
 }

@@ -20,7 +20,12 @@ struct TrainedParameter {
 };
 
 /// The memory of all gradients: allocated once, where peers can reach it, and cut into buckets by a
-/// plan. A parameter's grad is a view of its place here, always: there is no second copy.
+/// plan. A parameter's grad is a view of its place here: there is no second copy.
+///
+/// Note [Kept gradients]: a user may keep a gradient and drop it from its parameter, as gradient
+/// surgery does, and expects it to stay what it was. So every place has a storage of its own, whose
+/// use count tells whether anybody still looks at it. Before a place is written for another
+/// gradient, what is kept there moves to memory of its own, and the kept tensors with it.
 class GradientBuckets {
  public:
   /// Collective. `order` is the expected order of readiness.
@@ -42,17 +47,27 @@ class GradientBuckets {
   /// autograd may adopt it as the parameter's grad.
   torch::Tensor view(size_t parameter) const;
 
+  /// The same, to be overwritten with another gradient than the one that is there: see Note [Kept
+  /// gradients].
+  torch::Tensor claim(size_t parameter);
+
+  /// Claims all places, also those that are their parameter's grad, which becomes a copy.
+  void claim_all();
+
   /// Whether the parameter's grad is that view.
   bool holds_grad(size_t parameter) const;
 
   /// Copies a grad from elsewhere into its place, and makes the view the parameter's grad.
-  void adopt_grad(size_t parameter) const;
+  void adopt_grad(size_t parameter);
 
  private:
   struct Place {
     size_t bucket = 0;
-    int64_t offset = 0;  // elements from the bucket's begin
+    int64_t offset = 0;    // elements from the bucket's begin
+    torch::Tensor memory;  // its elements, flat, on a storage of their own
   };
+
+  torch::Tensor memory_of(const Place& place, size_t parameter) const;
 
   std::span<const TrainedParameter> parameters_;
   BucketLimits limits_;

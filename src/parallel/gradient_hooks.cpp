@@ -52,30 +52,36 @@ class GradientHooks::AfterAccumulation : public torch::autograd::FunctionPostHoo
 
 GradientHooks::GradientHooks(std::span<const TrainedParameter> parameters,
                              GradientListener& listener)
-    : target_(std::make_shared<Target>(Target{&listener})) {
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    auto accumulator = torch::autograd::impl::grad_accumulator(parameters[i].tensor);
-    accumulator->add_pre_hook(std::make_unique<BeforeAccumulation>(target_, i));
-    accumulator->add_post_hook(std::make_unique<AfterAccumulation>(target_, i));
-    accumulators_.push_back(std::move(accumulator));
-  }
+    : target_(std::make_shared<Target>(Target{&listener})), accumulators_(parameters.size()) {
+  for (size_t i = 0; i < parameters.size(); ++i) listen(i, parameters[i].tensor);
+}
+
+void GradientHooks::listen(size_t parameter, const torch::Tensor& tensor) {
+  auto accumulator = torch::autograd::impl::grad_accumulator(tensor);
+  accumulator->add_pre_hook(std::make_unique<BeforeAccumulation>(target_, parameter));
+  accumulator->add_post_hook(std::make_unique<AfterAccumulation>(target_, parameter));
+  accumulators_[parameter] = std::move(accumulator);
 }
 
 GradientHooks::~GradientHooks() {
   target_->listener = nullptr;
 }
 
-bool GradientHooks::listens_to(size_t parameter, const torch::Tensor& tensor) const {
-  return torch::autograd::impl::try_get_grad_accumulator(tensor) == accumulators_[parameter];
+void GradientHooks::follow(size_t parameter, const torch::Tensor& tensor) {
+  const auto current = torch::autograd::impl::try_get_grad_accumulator(tensor);
+  if (current != accumulators_[parameter]) listen(parameter, tensor);
 }
 
-void GradientHooks::watch(const std::vector<torch::Tensor>& outputs) const {
+bool GradientHooks::watch(const std::vector<torch::Tensor>& outputs) const {
+  bool any = false;
   for (const auto& output : outputs) {
-    if (!output.defined() || !output.requires_grad()) continue;
+    if (!output.defined() || !output.requires_grad() || output.is_leaf()) continue;
+    any = true;
     output.register_hook([target = target_](const torch::Tensor&) {
       if (target->listener != nullptr) target->listener->output_reached();
     });
   }
+  return any;
 }
 
 std::vector<bool> GradientHooks::reachable_from(const std::vector<torch::Tensor>& outputs) const {

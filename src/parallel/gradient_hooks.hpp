@@ -38,17 +38,20 @@ class GradientHooks {
   GradientHooks(const GradientHooks&) = delete;
   GradientHooks& operator=(const GradientHooks&) = delete;
 
-  /// Whether the parameter still has the accumulator that is listened to: libtorch makes it another
-  /// one when its dtype or device changes.
-  bool listens_to(size_t parameter, const torch::Tensor& tensor) const;
+  /// Listens to the parameter's accumulator where that is another one than before: libtorch makes a
+  /// new one when the parameter's data is replaced by some of another type, as torch::load may do.
+  void follow(size_t parameter, const torch::Tensor& tensor);
 
-  /// From now on a backward pass through these is told of.
-  void watch(const std::vector<torch::Tensor>& outputs) const;
+  /// From now on a backward pass through these is told of. Returns false if none can be watched:
+  /// leaves cannot, since a hook on a parameter would stay there for ever.
+  bool watch(const std::vector<torch::Tensor>& outputs) const;
 
   /// For each parameter, whether these outputs depend on it.
   std::vector<bool> reachable_from(const std::vector<torch::Tensor>& outputs) const;
 
  private:
+  void listen(size_t parameter, const torch::Tensor& tensor);
+
   struct Target;
   class BeforeAccumulation;
   class AfterAccumulation;

@@ -27,7 +27,8 @@ class JoinProtocol {
     bool anybody = false;      // still has data
     bool everybody = true;     // still has data
     bool synchronise = false;  // the round's backward
-    bool trains = false;       // its forward, so that buffers travel
+    bool trains = false;       // its forward
+    bool buffers = false;      // its forward's buffers travel
     int last_active = 0;       // the highest rank that still has data
   };
 
@@ -42,9 +43,11 @@ struct GradientSync::State {
         const DdpOptions& chosen);
 
   bool trains() const;
+  bool shares_buffers() const;
   void share_buffers(int root);
+  void compare_if_due();
   void check_if_due();
-  void share_in_each_replay(Capture& capture);
+  void share_in_each_replay(Capture& capture, bool shares_buffers);
 
   std::shared_ptr<torch::nn::Module> module;
   const Communicator comm;

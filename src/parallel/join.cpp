@@ -7,7 +7,7 @@
 namespace lockstep {
 
 // What every rank tells every other before a step, in this order.
-enum Notice : int64_t { kActive, kSynchronise, kTrains, kMicroSteps, kNotices };
+enum Notice : int64_t { kActive, kSynchronise, kTrains, kBuffers, kMicroSteps, kNotices };
 
 JoinProtocol::Round JoinProtocol::exchange(GradientSync::State& state, bool active,
                                            bool synchronise) {
@@ -16,9 +16,10 @@ JoinProtocol::Round JoinProtocol::exchange(GradientSync::State& state, bool acti
   notice[kActive] = active ? 1 : 0;
   notice[kSynchronise] = active && synchronise ? 1 : 0;
   notice[kTrains] = active && state.trains() ? 1 : 0;
+  notice[kBuffers] = active && state.shares_buffers() ? 1 : 0;
   notice[kMicroSteps] = active ? state.reducer->open_micro_steps() : 0;
   const torch::Tensor all = torch::empty({state.comm.size(), kNotices}, torch::kInt64);
-  state.comm.all_gather(mine, all, {.label = "join"});
+  state.comm.all_gather(all, mine, {.label = "join"});
   Round round;
   int64_t micro_steps = 0;  // of the others' window
   for (int rank = 0; rank < state.comm.size(); ++rank) {
@@ -37,6 +38,7 @@ JoinProtocol::Round JoinProtocol::exchange(GradientSync::State& state, bool acti
     round.last_active = rank;
     round.synchronise = said[kSynchronise] != 0;
     round.trains = said[kTrains] != 0;
+    round.buffers = said[kBuffers] != 0;
     micro_steps = said[kMicroSteps];
   }
   if (!active) state.reducer->shadow_window(micro_steps);
@@ -59,14 +61,14 @@ void JoinProtocol::follow(GradientSync::State& state) {
        round = exchange(state, false, false)) {
     if (round.trains) {
       state.reducer->rebuild_if_due();
-      state.share_buffers(round.last_active);
+      if (round.buffers) state.share_buffers(round.last_active);
       state.last_forward_synchronised = round.synchronise;
     }
     if (round.synchronise) {
       state.reducer->shadow_backward(options_.divide_by_initial_world_size);
     }
   }
-  broadcast_tensors(state.comm, model_tensors(*state.module), last_active_, "joined model");
+  broadcast_model(state.comm, *state.module, last_active_, "joined model");
   state.reducer->drop_window();
 }
 

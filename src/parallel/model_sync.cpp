@@ -6,10 +6,12 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <map>
 
 #include "lockstep/error.hpp"
+#include "lockstep/master_weights.hpp"
 #include "lockstep/tensor_text.hpp"
 
 namespace lockstep {
@@ -24,8 +26,9 @@ std::string describe(const NamedTensor& tensor) {
       tensor.tensor.is_contiguous()
           ? ""
           : fmt::format(" with strides {}", shape_text(tensor.tensor.strides()));
-  return fmt::format("{} {} {}{}{}", tensor.name, dtype_text(tensor.tensor.scalar_type()),
-                     shape_text(tensor.tensor.sizes()), layout, tensor.trained ? ", trained" : "");
+  return fmt::format("{} {} {}{}{}{}", tensor.name, dtype_text(tensor.tensor.scalar_type()),
+                     shape_text(tensor.tensor.sizes()), layout, tensor.trained ? ", trained" : "",
+                     MasterWeights::holding(tensor.tensor) ? ", with a float32 master weight" : "");
 }
 
 torch::Tensor bytes_of(const std::string& text, int64_t length) {
@@ -114,7 +117,7 @@ void require_same_model(const Communicator& comm, const std::vector<NamedTensor>
       first_difference(lines_of(broadcast_text(comm, text)), lines_of(text), ranks[0],
                        ranks[static_cast<size_t>(comm.rank())]);
   const torch::Tensor all = torch::zeros({comm.size(), kDifferenceBytes}, torch::kUInt8);
-  comm.all_gather(bytes_of(difference, kDifferenceBytes), all, {.label = "model"});
+  comm.all_gather(all, bytes_of(difference, kDifferenceBytes), {.label = "model"});
   for (int64_t i = 0; i < comm.size(); ++i) {
     const std::string found = text_of(all[i]);
     if (found.empty()) continue;
@@ -156,7 +159,7 @@ void require_same_values(const Communicator& comm, const std::vector<NamedTensor
     mine.data_ptr<int64_t>()[i] = hash_of(tensors[static_cast<size_t>(i)].tensor);
   }
   const torch::Tensor all = torch::empty({comm.size(), count}, torch::kInt64);
-  comm.all_gather(mine, all, {.label = "replica check"});
+  comm.all_gather(all, mine, {.label = "replica check"});
   const auto hash = [&](int64_t rank, int64_t i) {
     return all.data_ptr<int64_t>()[rank * count + i];
   };
@@ -175,6 +178,34 @@ void require_same_values(const Communicator& comm, const std::vector<NamedTensor
                 "change weights by the optimizer only, with the same settings on every rank, and "
                 "give every rank the same seed for what they decide together");
   }
+}
+
+Deviation largest_deviation(const Communicator& comm, const std::vector<NamedTensor>& tensors) {
+  const torch::NoGradGuard no_grad;
+  std::vector<NamedTensor> first = tensors;
+  for (auto& each : first) each.tensor = each.tensor.detach().clone();
+  broadcast_tensors(comm, first, 0, "weights of the first rank");
+  std::array<double, 3> mine = {0, 0, 0};  // index of the tensor, difference, magnitude
+  const auto largest = [](const torch::Tensor& values) {
+    // What is infinite or not a number on both ranks is no difference.
+    return values.numel() == 0 ? 0 : values.abs().nan_to_num(0).max().item<double>();
+  };
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const double difference = largest(tensors[i].tensor.detach() - first[i].tensor);
+    if (difference > mine[1]) mine = {static_cast<double>(i), difference, mine[2]};
+    mine[2] = std::max(mine[2], largest(first[i].tensor));
+  }
+  const torch::Tensor own = torch::tensor(at::ArrayRef<double>(mine), torch::kDouble);
+  const torch::Tensor all = torch::empty({comm.size(), 3}, torch::kDouble);
+  comm.all_gather(all, own, {.label = "deviation of weights"});
+  Deviation deviation;
+  const auto rows = all.accessor<double, 2>();
+  for (int rank = 0; rank < comm.size(); ++rank) {
+    if (rows[rank][1] <= deviation.largest) continue;
+    deviation = {tensors[static_cast<size_t>(rows[rank][0])].name,
+                 comm.world_ranks()[static_cast<size_t>(rank)], rows[rank][1], rows[rank][2]};
+  }
+  return deviation;
 }
 
 }  // namespace lockstep

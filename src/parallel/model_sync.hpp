@@ -26,4 +26,15 @@ void broadcast_tensors(const Communicator& comm, const std::vector<NamedTensor>&
 /// first tensor and the ranks. Collective.
 void require_same_values(const Communicator& comm, const std::vector<NamedTensor>& tensors);
 
+/// How far a rank's values are from those of the group's first.
+struct Deviation {
+  std::string name;      ///< of the tensor
+  int rank = 0;          ///< in the world
+  double largest = 0;    ///< difference of an element
+  double magnitude = 0;  ///< of the first rank's largest element, over all tensors
+};
+
+/// The largest deviation of all ranks and tensors, the same answer on every rank. Collective.
+Deviation largest_deviation(const Communicator& comm, const std::vector<NamedTensor>& tensors);
+
 }  // namespace lockstep

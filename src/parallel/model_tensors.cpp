@@ -1,6 +1,9 @@
 #include "parallel/model_tensors.hpp"
 
 #include <unordered_set>
+#include <utility>
+
+#include "lockstep/master_weights.hpp"
 
 namespace lockstep {
 
@@ -33,6 +36,29 @@ std::vector<NamedTensor> model_tensors(const torch::nn::Module& module) {
   }
   for (auto& buffer : buffers_of(module)) tensors.push_back(std::move(buffer));
   return tensors;
+}
+
+std::vector<NamedTensor> trained_in_full_precision(const torch::nn::Module& module) {
+  std::vector<NamedTensor> tensors;
+  for (auto& [name, parameter] : trained_in(module)) {
+    const auto masters = MasterWeights::holding(parameter);
+    tensors.push_back({name, masters ? masters->of(parameter) : parameter, true});
+  }
+  return tensors;
+}
+
+void broadcast_model(const Communicator& comm, const torch::nn::Module& module, int root,
+                     const char* label) {
+  auto tensors = model_tensors(module);
+  std::vector<std::pair<MasterWeights, torch::Tensor>> held;
+  for (auto& each : tensors) {
+    const auto masters = MasterWeights::holding(each.tensor);
+    if (!masters) continue;
+    held.emplace_back(*masters, each.tensor);
+    each.tensor = masters->of(each.tensor);
+  }
+  broadcast_tensors(comm, tensors, root, label);
+  for (const auto& [masters, parameter] : held) masters.round(parameter);
 }
 
 }  // namespace lockstep

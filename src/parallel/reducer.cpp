@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "device/capture.hpp"
+#include "device/parameter_map.hpp"
 #include "lockstep/clock.hpp"
 
 namespace lockstep {
@@ -21,6 +22,17 @@ bool learns_order(const Communicator& comm, const DdpOptions& options) {
   return averages(comm, options) && (options.static_graph || !options.find_unused_parameters);
 }
 
+// How many Reducers average a parameter of this process: see Note [Shared parameters].
+std::shared_ptr<std::atomic<int>> owners_of(const torch::Tensor& parameter) {
+  static ParameterMap<std::shared_ptr<std::atomic<int>>> map;
+  static std::mutex mutex;  // two Reducers must not both begin the count
+  const std::lock_guard lock(mutex);
+  if (auto known = map.get(parameter)) return *known;
+  auto count = std::make_shared<std::atomic<int>>(0);
+  map.set(parameter, count);
+  return count;
+}
+
 }  // namespace
 
 Reducer::Reducer(std::vector<TrainedParameter> parameters, const Communicator& comm,
@@ -33,7 +45,14 @@ Reducer::Reducer(std::vector<TrainedParameter> parameters, const Communicator& c
       tally_(parameters_.size(), options_.static_graph),
       order_(parameters_.size(), learns_order(comm_, options_)),
       flight_(comm_, options_.hook, stats_) {
-  for (const auto& parameter : parameters_) shapes_.push_back(parameter.tensor.sizes().vec());
+  for (const auto& [name, tensor] : parameters_) {
+    shapes_.push_back(tensor.sizes().vec());
+    options_of_.push_back(tensor.options());
+    owners_.push_back(owners_of(tensor));
+    const bool is_shared = ++*owners_.back() > 1;
+    // It may lie in a bucket of the other Reducer.
+    if (is_shared && tensor.grad().defined()) tensor.mutable_grad() = tensor.grad().clone();
+  }
   if (averages(comm_, options_)) {
     buckets_.emplace(comm_, parameters_, order_.expected(),
                      BucketLimits{options_.first_bucket_bytes, options_.bucket_cap_bytes});
@@ -41,10 +60,13 @@ Reducer::Reducer(std::vector<TrainedParameter> parameters, const Communicator& c
   hooks_.emplace(parameters_, *this);
 }
 
+Reducer::~Reducer() {
+  for (const auto& owners : owners_) --*owners;
+}
+
 void Reducer::before_forward(bool synchronise) {
   check_ended();
-  check_window();
-  if (window_.micro_steps() > 0 && window_.gradients_dropped()) window_.close();
+  check_window(synchronise);
   streams_.follow_current();
   Capture* capture = Capture::current();
   if (capture != nullptr && capture != capture_) join_capture(*capture);
@@ -55,7 +77,8 @@ void Reducer::before_forward(bool synchronise) {
 }
 
 void Reducer::after_forward(const std::vector<torch::Tensor>& outputs) {
-  hooks_->watch(outputs);
+  window_.forward_ended();
+  outputs_watched_ = hooks_->watch(outputs);
   if (!options_.find_unused_parameters || options_.static_graph) return;
   const auto reached = hooks_->reachable_from(outputs);
   // Outputs that depend on nothing, or that are hidden in a type of the user's, tell nothing.
@@ -80,8 +103,8 @@ torch::Tensor Reducer::gradient_computed(size_t parameter, const torch::Tensor& 
   check_gradient(target, gradient);
   // A first gradient goes straight to its place, and autograd adopts the view; a further one is
   // added to what is there.
-  if (target.tensor.grad().defined()) return gradient;
-  torch::Tensor place = buckets_->view(parameter);
+  if (target.tensor.grad().defined() || is_shared(parameter)) return gradient;
+  torch::Tensor place = buckets_->claim(parameter);
   place.copy_(gradient);
   return place;
 }
@@ -97,9 +120,10 @@ void Reducer::output_reached() {
 
 void Reducer::gradient_accumulated(size_t parameter) {
   const std::lock_guard lock(mutex_);
+  if (!concerns(parameter)) return;
   const c10::MultiStreamGuard on_streams(streams_.all());  // see Note [Hooks of several GPUs]
   if (phase_ != Phase::kBackward) begin_backward();
-  if (!passive() && !buckets_->holds_grad(parameter)) buckets_->adopt_grad(parameter);
+  put_into_bucket(parameter);
   if (!backward_decision_) return tally_.mark_used(parameter);
   const auto arrival = tally_.arrive(parameter);
   if (arrival == GradientTally::Arrival::kLate) refuse_late(parameter);
@@ -110,9 +134,34 @@ void Reducer::gradient_accumulated(size_t parameter) {
   flight_.advance();
 }
 
+// Whether this backward is one of this Reducer's own: see Note [Shared parameters].
+bool Reducer::concerns(size_t parameter) const {
+  if (phase_ == Phase::kBackward || !is_shared(parameter)) return true;
+  return end_is_queued_ || (phase_ == Phase::kForwarded && !outputs_watched_);
+}
+
+void Reducer::put_into_bucket(size_t parameter) {
+  if (passive()) return;
+  if (is_shared(parameter)) {
+    const torch::NoGradGuard no_grad;
+    buckets_->claim(parameter).copy_(parameters_[parameter].tensor.grad());
+  } else if (!buckets_->holds_grad(parameter)) {
+    buckets_->adopt_grad(parameter);
+  }
+}
+
+// What was averaged in a bucket becomes the grad, which lies elsewhere.
+void Reducer::take_shared_means() {
+  const torch::NoGradGuard no_grad;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    torch::Tensor& grad = parameters_[i].tensor.mutable_grad();
+    if (is_shared(i) && grad.defined()) grad.copy_(buckets_->view(i));
+  }
+}
+
 void Reducer::begin_backward() {
   check_decision();
-  backward_decision_ = synchronise_;
+  backward_decision_ = synchronise_ && phase_ == Phase::kForwarded;
   phase_ = Phase::kBackward;
   // See Note [Nested backward]. Outputs of a type of the user's cannot be watched.
   if (!end_is_queued_) at_end_of_backward([this] { end_backward(); });
@@ -135,11 +184,11 @@ void Reducer::begin_backward() {
 void Reducer::mark_unused(size_t parameter) {
   tally_.expect_none(parameter);
   if (passive()) return;
-  if (!parameters_[parameter].tensor.grad().defined()) {
-    buckets_->view(parameter).zero_();
+  if (parameters_[parameter].tensor.grad().defined()) {
+    put_into_bucket(parameter);
+  } else {
+    buckets_->claim(parameter).zero_();
     tally_.mark_zero_filled(parameter);
-  } else if (!buckets_->holds_grad(parameter)) {
-    buckets_->adopt_grad(parameter);
   }
   mark_ready(parameter);
 }
@@ -188,6 +237,7 @@ void Reducer::finish_backward() {
       flight_.wait();
       settle_unused();
     }
+    take_shared_means();
   }
   tally_.end_window();
   count_step();
@@ -198,6 +248,7 @@ void Reducer::count_step() {
     stats_.synchronised_backwards += 1;
     window_.close();
   });
+  if (comparison_ == Comparison::kAfterBackward) comparison_ = Comparison::kDue;
   order_.end_backward();
 }
 
@@ -221,8 +272,9 @@ void Reducer::settle_unused() {
   std::copy(tally_.used().begin(), tally_.used().end(), flags);
   comm_.all_reduce(used, ReduceOp::kMax, {.label = "parameters in use"});
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (tally_.zero_filled(i) && flags[i] != 0)
-      parameters_[i].tensor.mutable_grad() = buckets_->view(i);
+    if (!tally_.zero_filled(i) || flags[i] == 0) continue;
+    const torch::Tensor mean = buckets_->view(i);
+    parameters_[i].tensor.mutable_grad() = is_shared(i) ? mean.clone() : mean;
   }
 }
 
@@ -238,6 +290,7 @@ void Reducer::shadow_backward(bool counts_in_mean) {
   flight_.begin_backward(buckets_->bucket(0).gradients.device());
   tally_.end_window();
   buckets_->set_micro_steps(window_.micro_steps() + 1);
+  buckets_->claim_all();
   for (size_t bucket = 0; bucket < buckets_->size(); ++bucket) {
     buckets_->bucket(bucket).gradients.zero_();
     launch(bucket, counts_in_mean ? weight_ : 0);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -31,10 +32,22 @@ class Capture;
 /// a bucket then means to cut the graph: its all-reduce runs on the host in every replay, between
 /// the graph that computes it and the next, as does the wait for all of them. What this class
 /// counts is counted in every replay.
+///
+/// Note [Shared parameters]: two models may share a layer, and each may have a Reducer. Then the
+/// parameter's grad can lie in neither one's bucket, since the other's average would go through it
+/// while it is on its way. It has memory of its own: each Reducer copies the sum of this backward
+/// into its bucket, and the mean back at the end. A Reducer leaves a backward to the other one if
+/// that backward does not go through its own model's outputs.
+///
+/// Note [Backward without a forward]: a loss may reach the module's parameters without the wrapper,
+/// as a GAN's generator loss does through the bare discriminator. Nobody averages these gradients;
+/// they count as a micro-step inside NoSync, so that zero_grad() or a synchronised backward settles
+/// them, and an update does not go unnoticed.
 class Reducer final : public GradientListener {
  public:
   Reducer(std::vector<TrainedParameter> parameters, const Communicator& comm,
           const DdpOptions& options);
+  ~Reducer() override;
 
   /// A forward begins; its backward will be synchronised or not.
   void before_forward(bool synchronise);
@@ -45,8 +58,8 @@ class Reducer final : public GradientListener {
 
   void set_weight(double weight);
 
-  /// Refuses a parameter whose gradients would come by unseen: one that was resized, moved or
-  /// converted. `trained` are those of the module now.
+  /// Refuses a parameter whose gradients would come by unseen: one that was added, resized, moved
+  /// or converted. `trained` are those of the module now.
   void require_unchanged(const std::vector<TrainedParameter>& trained);
 
   /// Takes part in the others' next backward without gradients of its own.
@@ -65,8 +78,21 @@ class Reducer final : public GradientListener {
 
   /// Micro-steps whose gradients were applied without having been averaged; 0: none.
   int64_t spoiled_micro_steps() const {
-    return !passive() && window_.weights_changed() ? window_.micro_steps() : 0;
+    const bool asked = !passive() && options_.check_unaveraged_updates;
+    return asked && window_.weights_changed() ? window_.micro_steps() : 0;
   }
+
+  /// Whether a forward still waits for its backward.
+  bool awaits_backward() const { return phase_ == Phase::kForwarded; }
+
+  /// Windows that were dropped before a synchronised forward.
+  struct DroppedWindows {
+    int64_t count = 0;
+    int64_t micro_steps = 0;  ///< of the last one
+  };
+
+  /// Those so far, once the replicas are to be compared. See Note [Perturbed weights].
+  std::optional<DroppedWindows> take_due_comparison();
 
   /// Puts the buckets in the order in which rank 0's became ready, once, after the first
   /// synchronised backward. Collective.
@@ -85,6 +111,10 @@ class Reducer final : public GradientListener {
   enum class Phase { kIdle, kForwarded, kBackward };
 
   bool passive() const { return !buckets_; }
+  bool is_shared(size_t parameter) const { return *owners_[parameter] > 1; }
+  bool concerns(size_t parameter) const;
+  void put_into_bucket(size_t parameter);
+  void take_shared_means();
 
   void begin_backward();
   void mark_unused(size_t parameter);
@@ -106,7 +136,7 @@ class Reducer final : public GradientListener {
 
   // In reducer_checks.cpp.
   void check_ended();
-  void check_window();
+  void check_window(bool synchronise);
   void check_decision();
   void check_gradient(const TrainedParameter& target, const torch::Tensor& gradient);
   [[noreturn]] void refuse_late(size_t parameter);
@@ -114,7 +144,9 @@ class Reducer final : public GradientListener {
   [[noreturn]] void fail(Code code, const std::string& message, const std::string& help);
 
   std::vector<TrainedParameter> parameters_;
-  std::vector<std::vector<int64_t>> shapes_;  // [parameter]
+  std::vector<std::vector<int64_t>> shapes_;               // [parameter]
+  std::vector<torch::TensorOptions> options_of_;           // [parameter]
+  std::vector<std::shared_ptr<std::atomic<int>>> owners_;  // [parameter] Reducers that average it
   const Communicator comm_;
   const DdpOptions options_;
   std::optional<GradientBuckets> buckets_;  // none where one rank is alone and nothing must move
@@ -124,9 +156,12 @@ class Reducer final : public GradientListener {
   bool forward_decision_ = true;   // what the last forward announced
   bool backward_decision_ = true;  // of the backward that runs
   bool end_is_queued_ = false;     // of a backward that went through an output
+  bool outputs_watched_ = false;   // of the last forward
   double weight_ = 1;
   Capture* capture_ = nullptr;  // that this step is part of; null: none
   AccumulationWindow window_;
+  DroppedWindows dropped_;
+  enum class Comparison { kNone, kAfterBackward, kDue } comparison_ = Comparison::kNone;
   GradientStreams streams_;
 
   std::mutex mutex_;     // hooks of several GPUs come from several threads

@@ -29,6 +29,7 @@ void Reducer::fail(Code code, const std::string& message, const std::string& hel
   throw Error(code, message, help);
 }
 
+// A parameter may get other data of its own kind, as from torch::load. Its hooks follow it.
 void Reducer::require_unchanged(const std::vector<TrainedParameter>& trained) {
   const auto refuse = [&](const std::string& name, const std::string& what) {
     fail(Code::kSyncMisuse,
@@ -41,7 +42,11 @@ void Reducer::require_unchanged(const std::vector<TrainedParameter>& trained) {
   for (const auto& [name, tensor] : trained) {
     while (known < parameters_.size() && !parameters_[known].tensor.is_same(tensor)) ++known;
     if (known == parameters_.size()) refuse(name, "was added or made trainable");
-    if (!hooks_->listens_to(known, tensor)) refuse(name, "was moved or converted");
+    const torch::TensorOptions& before = options_of_[known];
+    const bool same_device =
+        tensor.is_cpu() ? before.device().is_cpu() : tensor.device() == before.device();
+    if (tensor.dtype() != before.dtype() || !same_device) refuse(name, "was moved or converted");
+    hooks_->follow(known, tensor);
     if (tensor.sizes() != torch::IntArrayRef(shapes_[known])) {
       refuse(name, fmt::format("was resized from {} to {}", shape_text(shapes_[known]),
                                shape_text(tensor.sizes())));
@@ -67,22 +72,48 @@ void Reducer::check_ended() {
 }
 
 // A window that ends inside NoSync, such as a last partial one, was never averaged.
-void Reducer::check_window() {
-  if (spoiled_micro_steps() == 0) return;
-  fail(Code::kSyncMisuse,
-       fmt::format("the weights changed after {} micro-steps whose gradients were not averaged: "
-                   "from here on ranks would differ",
-                   spoiled_micro_steps()),
-       "let the last micro-step before each update run outside NoSync, also that of a last, "
-       "shorter window, and divide its loss by the micro-steps it has");
+//
+// Note [Perturbed weights]: sharpness-aware minimisation takes a first gradient inside NoSync,
+// drops it after it has moved the weights along it, takes a second one that is averaged, and moves
+// the weights back before the update. When the second forward begins, that looks like an update
+// from gradients that were not averaged. What tells the two apart is whether the ranks' weights
+// agree in the step after. They are compared then, for the dropped windows 1, 2, 4, 8 and so on.
+// Whether a window was dropped follows from the program alone, so all ranks come to the comparison.
+void Reducer::check_window(bool synchronise) {
+  if (window_.micro_steps() == 0) return;
+  const bool dropped = window_.gradients_dropped();
+  if (spoiled_micro_steps() > 0 && !(dropped && synchronise)) {
+    fail(Code::kSyncMisuse,
+         fmt::format("the weights changed after {} micro-steps whose gradients were not averaged: "
+                     "from here on ranks would differ",
+                     spoiled_micro_steps()),
+         "let the last micro-step before each update run outside NoSync, also that of a last, "
+         "shorter window, and divide its loss by the micro-steps it has. Gradients that another "
+         "model's loss has left here are dropped by zero_grad() before this model's next step. "
+         "Where weights change on purpose and are changed back, drop the gradients first, or set "
+         "DdpOptions::check_unaveraged_updates to false");
+  }
+  if (!dropped) return;
+  dropped_.micro_steps = window_.micro_steps();
+  window_.close();
+  if (!synchronise || passive() || !options_.check_unaveraged_updates) return;
+  dropped_.count += 1;
+  const bool power_of_two = (dropped_.count & (dropped_.count - 1)) == 0;
+  if (power_of_two) comparison_ = Comparison::kAfterBackward;
+}
+
+std::optional<Reducer::DroppedWindows> Reducer::take_due_comparison() {
+  if (comparison_ != Comparison::kDue) return std::nullopt;
+  comparison_ = Comparison::kNone;
+  return dropped_;
 }
 
 void Reducer::check_decision() {
   if (phase_ == Phase::kIdle) {
-    if (!synchronise_) return;
+    if (!synchronise_ || !end_is_queued_) return;  // see Note [Backward without a forward]
     fail(Code::kSyncMisuse,
-         "backward reached parameters of a DistributedDataParallel that had no forward since its "
-         "last backward: these gradients would not be averaged",
+         "a second backward went through the outputs of one forward of a "
+         "DistributedDataParallel: these gradients would not be averaged",
          "call forward through the wrapper before each backward, or wrap both in NoSync");
   }
   if (forward_decision_ == synchronise_) return;

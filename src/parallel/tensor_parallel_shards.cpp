@@ -127,7 +127,7 @@ torch::Tensor FeatureSplit::gather(const Communicator& axis, const torch::Tensor
   }
   sizes.insert(sizes.begin(), axis.size());
   const auto blocks = torch::empty(sizes, block.options());
-  axis.all_gather(block, blocks, {.label = label});
+  axis.all_gather(blocks, block, {.label = label});
   std::vector<torch::Tensor> pieces;
   for (int64_t part = 0; part < parts_; ++part) {
     for (size_t rank = 0; rank < piece_.size(); ++rank) {

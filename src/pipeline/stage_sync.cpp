@@ -20,7 +20,7 @@ StageSync::StageSync(int stage, torch::nn::Sequential module, const Communicator
       window_(parameters_) {
   if (comm_.size() == 1) return;
   require_same_model(comm_, model_tensors(*module_));
-  broadcast_tensors(comm_, model_tensors(*module_), 0, "initial stage");
+  broadcast_model(comm_, *module_, 0, "initial stage");
   if (parameters_.empty()) return;
   std::vector<size_t> order(parameters_.size());
   std::iota(order.rbegin(), order.rend(), 0);  // the last layer's gradients come first
@@ -50,7 +50,7 @@ void StageSync::begin_step(bool share_buffers) {
   for (size_t i = 0; i < parameters_.size(); ++i) {
     torch::Tensor parameter = parameters_[i].tensor;
     if (!parameter.grad().defined()) {
-      parameter.mutable_grad() = buckets_->view(i).zero_();
+      parameter.mutable_grad() = buckets_->claim(i).zero_();
     } else if (!buckets_->holds_grad(i)) {
       buckets_->adopt_grad(i);
     }

@@ -174,6 +174,9 @@ void step_inside_window(const Communicator& comm, const Options& options) {
   }
   optimizer.step();  // a partial window: the gradients of this rank alone
   net->zero_grad(true);
+  ddp(value(1)).sum().backward();  // a perturbation that will be undone would look the same so far
+  optimizer.step();
+  net->zero_grad(true);
   ddp(value(1)).sum().backward();
 }
 
