@@ -101,12 +101,14 @@ class Communicator {
 
   void broadcast(const torch::Tensor& tensor, int root, const CallOptions& options = {}) const;
 
-  /// input holds size() blocks of output's elements; rank r gets the reduction of the r-th blocks.
-  void reduce_scatter(const torch::Tensor& input, const torch::Tensor& output,
+  /// As torch.distributed's reduce_scatter_tensor: input holds size() blocks of output's elements,
+  /// and rank r gets the reduction of the r-th blocks.
+  void reduce_scatter(const torch::Tensor& output, const torch::Tensor& input,
                       ReduceOp op = ReduceOp::kSum, const CallOptions& options = {}) const;
 
-  /// output holds size() blocks of input's elements, by rank.
-  void all_gather(const torch::Tensor& input, const torch::Tensor& output,
+  /// As torch.distributed's all_gather_into_tensor: output holds size() blocks of input's elements,
+  /// by rank.
+  void all_gather(const torch::Tensor& output, const torch::Tensor& input,
                   const CallOptions& options = {}) const;
 
   /// A message; dtype, count and tag must be those the receiver expects.

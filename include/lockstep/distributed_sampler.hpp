@@ -16,7 +16,7 @@ struct SamplerOptions {
 /// cut) to a multiple of the ranks, of which rank r takes every R-th, starting at r.
 class DistributedSampler {
  public:
-  DistributedSampler(int64_t rows, int rank, int ranks, const SamplerOptions& options = {});
+  DistributedSampler(int64_t rows, int ranks, int rank, const SamplerOptions& options = {});
 
   /// Before each epoch; without it every epoch has the same order.
   void set_epoch(int64_t epoch) { epoch_ = epoch; }
@@ -26,8 +26,8 @@ class DistributedSampler {
 
  private:
   int64_t rows_;
-  int rank_;
   int ranks_;
+  int rank_;
   SamplerOptions options_;
   int64_t epoch_ = 0;
   int64_t size_ = 0;

@@ -8,16 +8,16 @@
 
 namespace lockstep {
 
-DistributedSampler::DistributedSampler(int64_t rows, int rank, int ranks,
+DistributedSampler::DistributedSampler(int64_t rows, int ranks, int rank,
                                        const SamplerOptions& options)
-    : rows_(rows), rank_(rank), ranks_(ranks), options_(options) {
+    : rows_(rows), ranks_(ranks), rank_(rank), options_(options) {
   if (rows < 0) {
     throw Error(Code::kSplit, fmt::format("a data set cannot have {} rows", rows),
                 "give the number of its rows");
   }
   if (ranks < 1 || rank < 0 || rank >= ranks) {
     throw Error(Code::kSplit, fmt::format("there is no rank {} of {}", rank, ranks),
-                "give world.rank() and world.size()");
+                "give world.size() and world.rank(), in this order");
   }
   size_ = options.drop_last ? rows / ranks : (rows + ranks - 1) / ranks;
 }

@@ -222,11 +222,11 @@ void Communicator::broadcast(const torch::Tensor& tensor, int root,
   call.moved(rank() == root ? bytes * (size() - 1) : 0, rank() == root ? 0 : bytes);
 }
 
-void Communicator::reduce_scatter(const torch::Tensor& input, const torch::Tensor& output,
+void Communicator::reduce_scatter(const torch::Tensor& output, const torch::Tensor& input,
                                   ReduceOp op, const CallOptions& options) const {
   if (Capture* capture = captures("reduce_scatter", {input, output})) {
     return capture->between_graphs([comm = *this, input, output, op, kept = KeptOptions(options)] {
-      comm.reduce_scatter(input, output, op, kept.get());
+      comm.reduce_scatter(output, input, op, kept.get());
     });
   }
   const Route route = Route::of(*state_, {input, output});
@@ -241,11 +241,11 @@ void Communicator::reduce_scatter(const torch::Tensor& input, const torch::Tenso
   call.moved(others_bytes, others_bytes);
 }
 
-void Communicator::all_gather(const torch::Tensor& input, const torch::Tensor& output,
+void Communicator::all_gather(const torch::Tensor& output, const torch::Tensor& input,
                               const CallOptions& options) const {
   if (Capture* capture = captures("all_gather", {input, output})) {
     return capture->between_graphs([comm = *this, input, output, kept = KeptOptions(options)] {
-      comm.all_gather(input, output, kept.get());
+      comm.all_gather(output, input, kept.get());
     });
   }
   const Route route = Route::of(*state_, {input, output});

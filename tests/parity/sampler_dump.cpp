@@ -14,7 +14,7 @@ int dump(int, char**) {
   while (std::scanf("%lld %d %d %d %lld %d %lld", &rows, &rank, &ranks, &shuffle, &seed, &drop_last,
                     &epoch) == 7) {
     lockstep::DistributedSampler sampler(
-        rows, rank, ranks, {.shuffle = shuffle != 0, .seed = seed, .drop_last = drop_last != 0});
+        rows, ranks, rank, {.shuffle = shuffle != 0, .seed = seed, .drop_last = drop_last != 0});
     sampler.set_epoch(epoch);
     for (const int64_t index : sampler.indices())
       std::printf("%lld ", static_cast<long long>(index));

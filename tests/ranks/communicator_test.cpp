@@ -34,10 +34,10 @@ TEST(Communicator, ReducesTensorsOfEveryShapeAndType) {
 TEST(Communicator, GathersScattersBroadcastsAndSends) {
   run_ranks(3, [](const Communicator& comm) {
     const auto all = torch::empty({3, 2}, torch::kInt64);
-    comm.all_gather(torch::full({2}, comm.rank(), torch::kInt64), all);
+    comm.all_gather(all, torch::full({2}, comm.rank(), torch::kInt64));
     EXPECT_TRUE(torch::equal(all, torch::tensor({{0, 0}, {1, 1}, {2, 2}})));
     const auto part = torch::empty({2}, torch::kInt64);
-    comm.reduce_scatter(all, part);
+    comm.reduce_scatter(part, all);
     EXPECT_TRUE(torch::equal(part, torch::full({2}, 3 * comm.rank(), torch::kInt64)));
     const auto everybody = torch::full({4}, static_cast<float>(comm.rank()));
     comm.broadcast(everybody, 2);
@@ -92,7 +92,7 @@ TEST(Communicator, RefusesTensorsItCannotMove) {
   expect_error(Code::kTensorMismatch, {"complexfloat"},
                [&] { comm.all_reduce(torch::ones({2}, torch::kComplexFloat)); });
   expect_error(Code::kTensorMismatch, {"all_gather", "3", "4"},
-               [&] { comm.all_gather(torch::ones({3}), torch::ones({4})); });
+               [&] { comm.all_gather(torch::ones({4}), torch::ones({3})); });
   expect_error(Code::kUsage, {"broadcast", "rank 4"}, [&] { comm.broadcast(torch::ones({3}), 4); });
 }
 

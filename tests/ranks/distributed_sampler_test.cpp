@@ -19,12 +19,12 @@ namespace {
 using Indices = std::vector<int64_t>;
 
 Indices in_order(int64_t rows, int rank, int ranks, bool drop_last = false) {
-  return DistributedSampler(rows, rank, ranks, {.shuffle = false, .drop_last = drop_last})
+  return DistributedSampler(rows, ranks, rank, {.shuffle = false, .drop_last = drop_last})
       .indices();
 }
 
 Indices shuffled(int64_t rows, int rank, int ranks, int64_t seed, int64_t epoch) {
-  DistributedSampler sampler(rows, rank, ranks, {.seed = seed});
+  DistributedSampler sampler(rows, ranks, rank, {.seed = seed});
   sampler.set_epoch(epoch);
   return sampler.indices();
 }
@@ -59,7 +59,7 @@ TEST(DistributedSampler, EveryRankHasAsManyRows) {
     for (const int ranks : {1, 2, 3, 5}) {
       for (int rank = 0; rank < ranks; ++rank) {
         for (const bool drop_last : {false, true}) {
-          const DistributedSampler sampler(rows, rank, ranks, {.drop_last = drop_last});
+          const DistributedSampler sampler(rows, ranks, rank, {.drop_last = drop_last});
           EXPECT_EQ(static_cast<int64_t>(sampler.indices().size()), sampler.size());
           EXPECT_EQ(sampler.size(), drop_last ? rows / ranks : (rows + ranks - 1) / ranks);
         }
@@ -105,7 +105,7 @@ TEST(DistributedSampler, TheOrderChangesWithTheEpochOnly) {
 
 TEST(DistributedSampler, RefusesRanksThatDoNotExist) {
   const auto with = [](int64_t rows, int rank, int ranks) {
-    return [=] { DistributedSampler(rows, rank, ranks); };
+    return [=] { DistributedSampler(rows, ranks, rank); };
   };
   test::expect_error(Code::kSplit, {"rank 2 of 2"}, with(4, 2, 2));
   test::expect_error(Code::kSplit, {"rank -1 of 2"}, with(4, -1, 2));
