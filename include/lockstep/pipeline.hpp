@@ -26,15 +26,25 @@ struct PipelineOptions {
   std::function<torch::Tensor(const torch::Tensor&, const torch::Tensor&)> loss = {};
   LossReduction reduction = LossReduction::kMean;
 
+  /// How many terms the loss of a micro-batch is the mean of, told from its target: what kMean
+  /// weighs micro-batches by, and ranks of `data`. Empty: the rows. A loss that leaves out targets
+  /// needs it, as cross_entropy with ignore_index does: see count_targets(). With 0 the loss is not
+  /// computed. The calling thread calls it before a step, where the last stage is.
+  std::function<double(const torch::Tensor& target)> loss_weight = {};
+
   /// Stages that keep only their input and compute their forward again when its backward comes.
   std::vector<int> recompute = {};
 
   /// Ranks with the same stages and other rows: their gradients are averaged once per step, by
-  /// rows, each stage's as soon as its last backward has ended.
+  /// rows or loss_weight, each stage's as soon as its last backward has ended.
   std::optional<Communicator> data = {};
   int64_t bucket_cap_bytes = int64_t{25} << 20;
   bool broadcast_buffers = true;  ///< data rank 0's buffers to all before each step
 };
+
+/// For PipelineOptions::loss_weight: counts the targets that are not `ignore_index`, which are
+/// those that cross_entropy and nll_loss take the mean of.
+std::function<double(const torch::Tensor& target)> count_targets(int64_t ignore_index = -100);
 
 /// One call of Pipeline::step.
 struct PipelineStep {
@@ -83,8 +93,9 @@ struct LinkStats {
 ///     auto loss = pipeline.step(x, y);   // forward and backward of all micro-batches
 ///     optimizer.step();
 ///
-/// A batch is divided by torch.tensor_split's rule and micro-batches count by their rows, so that
-/// gradients and loss are those of the whole batch on one device. Autocast that is in force around
+/// A batch is divided by torch.tensor_split's rule and micro-batches count by their rows, or by
+/// PipelineOptions::loss_weight, so that gradients and loss are those of the whole batch on one
+/// device. Autocast that is in force around
 /// step() holds in every forward. Random numbers of a forward depend on the caller's seed, the
 /// call, the stage and the micro-batch, not on the schedule or on who runs it.
 class Pipeline {
@@ -105,7 +116,8 @@ class Pipeline {
 
   /// Forward and backward of a batch; gradients add to those that are there. Gives the loss of the
   /// batch, before any factor, on every rank of the axis. `x` is needed where stage 0 is, `y` where
-  /// the last one is. Collective.
+  /// the last one is. Where `x` requires a gradient, the rank with stage 0 goes on backward from
+  /// it: to x.grad(), or into what made `x`. Collective.
   torch::Tensor step(const torch::Tensor& x, const torch::Tensor& y, const PipelineStep& how = {});
 
   /// The model's output for these rows, without gradients; on ranks of an axis only where the last

@@ -67,9 +67,14 @@ GradientHooks::~GradientHooks() {
   target_->listener = nullptr;
 }
 
-void GradientHooks::follow(size_t parameter, const torch::Tensor& tensor) {
-  const auto current = torch::autograd::impl::try_get_grad_accumulator(tensor);
-  if (current != accumulators_[parameter]) listen(parameter, tensor);
+void GradientHooks::follow(std::span<const TrainedParameter> parameters) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const torch::Tensor& tensor = parameters[i].tensor;
+    if (!tensor.requires_grad()) continue;  // frozen since it was wrapped
+    if (torch::autograd::impl::try_get_grad_accumulator(tensor) != accumulators_[i]) {
+      listen(i, tensor);
+    }
+  }
 }
 
 bool GradientHooks::watch(const std::vector<torch::Tensor>& outputs) const {

@@ -38,9 +38,9 @@ class GradientHooks {
   GradientHooks(const GradientHooks&) = delete;
   GradientHooks& operator=(const GradientHooks&) = delete;
 
-  /// Listens to the parameter's accumulator where that is another one than before: libtorch makes a
-  /// new one when the parameter's data is replaced by some of another type, as torch::load may do.
-  void follow(size_t parameter, const torch::Tensor& tensor);
+  /// Listens to the parameters' accumulators where these are other ones than before: libtorch may
+  /// make a new one when a parameter's data is replaced, as by torch::load.
+  void follow(std::span<const TrainedParameter> parameters);
 
   /// From now on a backward pass through these is told of. Returns false if none can be watched:
   /// leaves cannot, since a hook on a parameter would stay there for ever.

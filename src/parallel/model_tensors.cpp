@@ -1,9 +1,13 @@
 #include "parallel/model_tensors.hpp"
 
+#include <fmt/format.h>
+
 #include <unordered_set>
 #include <utility>
 
 #include "lockstep/master_weights.hpp"
+
+#include "lockstep/tensor_text.hpp"
 
 namespace lockstep {
 
@@ -17,6 +21,35 @@ std::vector<TrainedParameter> trained_in(const torch::nn::Module& module) {
     parameters.push_back({item.key(), tensor});
   }
   return parameters;
+}
+
+std::vector<ParameterForm> forms_of(std::span<const TrainedParameter> parameters) {
+  std::vector<ParameterForm> forms;
+  for (const auto& [name, tensor] : parameters) {
+    forms.push_back({tensor.sizes().vec(), tensor.scalar_type(), tensor.device()});
+  }
+  return forms;
+}
+
+std::optional<ParameterChange> find_change(std::span<const TrainedParameter> known,
+                                           std::span<const ParameterForm> forms,
+                                           const std::vector<TrainedParameter>& trained) {
+  size_t next = 0;
+  for (const auto& [name, tensor] : trained) {
+    while (next < known.size() && !known[next].tensor.is_same(tensor)) ++next;
+    if (next == known.size()) return ParameterChange{name, "was added or made trainable"};
+    const auto& [sizes, dtype, device] = forms[next];
+    if (tensor.scalar_type() != dtype || tensor.device() != device ||
+        (is_attached && !is_attached(next))) {
+      return ParameterChange{name, "was moved or converted"};
+    }
+    if (tensor.sizes() != torch::IntArrayRef(sizes)) {
+      return ParameterChange{name, fmt::format("was resized from {} to {}", shape_text(sizes),
+                                               shape_text(tensor.sizes()))};
+    }
+    ++next;
+  }
+  return std::nullopt;
 }
 
 std::vector<NamedTensor> buffers_of(const torch::nn::Module& module) {

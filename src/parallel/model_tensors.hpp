@@ -2,6 +2,9 @@
 
 #include <torch/nn/module.h>
 
+#include <optional>
+#include <span>
+#include <string>
 #include <vector>
 
 #include "parallel/gradient_buckets.hpp"
@@ -11,6 +14,27 @@ namespace lockstep {
 
 /// The parameters that are trained, each once: libtorch names a shared one at each owner.
 std::vector<TrainedParameter> trained_in(const torch::nn::Module& module);
+
+/// What a parameter was when somebody began to average its gradients.
+struct ParameterForm {
+  std::vector<int64_t> sizes;
+  torch::ScalarType dtype = torch::kFloat;
+  torch::Device device = torch::kCPU;
+};
+
+std::vector<ParameterForm> forms_of(std::span<const TrainedParameter> parameters);
+
+/// A parameter whose gradients would not be averaged, and what happened to it: "was resized …".
+struct ParameterChange {
+  std::string name;
+  std::string what;
+};
+
+/// The first of `trained`, those of the module now, that is not one of `known` any more, or has
+/// another form than it had.
+std::optional<ParameterChange> find_change(std::span<const TrainedParameter> known,
+                                           std::span<const ParameterForm> forms,
+                                           const std::vector<TrainedParameter>& trained);
 
 std::vector<NamedTensor> buffers_of(const torch::nn::Module& module);
 

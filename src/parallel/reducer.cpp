@@ -38,6 +38,7 @@ std::shared_ptr<std::atomic<int>> owners_of(const torch::Tensor& parameter) {
 Reducer::Reducer(std::vector<TrainedParameter> parameters, const Communicator& comm,
                  const DdpOptions& options)
     : parameters_(std::move(parameters)),
+      forms_(forms_of(parameters_)),
       comm_(comm),
       options_(options),
       window_(parameters_),
@@ -46,8 +47,6 @@ Reducer::Reducer(std::vector<TrainedParameter> parameters, const Communicator& c
       order_(parameters_.size(), learns_order(comm_, options_)),
       flight_(comm_, options_.hook, stats_) {
   for (const auto& [name, tensor] : parameters_) {
-    shapes_.push_back(tensor.sizes().vec());
-    options_of_.push_back(tensor.options());
     owners_.push_back(owners_of(tensor));
     const bool is_shared = ++*owners_.back() > 1;
     // It may lie in a bucket of the other Reducer.

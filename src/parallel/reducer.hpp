@@ -15,6 +15,7 @@
 #include "parallel/gradient_streams.hpp"
 #include "parallel/gradient_tally.hpp"
 #include "parallel/launch_order.hpp"
+#include "parallel/model_tensors.hpp"
 
 namespace lockstep {
 
@@ -144,8 +145,7 @@ class Reducer final : public GradientListener {
   [[noreturn]] void fail(Code code, const std::string& message, const std::string& help);
 
   std::vector<TrainedParameter> parameters_;
-  std::vector<std::vector<int64_t>> shapes_;               // [parameter]
-  std::vector<torch::TensorOptions> options_of_;           // [parameter]
+  std::vector<ParameterForm> forms_;                       // [parameter]
   std::vector<std::shared_ptr<std::atomic<int>>> owners_;  // [parameter] Reducers that average it
   const Communicator comm_;
   const DdpOptions options_;

@@ -7,7 +7,6 @@
 #include <cmath>
 
 #include "lockstep/error.hpp"
-#include "lockstep/tensor_text.hpp"
 #include "parallel/reducer.hpp"
 
 namespace lockstep {
@@ -31,28 +30,14 @@ void Reducer::fail(Code code, const std::string& message, const std::string& hel
 
 // A parameter may get other data of its own kind, as from torch::load. Its hooks follow it.
 void Reducer::require_unchanged(const std::vector<TrainedParameter>& trained) {
-  const auto refuse = [&](const std::string& name, const std::string& what) {
+  if (const auto change = find_change(parameters_, forms_, trained)) {
     fail(Code::kSyncMisuse,
          fmt::format("parameter {} {} after it was wrapped: its gradients would not be averaged",
-                     name, what),
+                     change->name, change->what),
          "change the module first, and then make DistributedDataParallel, anew where it was made "
          "already");
-  };
-  size_t known = 0;
-  for (const auto& [name, tensor] : trained) {
-    while (known < parameters_.size() && !parameters_[known].tensor.is_same(tensor)) ++known;
-    if (known == parameters_.size()) refuse(name, "was added or made trainable");
-    const torch::TensorOptions& before = options_of_[known];
-    const bool same_device =
-        tensor.is_cpu() ? before.device().is_cpu() : tensor.device() == before.device();
-    if (tensor.dtype() != before.dtype() || !same_device) refuse(name, "was moved or converted");
-    hooks_->follow(known, tensor);
-    if (tensor.sizes() != torch::IntArrayRef(shapes_[known])) {
-      refuse(name, fmt::format("was resized from {} to {}", shape_text(shapes_[known]),
-                               shape_text(tensor.sizes())));
-    }
-    ++known;
   }
+  hooks_->follow(parameters_);
 }
 
 void Reducer::set_weight(double weight) {

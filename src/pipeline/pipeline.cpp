@@ -1,9 +1,20 @@
 #include "lockstep/pipeline.hpp"
 
+#include <fmt/format.h>
+
+#include <exception>
+
+#include "lockstep/error.hpp"
 #include "parallel/model_tensors.hpp"
 #include "pipeline/pipeline_state.hpp"
 
 namespace lockstep {
+
+std::function<double(const torch::Tensor&)> count_targets(int64_t ignore_index) {
+  return [ignore_index](const torch::Tensor& target) {
+    return static_cast<double>(target.ne(ignore_index).sum().item<int64_t>());
+  };
+}
 
 Pipeline::Pipeline(std::vector<torch::nn::Sequential> stages, const Devices& devices,
                    Schedule schedule, PipelineOptions options)
@@ -15,7 +26,15 @@ Pipeline::Pipeline(std::vector<torch::nn::Sequential> stages, const Communicator
     : state_(std::make_unique<State>(std::move(stages), axis, device, std::move(schedule),
                                      std::move(options))) {}
 
-Pipeline::~Pipeline() = default;
+// No step follows that could refuse it: the last gradients were applied on each rank alone.
+Pipeline::~Pipeline() {
+  const int64_t steps = state_->spoiled_steps();
+  if (std::uncaught_exceptions() > 0 || steps == 0) return;
+  fmt::print(stderr,
+             "warning[{}]: the last update used the gradients of {} steps with synchronise = false "
+             "that were not averaged: the data ranks' weights differ\n",
+             code_name(Code::kSyncMisuse), steps);
+}
 
 torch::Tensor Pipeline::step(const torch::Tensor& x, const torch::Tensor& y,
                              const PipelineStep& how) {

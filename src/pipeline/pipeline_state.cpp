@@ -5,11 +5,15 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
+#include <torch/csrc/autograd/autograd.h>
+
 #include <algorithm>
+#include <cmath>
 #include <future>
 #include <numeric>
 #include <unordered_map>
 
+#include "lockstep/autocast.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad_scaler.hpp"
 #include "lockstep/split.hpp"
@@ -36,6 +40,15 @@ torch::Device host() {
   return torch::Device(torch::kCPU);
 }
 
+void warn_of_mean(const std::string& what) {
+  fmt::print(stderr,
+             "warning[{}]: {}. A micro-batch's loss counts by its rows; where the loss leaves out "
+             "targets, that is not the loss of the whole batch\n"
+             "help: set PipelineOptions::loss_weight, for cross_entropy to "
+             "count_targets(ignore_index)\n",
+             code_name(Code::kStageMismatch), what);
+}
+
 }  // namespace
 
 template <class Call>
@@ -57,6 +70,7 @@ Pipeline::State::State(std::vector<torch::nn::Sequential> modules, const Devices
       seeds_(host(), 0) {
   require_options(modules.size());
   require_modules_apart(modules);
+  if (options_.data) require_same_loss(*options_.data);
   if (static_cast<size_t>(schedule.places()) > devices.size()) {
     throw Error(Code::kPlacement,
                 fmt::format("schedule {} has {} places, but there are {} devices", schedule.name,
@@ -96,6 +110,8 @@ Pipeline::State::State(std::vector<torch::nn::Sequential> modules, const Communi
                 "make the schedule for as many places as the pipeline's axis has ranks");
   }
   require_same_schedule();
+  require_same_loss(axis);
+  if (options_.data) require_same_loss(*options_.data);
   or_abort([&] { require_modules_apart(modules); });
   const StreamOrder caller = StreamOrder::now(device);
   {
@@ -128,6 +144,10 @@ void Pipeline::State::require_options(size_t modules) const {
     throw Error(Code::kUsage, "a pipeline was made without a loss",
                 "set PipelineOptions::loss: backward begins in the last stage");
   }
+  if (options_.loss_weight && options_.reduction == LossReduction::kSum) {
+    throw Error(Code::kUsage, "a pipeline was given a loss_weight for a loss that is a sum",
+                "sums need no weights: take one of the two away");
+  }
   for (const int stage : options_.recompute) {
     if (stage >= 0 && stage < schedule.stages()) continue;
     throw Error(Code::kUsage, fmt::format("recompute names stage {}", stage),
@@ -147,6 +167,17 @@ void Pipeline::State::require_same_schedule() const {
                     axis_->world_ranks().at(0), axis_->world_ranks().at(static_cast<size_t>(rank))),
         "give all ranks the same stages, micro-batches and schedule");
   }
+}
+
+// Ranks that weigh by different things would make a mean of nothing.
+void Pipeline::State::require_same_loss(const Communicator& comm) const {
+  const int64_t mine =
+      (options_.reduction == LossReduction::kSum ? 1 : 0) + (options_.loss_weight ? 2 : 0);
+  const auto largest = torch::tensor({mine, -mine}, torch::kInt64);
+  comm.all_reduce(largest, ReduceOp::kMax, {.label = "how a pipeline's loss is weighed"});
+  if (largest[0].item<int64_t>() == -largest[1].item<int64_t>()) return;
+  throw Error(Code::kStageMismatch, "the ranks of a pipeline weigh their losses differently",
+              "give all ranks the same reduction, and a loss_weight on all or on none");
 }
 
 // A weight in two stages would get half of its gradient in each.
@@ -228,11 +259,10 @@ void Pipeline::State::agree_on_rows(int64_t& rows, bool trains) const {
 
 StepPlan Pipeline::State::plan_rows(const torch::Tensor& x, const torch::Tensor& y, bool trains) {
   const bool has_first = local_stages.front() == 0;
-  const bool has_last = local_stages.back() + 1 == schedule.stages();
   if (has_first && !x.defined()) {
     throw Error(Code::kUsage, "the process with stage 0 was given no input", "pass the batch as x");
   }
-  if (trains && has_last && !y.defined()) {
+  if (trains && has_last() && !y.defined()) {
     throw Error(Code::kUsage, "the process with the last stage was given no target",
                 "pass the targets as y");
   }
@@ -251,12 +281,103 @@ StepPlan Pipeline::State::plan_rows(const torch::Tensor& x, const torch::Tensor&
   plan.x = x;
   plan.y = y;
   plan.rows = tensor_split_rows(rows, schedule.micro_batches);
-  const bool mean = options_.reduction == LossReduction::kMean;
-  for (const int64_t count : plan.rows) {
-    plan.loss_shares.push_back(mean ? static_cast<double>(count) / static_cast<double>(rows) : 1.0);
-  }
-  plan.weight = mean ? static_cast<double>(rows) : 1.0;
   return plan;
+}
+
+std::vector<double> Pipeline::State::read_loss_weights(const StepPlan& plan) const {
+  std::vector<double> weights;
+  for (size_t i = 0; i < plan.rows.size(); ++i) {
+    weights.push_back(options_.loss_weight(plan.rows_of(plan.y, i)));
+    if (std::isfinite(weights.back()) && weights.back() >= 0) continue;
+    throw Error(Code::kUsage, fmt::format("loss_weight gave {} for micro-batch {}", weights[i], i),
+                "let it give how many terms the loss is the mean of, from 0");
+  }
+  return weights;
+}
+
+// Note [Weights of accumulated gradients]
+// On a data axis a rank counts by its share of all ranks' terms in this call. One synchronised call
+// alone is averaged by that weight. Gradients of several calls lie in one sum, which cannot be
+// averaged by the weights of each: so there the ranks exchange their terms in every call, each
+// brings its gradients to its share beforehand, and all count alike in the mean. The same where
+// loss_weight may be 0 on all ranks, of which no mean can be taken.
+void Pipeline::State::weigh_micro_batches(StepPlan& plan, bool synchronise) {
+  plan.loss_shares.assign(plan.rows.size(), 1.0);
+  if (options_.reduction == LossReduction::kSum) return;
+  std::vector<double> weights(plan.rows.begin(), plan.rows.end());
+  if (options_.loss_weight && has_last()) weights = read_loss_weights(plan);
+  double total = std::accumulate(weights.begin(), weights.end(), 0.0);
+  if (options_.loss_weight && axis_) {
+    const auto told = torch::full({1}, total, torch::kFloat64);
+    axis_->broadcast(told, schedule.place_of_stage.back(),
+                     {.label = "loss weight of a pipeline's step"});
+    total = told.item<double>();
+  }
+  for (size_t i = 0; i < weights.size(); ++i) {
+    plan.loss_shares[i] = total > 0 ? weights[i] / total : 0.0;
+  }
+  plan.weight = total;
+  const bool accumulates = !synchronise || !last_step_synchronised_;
+  if (!options_.data || options_.data->size() == 1) return;
+  if (!options_.loss_weight && !accumulates) return;
+  const auto all = torch::full({1}, total, torch::kFloat64);
+  options_.data->all_reduce(all, ReduceOp::kSum, {.label = "loss weights of a pipeline's step"});
+  const double of_all = all.item<double>();
+  plan.data_factor = of_all > 0 ? total * options_.data->size() / of_all : 0.0;
+  plan.weight = 1;
+}
+
+// The loss function is the caller's own; but cross_entropy leaves these targets out unless told
+// otherwise. A GPU would have to be waited for.
+void Pipeline::State::warn_of_ignored_targets(const StepPlan& plan) {
+  constexpr int64_t kIgnored = -100;
+  const bool looks = !warned_of_loss_ && !options_.loss_weight && has_last() &&
+                     options_.reduction == LossReduction::kMean;
+  if (!looks || !plan.y.is_cpu() || plan.y.scalar_type() != torch::kLong) return;
+  const torch::Tensor ignored = plan.y.eq(kIgnored);
+  if (!ignored.any().item<bool>()) return;
+  std::vector<double> shares;  // [micro-batch] of its targets
+  for (size_t i = 0; i < plan.rows.size(); ++i) {
+    shares.push_back(plan.rows_of(ignored, i).to(torch::kFloat64).mean().item<double>());
+  }
+  const auto [least, most] = std::minmax_element(shares.begin(), shares.end());
+  const bool alone = !options_.data || options_.data->size() == 1;
+  if (alone && *least == *most) return;
+  warned_of_loss_ = true;
+  warn_of_mean(
+      fmt::format("{:.0f} % to {:.0f} % of a micro-batch's targets are {}, which "
+                  "cross_entropy ignores",
+                  100 * *least, 100 * *most, kIgnored));
+}
+
+// One micro-batch without a number among others that have one: its loss may be a mean of nothing.
+void Pipeline::State::warn_of_losses(const std::vector<torch::Tensor>& losses) {
+  if (warned_of_loss_ || options_.loss_weight || options_.reduction != LossReduction::kMean) return;
+  std::vector<size_t> undefined;
+  for (size_t i = 0; i < losses.size(); ++i) {
+    if (!losses[i].is_cpu()) return;  // a GPU would have to be waited for
+    if (std::isnan(losses[i].item<double>())) undefined.push_back(i);
+  }
+  if (undefined.empty() || undefined.size() == losses.size()) return;
+  warned_of_loss_ = true;
+  warn_of_mean(
+      fmt::format("the loss of micro-batch {} is NaN, that of {} of {} micro-batches is not",
+                  undefined.front(), losses.size() - undefined.size(), losses.size()));
+}
+
+// The gradient of this rank's own loss, as a backward on one device would give it: what weighs the
+// rank among others is taken out again.
+void Pipeline::State::go_on_backward(const torch::Tensor& x, double data_factor) {
+  if (!x.defined() || !x.requires_grad()) return;
+  for (const auto& place : places_) {
+    const auto gradients = place->take_input_gradients();
+    if (gradients.empty()) continue;
+    for (const auto& gradient : gradients) keep_for_current_stream(gradient);
+    torch::Tensor gradient = torch::cat(gradients).to(x.device());
+    if (data_factor > 0 && data_factor != 1) gradient = gradient / data_factor;
+    const Autocast as_forward_did(x.device(), torch::kBFloat16, /*enabled=*/false);
+    torch::autograd::backward({x}, {gradient});
+  }
 }
 
 const Device& Pipeline::State::last_device() const {
@@ -267,7 +388,12 @@ const Device& Pipeline::State::last_device() const {
 
 torch::Tensor Pipeline::State::step(const torch::Tensor& x, const torch::Tensor& y,
                                     const PipelineStep& how) {
-  StepPlan plan = or_abort([&] { return plan_rows(x, y, /*trains=*/true); });
+  StepPlan plan = or_abort([&] {
+    StepPlan made = plan_rows(x, y, /*trains=*/true);
+    weigh_micro_batches(made, how.synchronise);
+    warn_of_ignored_targets(made);
+    return made;
+  });
   plan.seed = seeds_.next_seed();
   plan.loss_factor = how.loss_factor;
   plan.synchronise = how.synchronise;
@@ -281,9 +407,13 @@ torch::Tensor Pipeline::State::step(const torch::Tensor& x, const torch::Tensor&
   last_step_synchronised_ = how.synchronise;
   torch::Tensor loss;
   for (const auto& place : places_) {
-    if (place->loss().defined()) loss = place->loss();
+    if (!place->loss().defined()) continue;
+    loss = place->loss();
+    warn_of_losses(place->losses());
   }
-  return share_loss(loss);
+  loss = share_loss(loss);
+  or_abort([&] { go_on_backward(x, plan.data_factor); });
+  return loss;
 }
 
 torch::Tensor Pipeline::State::share_loss(const torch::Tensor& mine) const {
@@ -322,6 +452,16 @@ StepTrace Pipeline::State::trace() const {
   std::stable_sort(trace.actions.begin(), trace.actions.end(), by_begin);
   std::stable_sort(trace.syncs.begin(), trace.syncs.end(), by_begin);
   return trace;
+}
+
+int64_t Pipeline::State::spoiled_steps() const {
+  int64_t steps = 0;
+  for (const auto& place : places_) {
+    for (const auto& each : place->stages()) {
+      if (each->sync) steps = std::max(steps, each->sync->spoiled_steps());
+    }
+  }
+  return steps;
 }
 
 LinkStats Pipeline::State::links() const {

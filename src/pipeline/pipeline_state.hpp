@@ -25,6 +25,9 @@ class Pipeline::State {
   StepTrace trace() const;
   LinkStats links() const;
 
+  /// Steps whose gradients were applied without having been averaged; 0: none.
+  int64_t spoiled_steps() const;
+
   PlacedStage& local(int stage) const;
 
   const Schedule schedule;
@@ -34,12 +37,19 @@ class Pipeline::State {
  private:
   void require_options(size_t modules) const;
   void require_same_schedule() const;
+  void require_same_loss(const Communicator& comm) const;
   void require_modules_apart(const std::vector<torch::nn::Sequential>& modules) const;
   void add_stages(Place& place, std::vector<torch::nn::Sequential>& modules);
   int world_rank() const;
 
   StepPlan plan_rows(const torch::Tensor& x, const torch::Tensor& y, bool trains);
   void agree_on_rows(int64_t& rows, bool trains) const;
+  bool has_last() const { return local_stages.back() + 1 == schedule.stages(); }
+  void weigh_micro_batches(StepPlan& plan, bool synchronise);
+  std::vector<double> read_loss_weights(const StepPlan& plan) const;
+  void warn_of_ignored_targets(const StepPlan& plan);
+  void warn_of_losses(const std::vector<torch::Tensor>& losses);
+  void go_on_backward(const torch::Tensor& x, double data_factor);
   torch::Tensor share_loss(const torch::Tensor& mine) const;
   const Device& last_device() const;
 
@@ -62,6 +72,7 @@ class Pipeline::State {
   std::vector<std::unique_ptr<Wire>> wires_;  // [local place]
   std::vector<std::unique_ptr<Place>> places_;
   bool last_step_synchronised_ = true;
+  bool warned_of_loss_ = false;
 };
 
 }  // namespace lockstep

@@ -29,6 +29,11 @@ std::vector<std::string> grid_notes(const Schedule& schedule, const Action& fail
 
 }  // namespace
 
+torch::Tensor StepPlan::rows_of(const torch::Tensor& batch, size_t micro_batch) const {
+  const auto end = rows.begin() + static_cast<std::ptrdiff_t>(micro_batch);
+  return batch.narrow(0, std::accumulate(rows.begin(), end, int64_t{0}), rows[micro_batch]);
+}
+
 Place::Place(int index, const Schedule& schedule, Device& device, int rank)
     : index_(index), schedule_(schedule), device_(device), rank_(rank) {}
 
@@ -40,6 +45,8 @@ PlacedStage& Place::at(int stage) {
 void Place::run(const StepPlan& plan) {
   timed_.clear();
   loss_ = torch::Tensor();
+  losses_.clear();
+  input_gradients_.clear();
   backwards_left_.assign(static_cast<size_t>(schedule_.stages()), schedule_.micro_batches);
   for (const auto& each : stages_) {
     if (each->sync) each->sync->begin_step(plan.share_buffers);
@@ -82,7 +89,7 @@ torch::Tensor Place::input_of(const Action& action, const StepPlan& plan) {
   const int64_t rows = plan.rows[static_cast<size_t>(action.micro_batch)];
   switch (action.kind) {
     case ActionKind::kForward:
-      if (action.stage == 0) return rows_of(plan.x, plan, action.micro_batch);
+      if (action.stage == 0) return rows_here(plan.x, plan, action.micro_batch);
       return wire_->receive({Cargo::kActivation, action.stage - 1, action.micro_batch}, rows);
     case ActionKind::kBackward:
     case ActionKind::kBackwardInput:
@@ -94,11 +101,9 @@ torch::Tensor Place::input_of(const Action& action, const StepPlan& plan) {
   return {};
 }
 
-torch::Tensor Place::rows_of(const torch::Tensor& batch, const StepPlan& plan,
-                             int micro_batch) const {
-  const int64_t first =
-      std::accumulate(plan.rows.begin(), plan.rows.begin() + micro_batch, int64_t{0});
-  const torch::Tensor rows = batch.narrow(0, first, plan.rows[static_cast<size_t>(micro_batch)]);
+torch::Tensor Place::rows_here(const torch::Tensor& batch, const StepPlan& plan,
+                               int micro_batch) const {
+  const torch::Tensor rows = plan.rows_of(batch, static_cast<size_t>(micro_batch));
   keep_for_current_stream(rows);
   return rows.to(device_.torch_device(), rows.scalar_type(), /*non_blocking=*/true);
 }
@@ -107,16 +112,20 @@ MicroBatchFacts Place::facts_of(const Action& action, const StepPlan& plan) {
   MicroBatchFacts facts;
   facts.index = action.micro_batch;
   facts.step_seed = plan.seed;
+  facts.wants_input_gradient = action.stage > 0 || plan.x.requires_grad();
   if (!is_last(action.stage)) return facts;
   const bool forward = action.kind == ActionKind::kForward;
+  facts.has_loss = plan.has_loss(action.micro_batch);
   if (forward || at(action.stage).stage.recomputes()) {
-    facts.target = rows_of(plan.y, plan, action.micro_batch);
+    facts.target = rows_here(plan.y, plan, action.micro_batch);
   }
   if (forward) return facts;
-  const double factor =
-      plan.loss_shares[static_cast<size_t>(action.micro_batch)] * plan.loss_factor;
-  facts.loss_gradient = plan.loss_scale.defined() ? plan.loss_scale * factor
-                                                  : torch::full({}, factor, device_.torch_device());
+  const double factor = plan.loss_shares[static_cast<size_t>(action.micro_batch)] *
+                        plan.loss_factor * plan.data_factor;
+  // In float64 until the loss's own dtype is known: a third of a batch is not a float32 number.
+  const auto wide = torch::TensorOptions(torch::kFloat64).device(device_.torch_device());
+  facts.loss_gradient = plan.loss_scale.defined() ? plan.loss_scale.to(torch::kFloat64) * factor
+                                                  : torch::full({}, factor, wide);
   return facts;
 }
 
@@ -144,11 +153,16 @@ void Place::pass_on(const Action& action, const StepPlan& plan, const torch::Ten
       return wire_->send({Cargo::kActivation, action.stage, action.micro_batch}, result,
                          plan.rows[micro_batch]);
     }
+    losses_.resize(plan.rows.size());
+    losses_[micro_batch] = result;
     const torch::Tensor share = result * plan.loss_shares[micro_batch];
     loss_ = loss_.defined() ? loss_ + share : share;
   } else if (action.kind != ActionKind::kBackwardWeight && action.stage > 0) {
     wire_->send({Cargo::kGradient, action.stage, action.micro_batch}, result,
                 plan.rows[micro_batch]);
+  } else if (action.kind != ActionKind::kBackwardWeight && result.defined()) {
+    input_gradients_.resize(plan.rows.size());
+    input_gradients_[micro_batch] = result;
   }
 }
 
@@ -199,6 +213,7 @@ void Place::give_up(const std::string& reason) {
     if (each->sync) each->sync->abort(reason);
     abort_tensor_axes(*each->stage.module(), reason);
   }
+  input_gradients_.clear();
   timed_.clear();
 }
 

@@ -18,13 +18,19 @@ struct StepPlan {
   torch::Tensor x;                  ///< undefined on ranks without stage 0
   torch::Tensor y;                  ///< undefined on ranks without the last stage
   std::vector<int64_t> rows;        ///< [micro-batch]
-  std::vector<double> loss_shares;  ///< [micro-batch] of the batch's loss
+  std::vector<double> loss_shares;  ///< [micro-batch] of the batch's loss, where the last stage is
   double loss_factor = 1;           ///< of what goes backward, beside the share
+  double data_factor = 1;           ///< likewise: see Note [Weights of accumulated gradients]
   torch::Tensor loss_scale;         ///< likewise; undefined: 1
   uint64_t seed = 0;
   bool synchronise = true;
   bool share_buffers = true;
   double weight = 1;  ///< of this rank on the data axis
+
+  bool has_loss(int micro_batch) const { return loss_shares[static_cast<size_t>(micro_batch)] > 0; }
+
+  /// The rows of a micro-batch, a view of the batch's.
+  torch::Tensor rows_of(const torch::Tensor& batch, size_t micro_batch) const;
 };
 
 /// A stage as a place has it.
@@ -57,6 +63,11 @@ class Place {
 
   /// Of the last run: the batch's loss, where the last stage is here.
   const torch::Tensor& loss() const { return loss_; }
+  /// The same of each micro-batch, as the loss function gave it.
+  const std::vector<torch::Tensor>& losses() const { return losses_; }
+  /// Of the last run: the gradient of each micro-batch of x, where x requires one and stage 0 is
+  /// here; empty otherwise.
+  std::vector<torch::Tensor> take_input_gradients() { return std::move(input_gradients_); }
   /// The point its device had reached when work for it ended.
   const StreamOrder& end() const { return end_; }
   void mark_end() { end_ = StreamOrder::now(device_); }
@@ -73,7 +84,7 @@ class Place {
   bool is_last(int stage) const { return stage + 1 == schedule_.stages(); }
   void do_action(const Action& action, const StepPlan& plan);
   torch::Tensor input_of(const Action& action, const StepPlan& plan);
-  torch::Tensor rows_of(const torch::Tensor& batch, const StepPlan& plan, int micro_batch) const;
+  torch::Tensor rows_here(const torch::Tensor& batch, const StepPlan& plan, int micro_batch) const;
   MicroBatchFacts facts_of(const Action& action, const StepPlan& plan);
   torch::Tensor compute(const Action& action, const StepPlan& plan, const torch::Tensor& input);
   void pass_on(const Action& action, const StepPlan& plan, const torch::Tensor& result);
@@ -95,6 +106,8 @@ class Place {
   std::vector<Timed> timed_;
   std::vector<int> backwards_left_;  // [stage] until its gradients are complete
   torch::Tensor loss_;
+  std::vector<torch::Tensor> losses_;           // [micro-batch]
+  std::vector<torch::Tensor> input_gradients_;  // [micro-batch]
   StreamOrder end_;
 };
 

@@ -60,6 +60,13 @@ bool may_have_gradient(const torch::Tensor& tensor) {
   return tensor.is_floating_point() || tensor.is_complex();
 }
 
+// What the stage before gets: also where this one made nothing of its input.
+torch::Tensor gradient_to_send(const MicroBatchFacts& facts, const torch::Tensor& input,
+                               const torch::Tensor& found) {
+  if (!facts.wants_input_gradient || found.defined()) return found;
+  return torch::zeros_like(input);
+}
+
 }  // namespace
 
 Stage::Stage(int index, torch::nn::Sequential module, Device& device, bool recompute,
@@ -77,13 +84,13 @@ torch::Tensor Stage::compute(const MicroBatchFacts& facts, const torch::Tensor& 
   const UseRng random(rng_);
   rng_.reseed(seed_of(facts, index_));
   const torch::Tensor output = module_->forward(input);
-  return is_last() ? loss_(output, facts.target) : output;
+  return is_last() && facts.has_loss ? loss_(output, facts.target) : output;
 }
 
 torch::Tensor Stage::forward(const MicroBatchFacts& facts, const torch::Tensor& input) {
   Held held;
   held.input = input.detach();
-  if (!is_first() && may_have_gradient(held.input)) held.input.requires_grad_();
+  if (facts.wants_input_gradient && may_have_gradient(held.input)) held.input.requires_grad_();
   torch::Tensor output;
   if (recompute_) {
     output = compute_for_later(facts, held.input);
@@ -92,6 +99,7 @@ torch::Tensor Stage::forward(const MicroBatchFacts& facts, const torch::Tensor& 
     output = held.output = compute(facts, held.input);
   }
   held_[facts.index] = std::move(held);
+  if (is_last() && !facts.has_loss) return torch::zeros({}, device_.torch_device());
   return output.detach();
 }
 
@@ -120,14 +128,10 @@ Stage::Held Stage::take(const MicroBatchFacts& facts) {
 
 torch::Tensor Stage::root_gradient(const MicroBatchFacts& facts, const Held& held,
                                    const torch::Tensor& gradient) const {
-  return is_last() ? facts.loss_gradient.to(held.output.dtype()) : gradient;
-}
-
-// What the stage before gets: also where this one made nothing of its input.
-torch::Tensor Stage::gradient_to_send(const torch::Tensor& input,
-                                      const torch::Tensor& found) const {
-  if (is_first() || found.defined()) return found;
-  return torch::zeros_like(input);
+  if (!is_last()) return gradient;
+  // See Note [Micro-batches without a loss].
+  if (!facts.has_loss) return torch::zeros_like(held.output);
+  return facts.loss_gradient.to(held.output.dtype());
 }
 
 torch::Tensor Stage::backward(const MicroBatchFacts& facts, const torch::Tensor& gradient) {
@@ -136,7 +140,7 @@ torch::Tensor Stage::backward(const MicroBatchFacts& facts, const torch::Tensor&
   if (held.output.requires_grad()) {
     torch::autograd::backward({held.output}, {root_gradient(facts, held, gradient)});
   }
-  return gradient_to_send(held.input, held.input.grad());
+  return gradient_to_send(facts, held.input, held.input.grad());
 }
 
 torch::Tensor Stage::backward_input(const MicroBatchFacts& facts, const torch::Tensor& gradient) {
@@ -144,8 +148,8 @@ torch::Tensor Stage::backward_input(const MicroBatchFacts& facts, const torch::T
   const Autocast as_forward_did(device_, torch::kBFloat16, /*enabled=*/false);
   Held& kept = held_[facts.index];
   kept.split.emplace(held.output, root_gradient(facts, held, gradient),
-                     is_first() ? torch::Tensor() : held.input);
-  return gradient_to_send(held.input, kept.split->input_gradient());
+                     facts.wants_input_gradient ? held.input : torch::Tensor());
+  return gradient_to_send(facts, held.input, kept.split->input_gradient());
 }
 
 void Stage::backward_weight(int micro_batch) {

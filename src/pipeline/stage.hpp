@@ -19,9 +19,16 @@ namespace lockstep {
 struct MicroBatchFacts {
   int index = 0;
   uint64_t step_seed = 0;
-  torch::Tensor target;         ///< on the last stage's device, where a loss is computed
-  torch::Tensor loss_gradient;  ///< what goes backward into its loss; last stage only
+  bool wants_input_gradient = true;  ///< false: nobody waits for what the first stage would give
+  torch::Tensor target;              ///< on the last stage's device, where a loss is computed
+  bool has_loss = true;              ///< last stage only; false: it has no term in the batch's loss
+  torch::Tensor loss_gradient;       ///< what goes backward into its loss; last stage only
 };
+
+/// Note [Micro-batches without a loss]
+/// The mean over no terms is 0 / 0, and 0 times that is no zero. So the loss function is not called
+/// for a micro-batch that has no term in the batch's loss: zeros go backward into the output of the
+/// model instead, and every gradient that comes of them is the zero that one device would add.
 
 /// One stage on its device: a module, and the micro-batches that went forward but not yet backward.
 /// All calls come from the thread that works for the device.
@@ -32,16 +39,16 @@ class Stage {
         std::function<torch::Tensor(const torch::Tensor&, const torch::Tensor&)> loss);
 
   int index() const { return index_; }
-  bool is_first() const { return index_ == 0; }
   bool is_last() const { return static_cast<bool>(loss_); }
   bool recomputes() const { return recompute_; }
   Device& device() const { return device_; }
   const torch::nn::Sequential& module() const { return module_; }
 
-  /// The output for the next stage; of the last one the micro-batch's loss. Cut off from the graph.
+  /// The output for the next stage; of the last one the micro-batch's loss, 0 where it has none.
+  /// Cut off from the graph.
   torch::Tensor forward(const MicroBatchFacts& facts, const torch::Tensor& input);
 
-  /// The input's gradient, undefined for the first stage. `gradient` is the output's.
+  /// The input's gradient, undefined where nobody wants it. `gradient` is the output's.
   torch::Tensor backward(const MicroBatchFacts& facts, const torch::Tensor& gradient);
 
   /// The same in two calls: here only what the stage before waits for,
@@ -56,7 +63,7 @@ class Stage {
 
  private:
   struct Held {
-    torch::Tensor input;   // a leaf, where its gradient is wanted
+    torch::Tensor input;   // a leaf; requires a gradient where that is wanted
     torch::Tensor output;  // or loss; undefined where it is computed again
     std::optional<SplitBackward> split;
   };
@@ -66,7 +73,6 @@ class Stage {
   Held take(const MicroBatchFacts& facts);
   torch::Tensor root_gradient(const MicroBatchFacts& facts, const Held& held,
                               const torch::Tensor& gradient) const;
-  torch::Tensor gradient_to_send(const torch::Tensor& input, const torch::Tensor& found) const;
 
   int index_;
   torch::nn::Sequential module_;

@@ -6,7 +6,6 @@
 #include <numeric>
 
 #include "lockstep/error.hpp"
-#include "parallel/model_tensors.hpp"
 
 namespace lockstep {
 
@@ -16,6 +15,8 @@ StageSync::StageSync(int stage, torch::nn::Sequential module, const Communicator
       module_(std::move(module)),
       comm_(comm),
       parameters_(trained_in(*module_)),
+      forms_(forms_of(parameters_)),
+      frozen_(parameters_.size(), 0),
       flight_(comm_, {}, stats_),
       window_(parameters_) {
   if (comm_.size() == 1) return;
@@ -29,32 +30,79 @@ StageSync::StageSync(int stage, torch::nn::Sequential module, const Communicator
 
 // An update between two unaveraged steps would use gradients that no other rank has seen.
 void StageSync::require_averaged() const {
-  if (!window_.weights_changed()) return;
-  const std::string message =
-      fmt::format("the weights of stage {} changed after {} steps that were not synchronised",
-                  stage_, window_.micro_steps());
+  if (spoiled_steps() == 0) return;
+  refuse(fmt::format("the weights of stage {} changed after {} steps that were not synchronised",
+                     stage_, spoiled_steps()),
+         "let the last step before an update have synchronise = true");
+}
+
+void StageSync::require_unchanged() const {
+  const auto change = find_change(parameters_, forms_, trained_in(*module_));
+  if (!change) return;
+  refuse(fmt::format("parameter {} of stage {} {} after the pipeline was made: its gradients would "
+                     "not be averaged",
+                     change->name, stage_, change->what),
+         "change the stages first, and then make the Pipeline, anew where it was made already");
+}
+
+void StageSync::refuse(const std::string& message, const std::string& help) const {
   comm_.abort(message);
-  throw Error(Code::kSyncMisuse, message,
-              "let the last step before an update have synchronise = true");
+  throw Error(Code::kSyncMisuse, message, help);
+}
+
+// One rank that trains what another has frozen would move away from it. All freeze between the same
+// steps, so that nothing has to be exchanged in the others.
+void StageSync::agree_on_frozen() {
+  std::vector<uint8_t> now;
+  for (const auto& [name, tensor] : parameters_) now.push_back(tensor.requires_grad() ? 0 : 1);
+  if (now == frozen_) return;
+  frozen_ = std::move(now);
+  const auto count = static_cast<int64_t>(frozen_.size());
+  const torch::Tensor anywhere = torch::empty({2, count}, torch::kUInt8);  // frozen, trained
+  anywhere[0].copy_(torch::tensor(frozen_, torch::kUInt8));
+  anywhere[1].copy_(anywhere[0].logical_not());
+  comm_.all_reduce(anywhere, ReduceOp::kMax, {.label = "frozen parameters"});
+  for (size_t i = 0; i < frozen_.size(); ++i) {
+    if (anywhere.select(1, static_cast<int64_t>(i)).min().item<uint8_t>() == 0) continue;
+    throw Error(Code::kReplicasDiffer,
+                fmt::format("parameter {} of stage {} is frozen on some data ranks and trained on "
+                            "others",
+                            parameters_[i].name, stage_),
+                "freeze the same parameters between the same steps on every rank");
+  }
+}
+
+// What is frozen keeps the gradient it has, or none: an optimizer passes over it then. Only what it
+// has accumulated since the last average is still averaged.
+void StageSync::place_gradient(size_t parameter) const {
+  torch::Tensor tensor = parameters_[parameter].tensor;
+  const torch::Tensor grad = tensor.grad();
+  if (frozen_[parameter] == 0) {
+    if (!grad.defined()) {
+      tensor.mutable_grad() = buckets_->claim(parameter).zero_();
+    } else if (!buckets_->holds_grad(parameter)) {
+      buckets_->adopt_grad(parameter);
+    }
+    return;
+  }
+  const bool holds = grad.defined() && buckets_->holds_grad(parameter);
+  if (holds && window_.micro_steps() > 0) return;
+  if (holds) tensor.mutable_grad() = grad.clone();
+  buckets_->claim(parameter).zero_();
 }
 
 void StageSync::begin_step(bool share_buffers) {
   span_.reset();
   if (comm_.size() == 1) return;
-  if (window_.gradients_dropped()) window_.close();
+  require_unchanged();
   require_averaged();
+  if (window_.gradients_dropped()) window_.close();
+  agree_on_frozen();
   if (share_buffers) {
     const auto buffers = buffers_of(*module_);
     if (!buffers.empty()) broadcast_tensors(comm_, buffers, 0, "buffers of a stage");
   }
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    torch::Tensor parameter = parameters_[i].tensor;
-    if (!parameter.grad().defined()) {
-      parameter.mutable_grad() = buckets_->claim(i).zero_();
-    } else if (!buckets_->holds_grad(i)) {
-      buckets_->adopt_grad(i);
-    }
-  }
+  for (size_t i = 0; i < parameters_.size(); ++i) place_gradient(i);
 }
 
 void StageSync::launch(bool synchronise, double weight) {

@@ -8,6 +8,7 @@
 #include "parallel/accumulation_window.hpp"
 #include "parallel/bucket_flight.hpp"
 #include "parallel/gradient_buckets.hpp"
+#include "parallel/model_tensors.hpp"
 
 namespace lockstep {
 
@@ -19,8 +20,9 @@ class StageSync {
   StageSync(int stage, torch::nn::Sequential module, const Communicator& comm,
             int64_t bucket_cap_bytes);
 
-  /// A step begins: every parameter has its place in a bucket as its gradient. Where buffers are
-  /// shared: collective.
+  /// A step begins: every parameter that is trained has its place in a bucket as its gradient.
+  /// Refuses weights that took gradients nobody averaged, and parameters whose gradients nobody
+  /// would. Where buffers are shared, or what is trained has changed: collective.
   void begin_step(bool share_buffers);
 
   /// The stage's last backward of the step has ended. Nothing is sent where the step is only one of
@@ -33,6 +35,9 @@ class StageSync {
   /// Finishes all.
   void finish();
 
+  /// Steps whose gradients were applied without having been averaged; 0: none.
+  int64_t spoiled_steps() const { return window_.weights_changed() ? window_.micro_steps() : 0; }
+
   /// What was done in this step, if anything was. Waits for the GPU.
   std::optional<SyncSpan> span();
 
@@ -40,11 +45,17 @@ class StageSync {
 
  private:
   void require_averaged() const;
+  void require_unchanged() const;
+  void agree_on_frozen();
+  void place_gradient(size_t parameter) const;
+  [[noreturn]] void refuse(const std::string& message, const std::string& help) const;
 
   int stage_;
   torch::nn::Sequential module_;
   const Communicator comm_;
-  std::vector<TrainedParameter> parameters_;
+  std::vector<TrainedParameter> parameters_;  // that were trained when the pipeline was made
+  std::vector<ParameterForm> forms_;          // [parameter]
+  std::vector<uint8_t> frozen_;               // [parameter] since then
   std::optional<GradientBuckets> buckets_;  // none where nothing is trained or nobody else is there
   DdpStats stats_;
   BucketFlight flight_;

@@ -162,6 +162,39 @@ TEST_F(CudaPipeline, Fp16WithAScalerFollowsOneDevice) {
   }
 }
 
+// The gradient of the input is made on a stage's stream and used on the caller's.
+TEST_F(CudaPipeline, InputsAndIgnoredTargetsHaveTheCpusGradients) {
+  const auto loss_of = [](const torch::Tensor& out, const torch::Tensor& y) {
+    return torch::cross_entropy_loss(out, y, {}, at::Reduction::Mean, /*ignore_index=*/0);
+  };
+  const auto x = batch_of(1, 64).first;
+  auto y = torch::arange(64) % 3;
+  y.narrow(0, 0, 16).zero_();  // the first micro-batch has no target
+  auto net = make_net();
+  const auto leaf = x.clone().requires_grad_();
+  const auto expected_loss = loss_of(net->forward(leaf), y);
+  expected_loss.backward();
+  for (const std::string name : {"1f1b", "zero-bubble"}) {
+    const Devices devices("cuda:0*2");
+    auto staged = make_net();
+    Pipeline pipeline(cut(staged, 2), devices, make_schedule(name, 2, 4),
+                      {.loss = loss_of, .loss_weight = count_targets(0)});
+    for (int run = 0; run < 5; ++run) {
+      for (auto& parameter : pipeline.parameters()) parameter.mutable_grad().reset();
+      const auto on_gpu = x.cuda().requires_grad_();
+      const auto loss = pipeline.step(on_gpu, y.cuda());
+      const auto grad = (on_gpu.grad() * 1).cpu();
+      EXPECT_TRUE(torch::allclose(grad, leaf.grad(), 1e-4, 1e-6)) << name << ", run " << run;
+      EXPECT_NEAR(loss.item<double>(), expected_loss.item<double>(), 1e-4);
+      for (size_t i = 0; i < net->parameters().size(); ++i) {
+        EXPECT_TRUE(torch::allclose(staged->parameters()[i].grad().cpu(),
+                                    net->parameters()[i].grad(), 1e-4, 1e-6))
+            << name << ", weight " << i;
+      }
+    }
+  }
+}
+
 TEST_F(CudaPipeline, SpansAreTheGpusTimes) {
   const Devices devices("cuda:0*2");
   torch::manual_seed(3);
