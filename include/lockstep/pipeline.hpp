@@ -40,6 +40,10 @@ struct PipelineOptions {
   std::optional<Communicator> data = {};
   int64_t bucket_cap_bytes = int64_t{25} << 20;
   bool broadcast_buffers = true;  ///< data rank 0's buffers to all before each step
+
+  /// Refuses weights that changed after steps whose gradients were not averaged over `data`. False
+  /// for methods that change weights on purpose and change them back, such as SAM.
+  bool check_unaveraged_updates = true;
 };
 
 /// For PipelineOptions::loss_weight: counts the targets that are not `ignore_index`, which are

@@ -39,8 +39,8 @@ std::optional<ParameterChange> find_change(std::span<const TrainedParameter> kno
     while (next < known.size() && !known[next].tensor.is_same(tensor)) ++next;
     if (next == known.size()) return ParameterChange{name, "was added or made trainable"};
     const auto& [sizes, dtype, device] = forms[next];
-    if (tensor.scalar_type() != dtype || tensor.device() != device ||
-        (is_attached && !is_attached(next))) {
+    const bool moved = tensor.is_cpu() ? !device.is_cpu() : tensor.device() != device;
+    if (moved || tensor.scalar_type() != dtype || (is_attached && !is_attached(next))) {
       return ParameterChange{name, "was moved or converted"};
     }
     if (tensor.sizes() != torch::IntArrayRef(sizes)) {

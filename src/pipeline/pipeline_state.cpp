@@ -57,6 +57,7 @@ auto Pipeline::State::or_abort(const Call& call) const {
     return call();
   } catch (const std::exception& error) {
     if (axis_) axis_->abort(describe(error));
+    if (options_.data) options_.data->abort(describe(error));
     for (const auto& place : places_) place->give_up(describe(error));
     throw;
   }
@@ -216,7 +217,7 @@ void Pipeline::State::add_stages(Place& place, std::vector<torch::nn::Sequential
     const bool last = stage + 1 == schedule.stages();
     auto placed = std::make_unique<PlacedStage>(PlacedStage{
         Stage(stage, module, place.device(), recompute, last ? options_.loss : nullptr), {}});
-    if (data) placed->sync.emplace(stage, module, *data, options_.bucket_cap_bytes);
+    if (data) placed->sync.emplace(stage, module, *data, options_);
     place.add(std::move(placed));
     local_stages.push_back(stage);
   }
@@ -365,19 +366,27 @@ void Pipeline::State::warn_of_losses(const std::vector<torch::Tensor>& losses) {
                   undefined.front(), losses.size() - undefined.size(), losses.size()));
 }
 
-// The gradient of this rank's own loss, as a backward on one device would give it: what weighs the
-// rank among others is taken out again.
-void Pipeline::State::go_on_backward(const torch::Tensor& x, double data_factor) {
-  if (!x.defined() || !x.requires_grad()) return;
+// The gradients of this rank's own loss, as a backward on one device would give them: what weighs
+// the rank among others is taken out again. Both at once, since one graph may have made x and y.
+void Pipeline::State::go_on_backward(const torch::Tensor& x, const torch::Tensor& y,
+                                     const StepPlan& plan) {
+  std::vector<torch::Tensor> roots, gradients;
+  const auto add = [&](const torch::Tensor& root, const torch::Tensor& gradient) {
+    keep_for_current_stream(gradient);
+    const bool weighed = plan.data_factor > 0 && plan.data_factor != 1;
+    roots.push_back(root);
+    gradients.push_back((weighed ? gradient / plan.data_factor : gradient).to(root.device()));
+  };
   for (const auto& place : places_) {
-    const auto gradients = place->take_input_gradients();
-    if (gradients.empty()) continue;
-    for (const auto& gradient : gradients) keep_for_current_stream(gradient);
-    torch::Tensor gradient = torch::cat(gradients).to(x.device());
-    if (data_factor > 0 && data_factor != 1) gradient = gradient / data_factor;
-    const Autocast as_forward_did(x.device(), torch::kBFloat16, /*enabled=*/false);
-    torch::autograd::backward({x}, {gradient});
+    const auto parts = place->take_input_gradients();
+    if (parts.empty()) continue;
+    for (const auto& part : parts) keep_for_current_stream(part);
+    add(x, torch::cat(parts));
   }
+  if (!plan.y.is_same(y) && plan.y.grad().defined()) add(y, plan.y.grad());
+  if (roots.empty()) return;
+  const Autocast as_forward_did(roots.front().device(), torch::kBFloat16, /*enabled=*/false);
+  torch::autograd::backward(roots, gradients);
 }
 
 const Device& Pipeline::State::last_device() const {
@@ -392,6 +401,8 @@ torch::Tensor Pipeline::State::step(const torch::Tensor& x, const torch::Tensor&
     StepPlan made = plan_rows(x, y, /*trains=*/true);
     weigh_micro_batches(made, how.synchronise);
     warn_of_ignored_targets(made);
+    // A graph behind the targets is gone through once, at the end, not by every micro-batch.
+    if (y.defined() && y.requires_grad()) made.y = y.detach().requires_grad_();
     return made;
   });
   plan.seed = seeds_.next_seed();
@@ -412,7 +423,7 @@ torch::Tensor Pipeline::State::step(const torch::Tensor& x, const torch::Tensor&
     warn_of_losses(place->losses());
   }
   loss = share_loss(loss);
-  or_abort([&] { go_on_backward(x, plan.data_factor); });
+  or_abort([&] { go_on_backward(x, y, plan); });
   return loss;
 }
 

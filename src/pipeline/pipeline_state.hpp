@@ -49,7 +49,7 @@ class Pipeline::State {
   std::vector<double> read_loss_weights(const StepPlan& plan) const;
   void warn_of_ignored_targets(const StepPlan& plan);
   void warn_of_losses(const std::vector<torch::Tensor>& losses);
-  void go_on_backward(const torch::Tensor& x, double data_factor);
+  void go_on_backward(const torch::Tensor& x, const torch::Tensor& y, const StepPlan& plan);
   torch::Tensor share_loss(const torch::Tensor& mine) const;
   const Device& last_device() const;
 

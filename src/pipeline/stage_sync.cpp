@@ -10,10 +10,11 @@
 namespace lockstep {
 
 StageSync::StageSync(int stage, torch::nn::Sequential module, const Communicator& comm,
-                     int64_t bucket_cap_bytes)
+                     const PipelineOptions& options)
     : stage_(stage),
       module_(std::move(module)),
       comm_(comm),
+      checks_updates_(options.check_unaveraged_updates),
       parameters_(trained_in(*module_)),
       forms_(forms_of(parameters_)),
       frozen_(parameters_.size(), 0),
@@ -25,7 +26,8 @@ StageSync::StageSync(int stage, torch::nn::Sequential module, const Communicator
   if (parameters_.empty()) return;
   std::vector<size_t> order(parameters_.size());
   std::iota(order.rbegin(), order.rend(), 0);  // the last layer's gradients come first
-  buckets_.emplace(comm_, parameters_, order, BucketLimits{bucket_cap_bytes, bucket_cap_bytes});
+  buckets_.emplace(comm_, parameters_, order,
+                   BucketLimits{options.bucket_cap_bytes, options.bucket_cap_bytes});
 }
 
 // An update between two unaveraged steps would use gradients that no other rank has seen.
@@ -33,7 +35,8 @@ void StageSync::require_averaged() const {
   if (spoiled_steps() == 0) return;
   refuse(fmt::format("the weights of stage {} changed after {} steps that were not synchronised",
                      stage_, spoiled_steps()),
-         "let the last step before an update have synchronise = true");
+         "let the last step before an update have synchronise = true; where weights change on "
+         "purpose and are changed back, set PipelineOptions::check_unaveraged_updates to false");
 }
 
 void StageSync::require_unchanged() const {
@@ -74,7 +77,7 @@ void StageSync::agree_on_frozen() {
 
 // What is frozen keeps the gradient it has, or none: an optimizer passes over it then. Only what it
 // has accumulated since the last average is still averaged.
-void StageSync::place_gradient(size_t parameter) const {
+void StageSync::place_gradient(size_t parameter) {
   torch::Tensor tensor = parameters_[parameter].tensor;
   const torch::Tensor grad = tensor.grad();
   if (frozen_[parameter] == 0) {

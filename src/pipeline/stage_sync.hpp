@@ -18,7 +18,7 @@ class StageSync {
  public:
   /// Collective. Rank 0's weights and buffers go to all. `comm` is used by the stage's thread only.
   StageSync(int stage, torch::nn::Sequential module, const Communicator& comm,
-            int64_t bucket_cap_bytes);
+            const PipelineOptions& options);
 
   /// A step begins: every parameter that is trained has its place in a bucket as its gradient.
   /// Refuses weights that took gradients nobody averaged, and parameters whose gradients nobody
@@ -36,7 +36,9 @@ class StageSync {
   void finish();
 
   /// Steps whose gradients were applied without having been averaged; 0: none.
-  int64_t spoiled_steps() const { return window_.weights_changed() ? window_.micro_steps() : 0; }
+  int64_t spoiled_steps() const {
+    return checks_updates_ && window_.weights_changed() ? window_.micro_steps() : 0;
+  }
 
   /// What was done in this step, if anything was. Waits for the GPU.
   std::optional<SyncSpan> span();
@@ -47,12 +49,13 @@ class StageSync {
   void require_averaged() const;
   void require_unchanged() const;
   void agree_on_frozen();
-  void place_gradient(size_t parameter) const;
+  void place_gradient(size_t parameter);
   [[noreturn]] void refuse(const std::string& message, const std::string& help) const;
 
   int stage_;
   torch::nn::Sequential module_;
   const Communicator comm_;
+  const bool checks_updates_;
   std::vector<TrainedParameter> parameters_;  // that were trained when the pipeline was made
   std::vector<ParameterForm> forms_;          // [parameter]
   std::vector<uint8_t> frozen_;               // [parameter] since then

@@ -39,11 +39,12 @@ test::Rows half_of(const test::Rows& whole, const Communicator& comm) {
 
 /// Two data ranks with two stages each, as devices.
 struct Replica {
-  explicit Replica(const Communicator& data, torch::nn::Sequential model = make_net())
+  explicit Replica(const Communicator& data, torch::nn::Sequential model = make_net(),
+                   bool check_updates = true)
       : comm(data),
         net(std::move(model)),
         pipeline(test::cut(net, 2), Devices("cpu:2"), one_f_one_b(2, 2),
-                 {.loss = test::mse, .data = data}) {}
+                 {.loss = test::mse, .data = data, .check_unaveraged_updates = check_updates}) {}
 
   void step(int number, const PipelineStep& how = {}) {
     const auto mine = half_of(draw(number), comm);
@@ -117,6 +118,36 @@ TEST(PipelineDataAxis, GradientsMayBeDroppedWithoutAnUpdate) {
     const auto parameters = replica.net->parameters();
     for (size_t i = 0; i < expected.size(); ++i) {
       test::expect_close(parameters[i].grad(), expected[i], std::to_string(i));
+    }
+  });
+}
+
+// A first gradient moves the weights, a second one is taken there, and they are moved back: the
+// update is made of averaged gradients only.
+TEST(PipelineDataAxis, PerturbedWeightsAreAllowedOnDemand) {
+  test::run_ranks(2, [](const Communicator& comm) {
+    Replica replica(comm, make_net(), /*check_updates=*/false);
+    Sgd optimizer(replica.pipeline.parameters(), {.lr = 0.1});
+    for (int step = 0; step < 3; ++step) {
+      replica.step(step, {.synchronise = false});
+      const auto before = test::copies(replica.pipeline.parameters());
+      for (auto& parameter : replica.pipeline.parameters()) {
+        const torch::NoGradGuard no_grad;
+        parameter.add_(parameter.grad(), 0.05);
+        parameter.mutable_grad().reset();
+      }
+      replica.step(step);
+      for (size_t i = 0; i < before.size(); ++i) {
+        const torch::NoGradGuard no_grad;
+        replica.pipeline.parameters()[i].copy_(before[i]);
+      }
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    for (const auto& parameter : replica.pipeline.parameters()) {
+      auto first = parameter.detach().clone();
+      comm.broadcast(first, 0);
+      EXPECT_TRUE(first.equal(parameter));
     }
   });
 }

@@ -4,6 +4,9 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <chrono>
+#include <functional>
+#include <future>
 #include <map>
 #include <mutex>
 
@@ -268,6 +271,30 @@ TEST(PipelineLossWeight, WhatCannotWeighIsRefused) {
   }
 }
 
+// The others wait for its weight, and are told.
+TEST(PipelineLossWeight, ARankThatCannotWeighStopsTheOthers) {
+  std::promise<void> told;
+  const auto outcomes = test::outcomes_of_ranks(2, [&](const Communicator& comm) {
+    const double weight = comm.rank() == 0 ? 1 : -1;
+    Pipeline pipeline(test::cut(make_net(), 2), Devices("cpu:2"), gpipe(2, 2),
+                      {.loss = cross_entropy,
+                       .loss_weight = [=](const torch::Tensor&) { return weight; },
+                       .data = comm});
+    const auto batch = draw(8, 0);
+    try {
+      pipeline.step(batch.x, batch.y);
+    } catch (const Error&) {
+      if (comm.rank() == 0) told.set_value();
+      if (comm.rank() == 1) {  // alive until the other has learned of it
+        EXPECT_EQ(told.get_future().wait_for(std::chrono::seconds(60)), std::future_status::ready);
+      }
+      throw;
+    }
+  });
+  EXPECT_EQ(outcomes[0].code(), Code::kRankFailed) << outcomes[0].text();
+  EXPECT_EQ(outcomes[1].code(), Code::kUsage) << outcomes[1].text();
+}
+
 // The loss is a function of the caller's, of which nothing is known: but no wrong mean is silent.
 TEST(PipelineLossWeight, AMeanThatIsNotTheBatchsIsToldOnce) {
   const auto told_by = [](const PipelineOptions& options, const test::Rows& batch) {
@@ -368,6 +395,30 @@ TEST(PipelineInput, WhatMadeItGetsItsGradients) {
   pipeline.step(torch::tanh(before(batch.x)), batch.y);
   test::expect_close(before->weight.grad(), first->weight.grad(), "weight");
   test::expect_close(before->bias.grad(), first->bias.grad(), "bias");
+}
+
+// One graph behind inputs and targets, which every micro-batch uses.
+TEST(PipelineInput, WhatMadeTheTargetsGetsItsGradientsToo) {
+  const auto batch = test::draw_rows(8, 1);
+  const auto run = [&](const std::function<void(const torch::Tensor&, const torch::Tensor&)>& go) {
+    auto scale = torch::ones({test::kWidth}).requires_grad_();
+    const auto made = torch::exp(batch.x * scale);
+    go(made, torch::tanh(made));
+    return scale.grad();
+  };
+  auto alone = make_net();
+  const auto expected = run([&](const torch::Tensor& x, const torch::Tensor& y) {
+    test::mse(alone->forward(x), y).backward();
+  });
+  for (const std::string name : {"1f1b", "zero-bubble"}) {
+    for (const auto& recompute : {std::vector<int>{}, std::vector<int>{0, 1}}) {
+      Pipeline pipeline(test::cut(make_net(), 2), Devices("cpu:2"), make_schedule(name, 2, 4),
+                        {.loss = test::mse, .recompute = recompute});
+      const auto found =
+          run([&](const torch::Tensor& x, const torch::Tensor& y) { pipeline.step(x, y); });
+      test::expect_close(found, expected, name);
+    }
+  }
 }
 
 TEST(PipelineInput, AFrozenPipelineStillPassesGradientsOn) {
