@@ -40,7 +40,7 @@ std::optional<ParameterChange> find_change(std::span<const TrainedParameter> kno
     if (next == known.size()) return ParameterChange{name, "was added or made trainable"};
     const auto& [sizes, dtype, device] = forms[next];
     const bool moved = tensor.is_cpu() ? !device.is_cpu() : tensor.device() != device;
-    if (moved || tensor.scalar_type() != dtype || (is_attached && !is_attached(next))) {
+    if (moved || tensor.scalar_type() != dtype) {
       return ParameterChange{name, "was moved or converted"};
     }
     if (tensor.sizes() != torch::IntArrayRef(sizes)) {
