@@ -11,6 +11,8 @@
 #include <xxhash.h>
 
 #include <array>
+#include <atomic>
+#include <bit>
 #include <memory>
 #include <mutex>
 
@@ -93,14 +95,47 @@ void install_interception() {
   });
 }
 
-// A hash of the state of the generator this thread draws from on the CPU.
-uint64_t caller_fingerprint() {
-  at::Generator generator = current_rng != nullptr
-                                ? current_rng->generator_for(c10::DeviceType::CPU)
-                                : at::detail::getDefaultCPUGenerator();
+// The bits of mt19937's first word that carry a mark.
+constexpr uint32_t kMarkBits = 0x7fffffff;
+
+// A hash of all that decides which numbers the generator will give.
+uint64_t fingerprint_of(at::CPUGeneratorImpl& generator, const at::mt19937_data_pod& engine) {
+  const auto float_sample = generator.next_float_normal_sample();
+  const auto double_sample = generator.next_double_normal_sample();
+  const std::array<uint64_t, 4> rest = {
+      engine.seed_, static_cast<uint64_t>(engine.next_) << 32 | static_cast<uint32_t>(engine.left_),
+      float_sample ? uint64_t{1} << 32 | std::bit_cast<uint32_t>(*float_sample) : 0,
+      double_sample ? std::bit_cast<uint64_t>(*double_sample) : 0};
+  auto words = engine.state_;
+  words[0] &= ~kMarkBits;
+  return XXH3_64bits_withSeed(words.data(), sizeof(words), XXH3_64bits(rest.data(), sizeof(rest)));
+}
+
+// A mark that no generator has had before. `bits` are those it replaces, which it must differ from.
+DeviceRng::Mark next_mark(uint64_t fingerprint, uint32_t bits) {
+  static std::atomic<uint64_t> marks{0};
+  for (;;) {
+    const uint64_t number = marks.fetch_add(1) + 1;
+    const auto mixed = static_cast<uint32_t>(number * 0x9e3779b1U) & kMarkBits;
+    if (mixed != bits) return {number, fingerprint, mixed};
+  }
+}
+
+// The mark in the generator, which gets a new one where it was seeded or drawn from since.
+// See Note [How a seeding is noticed].
+DeviceRng::Mark marked(at::Generator generator, DeviceRng::Mark& last) {
   const std::lock_guard lock(generator.mutex());
-  const at::Tensor state = generator.get_state();
-  return XXH3_64bits(state.data_ptr(), state.nbytes());
+  auto& impl = *generator.get<at::CPUGeneratorImpl>();
+  at::mt19937 engine = impl.engine();
+  at::mt19937_data_pod data = engine.data();
+  const uint64_t fingerprint = fingerprint_of(impl, data);
+  const uint32_t bits = data.state_[0] & kMarkBits;
+  if (last.number != 0 && last.fingerprint == fingerprint && last.bits == bits) return last;
+  last = next_mark(fingerprint, bits);
+  data.state_[0] = (data.state_[0] & ~kMarkBits) | last.bits;
+  engine.set_data(data);
+  impl.set_engine(engine);
+  return last;
 }
 
 }  // namespace
@@ -112,10 +147,13 @@ DeviceRng::DeviceRng(c10::Device device, int index)
 }
 
 uint64_t DeviceRng::next_seed() {
-  const uint64_t fingerprint = caller_fingerprint();
-  tasks_since_change_ = fingerprint == last_fingerprint_ ? tasks_since_change_ + 1 : 0;
-  last_fingerprint_ = fingerprint;
-  const std::array<uint64_t, 3> parts = {fingerprint, tasks_since_change_,
+  static Mark default_mark;  // in the default generator, whose mutex guards it
+  const Mark mark = current_rng != nullptr
+                        ? marked(current_rng->cpu_, current_rng->own_mark_)
+                        : marked(at::detail::getDefaultCPUGenerator(), default_mark);
+  tasks_since_mark_ = mark.number == last_mark_ ? tasks_since_mark_ + 1 : 0;
+  last_mark_ = mark.number;
+  const std::array<uint64_t, 3> parts = {mark.fingerprint, tasks_since_mark_,
                                          static_cast<uint64_t>(index_)};
   return XXH3_64bits(parts.data(), sizeof(parts));
 }

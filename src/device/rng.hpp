@@ -13,11 +13,19 @@ namespace lockstep {
 /// the same time would share it in an order that changes from run to run. So each logical device
 /// has generators of its own, and while a worker runs a task every random operation that names no
 /// generator takes them. They are seeded anew for each task from the submitting thread's generator
-/// state, a count of tasks since that state last changed, and the device's index: the same program
-/// gives the same numbers every time, torch::manual_seed governs them, and the submitting thread's
-/// own sequence is not advanced. One thing cannot be seen
-/// from a state: seeding again with the same seed when nothing was drawn in between; the count then
-/// goes on.
+/// (its seed and its position), a count of the device's tasks since that generator was last seeded
+/// or drawn from, and the device's index: the same program gives the same numbers every time, what
+/// follows torch::manual_seed is always the same, and the submitting thread's own sequence is not
+/// advanced.
+///
+/// Note [How a seeding is noticed]
+/// Seeding again with the same seed gives a generator the very state it had, so a state alone does
+/// not tell whether the count goes on. mt19937 has 19937 bits of state in 624 words of 32 bits: the
+/// lower 31 bits of the first word are never read again once that word has been drawn, nor before
+/// the first draw after a seeding. next_seed() writes a mark there, which changes no number that
+/// the generator will ever give, and which every seeding overwrites. A missing mark means that the
+/// generator was seeded or drawn from. (A state that was saved with a mark in it and is set again
+/// brings its mark back: that is no seeding, and the count goes on.)
 class DeviceRng {
  public:
   DeviceRng(c10::Device device, int index);
@@ -30,12 +38,20 @@ class DeviceRng {
 
   const at::Generator& generator_for(c10::DeviceType type) const;
 
+  /// What next_seed() last wrote into a generator.
+  struct Mark {
+    uint64_t number = 0;       ///< counted over all marks of the process; 0: none yet
+    uint64_t fingerprint = 0;  ///< a hash of the generator's state without the mark
+    uint32_t bits = 0;
+  };
+
  private:
   int index_;
   at::Generator cpu_;
   std::optional<at::Generator> cuda_;
-  uint64_t last_fingerprint_ = 0;
-  uint64_t tasks_since_change_ = 0;
+  Mark own_mark_;           // in cpu_, for tasks that this device's worker submits itself
+  uint64_t last_mark_ = 0;  // number of the mark that the last submitting thread's generator had
+  uint64_t tasks_since_mark_ = 0;
 };
 
 /// Guard: random operations of this thread draw from `rng`.

@@ -162,6 +162,23 @@ TEST(Pipeline, RandomNumbersDoNotDependOnTheSchedule) {
   test::expect_same(run(one_f_one_b(2, 4), {0, 1}), expected, "recomputed");
 }
 
+TEST(Pipeline, DropoutIsTheSameAfterEverySeeding) {
+  torch::nn::Sequential net(torch::nn::Linear(test::kWidth, test::kWidth), torch::nn::Dropout(0.5),
+                            torch::nn::Linear(test::kWidth, test::kWidth));
+  Pipeline pipeline(test::cut(net, 2), Devices("cpu:2"), gpipe(2, 2), {.loss = test::mse});
+  const auto x = torch::ones({4, test::kWidth});
+  const auto two_losses = [&] {
+    torch::manual_seed(11);
+    const double first = pipeline.step(x, x).item<double>();
+    return std::pair(first, pipeline.step(x, x).item<double>());
+  };
+  const auto expected = two_losses();
+  EXPECT_NE(expected.first, expected.second) << "each step drops other units";
+  EXPECT_EQ(two_losses(), expected) << "nothing drawn in between";
+  torch::rand({4});
+  EXPECT_EQ(two_losses(), expected) << "numbers drawn in between";
+}
+
 // BatchNorm sees micro-batches: its statistics are those of running them one after the other, and a
 // stage that is computed again does not count them twice.
 TEST(Pipeline, BatchNormSeesEachMicroBatchOnce) {
