@@ -67,7 +67,9 @@ struct HoldsOnlyTensors<std::vector<T>> : HoldsOnlyTensors<T> {};
 template <class T, size_t N>
 struct HoldsOnlyTensors<std::array<T, N>> : HoldsOnlyTensors<T> {};
 template <class T>
-struct HoldsOnlyTensors<std::optional<T>> : HoldsOnlyTensors<T> {};
+requires is_optional<T>
+struct HoldsOnlyTensors<T> : HoldsOnlyTensors<typename T::value_type> {
+};
 template <class K, class T>
 struct HoldsOnlyTensors<std::map<K, T>> : HoldsOnlyTensors<T> {};
 template <class K, class T>

@@ -225,7 +225,66 @@ TEST(DataParallel, MakingItDrawsNoRandomNumbers) {
   EXPECT_TRUE(torch::equal(torch::rand({4}), expected));
 }
 
+TEST(DataParallel, DropoutIsTheSameAfterEverySeeding) {
+  const Devices devices("cpu:3");
+  const UseDevice home(devices[0]);
+  torch::nn::Sequential net(torch::nn::Linear(6, 32), torch::nn::Dropout(0.5));
+  DataParallel parallel(net, devices);
+  const auto x = torch::randn({9, 6});
+  const auto two_steps = [&] {
+    torch::manual_seed(5);
+    std::vector<torch::Tensor> outputs;
+    for (int step = 0; step < 2; ++step) {
+      outputs.push_back(parallel(x));
+      outputs.back().sum().backward();
+    }
+    EXPECT_FALSE(torch::equal(outputs[0], outputs[1])) << "each step drops other units";
+    return torch::cat(outputs).detach();
+  };
+  const auto expected = two_steps();
+  EXPECT_TRUE(torch::equal(two_steps(), expected)) << "nothing drawn in between";
+  torch::rand({4});
+  EXPECT_TRUE(torch::equal(two_steps(), expected)) << "numbers drawn in between";
+  torch::rand({4});
+  parallel(x);
+  EXPECT_TRUE(torch::equal(two_steps(), expected)) << "a forward in between";
+}
+
 // ---- Arguments and results of other shapes ----
+
+// c10::optional is libtorch 1.13's own, and std::optional in 2.x.
+struct MaybeImpl : torch::nn::Cloneable<MaybeImpl> {
+  using Maybe = c10::optional<torch::Tensor>;
+  MaybeImpl() { reset(); }
+  void reset() override { scale = register_parameter("scale", torch::full({1}, 2.0)); }
+  std::tuple<Maybe, std::vector<Maybe>> forward(const torch::Tensor& x, const Maybe& y) {
+    if (!y) return {c10::nullopt, {x * scale}};
+    return {*y * scale, {x * scale, c10::nullopt}};
+  }
+  torch::Tensor scale;
+};
+TORCH_MODULE(Maybe);
+
+TEST(DataParallel, TakesAndReturnsLibtorchsOwnOptionals) {
+  const Devices devices("cpu:2");
+  const UseDevice home(devices[0]);
+  Maybe net;
+  DataParallel parallel(net, devices);
+  const auto x = torch::randn({5, 2});
+  const auto y = torch::randn({5, 3});
+  const auto [scaled, list] = parallel(x, c10::optional<torch::Tensor>(y));
+  ASSERT_TRUE(scaled.has_value());
+  expect_close(*scaled, y * 2, "an optional in a tuple");
+  ASSERT_EQ(list.size(), 2U);
+  expect_close(list[0].value(), x * 2, "an optional in a vector");
+  EXPECT_FALSE(list[1].has_value());
+  (scaled->sum() + list[0]->sum()).backward();
+  expect_close(net->scale.grad(), (x.sum() + y.sum()).reshape({1}), "gradient");
+
+  const auto [none, only_x] = parallel(x, c10::optional<torch::Tensor>());
+  EXPECT_FALSE(none.has_value());
+  expect_close(only_x.at(0).value(), x * 2, "without the other input");
+}
 
 TEST(DataParallel, TakesAndReturnsTuplesMapsAndVectors) {
   const Devices devices("cpu:3");
