@@ -2,11 +2,14 @@
 
 #include <c10/core/CPUAllocator.h>
 #include <fmt/format.h>
+#include <malloc.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <deque>
 #include <new>
+#include <utility>
 
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
@@ -16,7 +19,6 @@ namespace lockstep {
 namespace {
 
 constexpr size_t kAlignment = 64;
-constexpr size_t kSmallestKept = 32 * 1024;  // below this malloc itself is quick
 
 // Stands in front of every block, one alignment unit wide.
 struct Header {
@@ -34,6 +36,17 @@ void* allocate_from_system(size_t bytes) {
   void* base = nullptr;
   if (bytes > SIZE_MAX - kAlignment) return nullptr;
   return posix_memalign(&base, kAlignment, bytes + kAlignment) == 0 ? base : nullptr;
+}
+
+// All pools of the process. They are never destroyed.
+struct Pools {
+  std::mutex mutex;
+  std::deque<CpuPool> all;
+};
+
+Pools& pools() {
+  static auto* made = new Pools();
+  return *made;
 }
 
 CpuPool& host_pool() {
@@ -61,10 +74,13 @@ class PooledCpuAllocator final : public compat::CpuAllocatorBase {
 }  // namespace
 
 CpuPool& CpuPool::make(MemoryAccount& account) {
-  static std::mutex mutex;
-  static auto* pools = new std::deque<CpuPool>();
-  const std::lock_guard lock(mutex);
-  return pools->emplace_back(account);
+  const std::lock_guard lock(pools().mutex);
+  return pools().all.emplace_back(account);
+}
+
+void CpuPool::for_each_pool(void (CpuPool::*visit)() noexcept) noexcept {
+  const std::lock_guard lock(pools().mutex);
+  for (auto& pool : pools().all) (pool.*visit)();
 }
 
 void* CpuPool::take(size_t bytes) {
@@ -72,12 +88,13 @@ void* CpuPool::take(size_t bytes) {
   void* base = large ? take_kept(bytes) : nullptr;
   if (base == nullptr) base = allocate_from_system(bytes);
   if (base == nullptr) {
-    const std::lock_guard lock(mutex_);
-    free_kept();
+    for_each_pool(&CpuPool::empty);
+    malloc_trim(0);  // what malloc itself kept of smaller blocks
     base = allocate_from_system(bytes);
-    if (base == nullptr && large) live_large_bytes_ -= bytes;
   }
   if (base == nullptr) {
+    const std::lock_guard lock(mutex_);
+    if (large) live_large_bytes_ -= bytes;
     throw Error(Code::kOutOfMemory,
                 fmt::format("the system did not give {} of memory",
                             format_bytes(static_cast<int64_t>(bytes))),
@@ -88,42 +105,50 @@ void* CpuPool::take(size_t bytes) {
   return static_cast<std::byte*>(base) + kAlignment;
 }
 
-// Also makes room: what is kept in other sizes goes back to the system when it would push live and
-// kept bytes past the mark.
 void* CpuPool::take_kept(size_t bytes) {
-  std::vector<void*> too_much;
+  static std::atomic<uint64_t> requests{0};
+  if (requests.fetch_add(1, std::memory_order_relaxed) % kPeriod == kPeriod - 1) {
+    for_each_pool(&CpuPool::end_period);
+  }
+  Blocks to_free;
   void* base = nullptr;
   {
     const std::lock_guard lock(mutex_);
-    live_large_bytes_ += bytes;
-    most_live_large_bytes_ = std::max(most_live_large_bytes_, live_large_bytes_);
-    const auto found = kept_.find(bytes);
-    if (found != kept_.end()) {
-      base = found->second.back();
-      found->second.pop_back();
-      if (found->second.empty()) kept_.erase(found);
+    Size& size = sizes_[bytes];
+    size.used = true;
+    if (!size.kept.empty()) {
+      base = size.kept.back();
+      size.kept.pop_back();
+      size.fewest_kept = std::min(size.fewest_kept, size.kept.size());
       kept_bytes_ -= bytes;
+    } else if (size.returned > 0) {
+      --size.returned;
+      ++size.recurring;
     }
-    while (kept_bytes_ > 0 && live_large_bytes_ + kept_bytes_ > most_live_large_bytes_) {
-      const auto largest = std::prev(kept_.end());
-      too_much.push_back(largest->second.back());
-      kept_bytes_ -= largest->first;
-      largest->second.pop_back();
-      if (largest->second.empty()) kept_.erase(largest);
-    }
+    live_large_bytes_ += bytes;
+    most_live_in_period_ = std::max(most_live_in_period_, live_large_bytes_);
+    most_live_large_bytes_ = std::max(most_live_large_bytes_, live_large_bytes_);
+    make_room(to_free);
   }
-  for (void* block : too_much) std::free(block);
+  for (void* block : to_free) std::free(block);
   return base;
 }
 
 bool CpuPool::keep(void* base, size_t bytes) noexcept {
   const std::lock_guard lock(mutex_);
   live_large_bytes_ -= bytes;
-  if (retired_ || !compat::kReuseCpuBlocks ||
-      live_large_bytes_ + kept_bytes_ + bytes > most_live_large_bytes_)
-    return false;
+  if (retired_ || !compat::kReuseCpuBlocks) return false;
   try {
-    kept_[bytes].push_back(base);
+    Size& size = sizes_[bytes];
+    size.used = true;
+    const bool recurs = size.kept.size() < size.recurring;
+    const bool fits = live_large_bytes_ + kept_bytes_ + bytes <= most_live_large_bytes_;
+    if (!recurs || !fits) {
+      ++size.returned;
+      if (recurs) --size.recurring;
+      return false;
+    }
+    size.kept.push_back(base);
   } catch (const std::bad_alloc&) {
     return false;
   }
@@ -140,19 +165,71 @@ void CpuPool::give_back(void* data) noexcept {
   if (bytes < kSmallestKept || !pool.keep(header, bytes)) std::free(header);
 }
 
-// The caller holds the mutex.
-void CpuPool::free_kept() noexcept {
-  for (auto& [bytes, blocks] : kept_) {
-    for (void* block : blocks) std::free(block);
+// Takes out the largest kept blocks until live and kept bytes are within the mark. The caller holds
+// the mutex.
+void CpuPool::make_room(Blocks& to_free) {
+  for (auto size = sizes_.rbegin(); size != sizes_.rend(); ++size) {
+    while (!size->second.kept.empty()) {
+      if (live_large_bytes_ + kept_bytes_ <= most_live_large_bytes_) return;
+      drop_oldest(size->second, size->first, to_free);
+    }
+    if (kept_bytes_ == 0) return;
   }
-  kept_.clear();
+}
+
+// The caller holds the mutex.
+void CpuPool::drop_oldest(Size& size, size_t bytes, Blocks& to_free) {
+  to_free.push_back(size.kept.front());
+  size.kept.erase(size.kept.begin());
+  size.fewest_kept = std::min(size.fewest_kept, size.kept.size());
+  kept_bytes_ -= bytes;
+  ++size.returned;
+  --size.recurring;
+}
+
+void CpuPool::end_period() noexcept {
+  Blocks to_free;
+  {
+    const std::lock_guard lock(mutex_);
+    try {
+      for (auto entry = sizes_.begin(); entry != sizes_.end();) {
+        auto& [bytes, size] = *entry;
+        for (size_t unused = size.fewest_kept; unused > 0; --unused) {
+          drop_oldest(size, bytes, to_free);
+        }
+        size.fewest_kept = size.kept.size();
+        const bool forget = !std::exchange(size.used, false) && size.kept.empty();
+        entry = forget ? sizes_.erase(entry) : std::next(entry);
+      }
+      most_live_large_bytes_ = most_live_in_period_;
+      most_live_in_period_ = live_large_bytes_;
+      make_room(to_free);
+    } catch (const std::bad_alloc&) {  // the rest waits for the next period
+    }
+  }
+  for (void* block : to_free) std::free(block);
+}
+
+void CpuPool::empty() noexcept {
+  const std::lock_guard lock(mutex_);
+  for (auto& [bytes, size] : sizes_) {
+    for (void* block : size.kept) std::free(block);
+  }
+  sizes_.clear();
   kept_bytes_ = 0;
 }
 
 void CpuPool::retire() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    retired_ = true;
+  }
+  empty();
+}
+
+size_t CpuPool::kept_bytes() const {
   const std::lock_guard lock(mutex_);
-  retired_ = true;
-  free_kept();
+  return kept_bytes_;
 }
 
 const CpuPool& CpuPool::pool_of(const void* data) {

@@ -10,8 +10,11 @@
 #include <torch/torch.h>
 #include <unistd.h>
 
+#include <cstdio>
+#include <fstream>
 #include <thread>
 
+#include "device/cpu_allocator.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/memory.hpp"
 #include "lockstep/trace.hpp"
@@ -151,20 +154,133 @@ TEST(Memory, ATensorMayOutliveItsDevice) {
   EXPECT_EQ(survivor.sum().item<double>(), 200'000);
 }
 
-TEST(Memory, LargeBlocksAreReusedAndNeverMoreThanThePeakIsHeld) {
+TEST(Memory, LargeBlocksThatRecurAreReused) {
   const Devices devices("cpu:1");
   devices[0].run("cycle", [&] {
+    const auto other = torch::empty({1 << 18});
+    for (int i = 0; i < 2; ++i) torch::empty({1 << 20});  // the size recurs
     const void* first = torch::empty({1 << 20}).data_ptr();
 #if !defined(__SANITIZE_ADDRESS__)
+    const auto small = torch::empty({1 << 12});  // malloc would cut it from the freed block
     EXPECT_EQ(torch::empty({1 << 20}).data_ptr(), first)
         << "the freed block waits for the same size";
 #endif
     (void)first;
-    for (int i = 0; i < 50; ++i) torch::empty({(1 << 20) - 64 * i}).fill_(i);
   });
   EXPECT_EQ(devices[0].memory().live_bytes, 0);
-  EXPECT_EQ(devices[0].memory().peak_bytes, 4 << 20);
 }
+
+int64_t resident_bytes() {
+  std::ifstream file("/proc/self/statm");
+  int64_t total_pages = 0;
+  int64_t resident_pages = 0;
+  file >> total_pages >> resident_pages;
+  return resident_pages * sysconf(_SC_PAGESIZE);
+}
+
+// What is allocated once and freed goes back to the system, inside a device and outside.
+TEST(Memory, WhatWasNeededOnceIsNotKept) {
+  constexpr int64_t kBlock = int64_t{40} << 20;
+  constexpr int kBlocks = 15;
+  const Devices devices("cpu:2");
+  const auto fill = [] {
+    std::vector<torch::Tensor> blocks;
+    for (int i = 0; i < kBlocks; ++i) blocks.push_back(torch::ones({kBlock}, torch::kUInt8));
+    return resident_bytes();
+  };
+  const int64_t before = resident_bytes();
+  int64_t most = 0;
+  for (size_t i = 0; i < devices.size(); ++i) most = devices[i].run("fill", fill);
+  EXPECT_GE(most - before, kBlock * kBlocks) << "the blocks were never there";
+  fill();
+  EXPECT_LT(resident_bytes() - before, 2 * kBlock);
+}
+
+#if !defined(__SANITIZE_ADDRESS__)
+
+// Blocks of a step are kept for the next; when no step needs them any more, they go back.
+TEST(Memory, KeptBlocksThatNobodyAsksForGoBack) {
+  constexpr size_t kLarge = size_t{1} << 20;
+  CpuPool& pool = CpuPool::make(make_memory_account());
+  CpuPool& busy = CpuPool::make(make_memory_account());
+  const auto step = [&] {
+    void* a = pool.take(kLarge);
+    void* b = pool.take(kLarge);
+    CpuPool::give_back(a);
+    CpuPool::give_back(b);
+  };
+  const auto pass_a_period = [&] {
+    for (uint64_t i = 0; i < CpuPool::kPeriod; ++i) {
+      CpuPool::give_back(busy.take(CpuPool::kSmallestKept));
+    }
+  };
+  step();
+  EXPECT_EQ(pool.kept_bytes(), 0U) << "nothing says that these will be needed again";
+  step();
+  EXPECT_EQ(pool.kept_bytes(), 2 * kLarge);
+  pass_a_period();
+  step();
+  EXPECT_EQ(pool.kept_bytes(), 2 * kLarge) << "they were needed in this period";
+  CpuPool::give_back(pool.take(kLarge));
+  pass_a_period();
+  CpuPool::give_back(pool.take(kLarge));
+  pass_a_period();
+  EXPECT_EQ(pool.kept_bytes(), kLarge) << "only one of the two was needed in the last period";
+  pass_a_period();
+  EXPECT_EQ(pool.kept_bytes(), 0U);
+}
+
+TEST(Memory, LiveAndKeptBytesStayWithinThePeak) {
+  CpuPool& pool = CpuPool::make(make_memory_account());
+  constexpr size_t kUnit = CpuPool::kSmallestKept;
+  for (int round = 0; round < 3; ++round) {
+    for (size_t units = 1; units <= 50; ++units) CpuPool::give_back(pool.take(units * kUnit));
+  }
+  EXPECT_GT(pool.kept_bytes(), 0U);
+  EXPECT_LE(pool.kept_bytes(), 50 * kUnit);
+  void* largest = pool.take(50 * kUnit);
+  EXPECT_EQ(pool.kept_bytes(), 0U);
+  CpuPool::give_back(largest);
+}
+
+// A limit on address space that leaves room for one block, not for two.
+TEST(Memory, WhatOnePoolKeepsDoesNotMakeAnotherFail) {
+  constexpr int64_t kBlock = int64_t{3} << 29;
+  const auto in_child = [] {
+    const Devices devices("cpu:2");
+    std::ifstream file("/proc/self/statm");
+    int64_t total_pages = 0;
+    file >> total_pages;
+    const auto limit = static_cast<rlim_t>(total_pages * sysconf(_SC_PAGESIZE) + kBlock * 3 / 2);
+    const rlimit address_space{limit, limit};
+    setrlimit(RLIMIT_AS, &address_space);
+    const auto allocate_and_free = [] {
+      for (int i = 0; i < 3; ++i) torch::empty({kBlock}, torch::kUInt8);
+    };
+    allocate_and_free();
+    for (size_t i = 0; i < devices.size(); ++i) {
+      const UseDevice home(devices[i]);
+      allocate_and_free();
+    }
+    allocate_and_free();
+  };
+  const pid_t child = fork();
+  if (child == 0) {
+    try {
+      in_child();
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "%s\n", describe(error).c_str());
+      _exit(1);
+    }
+    _exit(0);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  EXPECT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 0);
+}
+
+#endif
 
 TEST(Memory, ManyThreadsAllocateAndFreeEachOthersBlocks) {
   const Devices devices("cpu:3");
@@ -257,6 +373,57 @@ TEST(Random, TheSeedGovernsWorkersAndTheirWorkLeavesTheCallersSequenceAlone) {
       << "the worker's numbers came out of the caller's sequence";
   torch::manual_seed(1);
   EXPECT_TRUE(torch::equal(one, draw()));
+}
+
+// Seeding again with the same seed gives the generator the state it had: that it was seeded must be
+// noticed all the same.
+TEST(Random, WhatFollowsASeedingIsAlwaysTheSame) {
+  const Devices devices("cpu:2");
+  const auto draw = [&] {
+    std::vector<torch::Tensor> drawn;
+    for (int round = 0; round < 3; ++round) {
+      for (size_t i = 0; i < devices.size(); ++i) {
+        drawn.push_back(devices[i].run("draw", [] { return torch::rand({8}); }));
+      }
+      if (round == 1) drawn.push_back(torch::rand({3}));
+    }
+    return torch::cat(drawn);
+  };
+  torch::manual_seed(7);
+  const auto expected = draw();
+  const auto expect_same = [&](const char* what) {
+    torch::manual_seed(7);
+    EXPECT_TRUE(torch::equal(draw(), expected)) << "after " << what;
+  };
+  torch::manual_seed(7);
+  expect_same("nothing");
+  expect_same("the same");
+  torch::manual_seed(7);
+  devices[1].run("draw", [] { return torch::rand({8}); });
+  expect_same("a task of one device");
+  torch::manual_seed(7);
+  torch::rand({5});
+  expect_same("numbers drawn here");
+  torch::rand({2000});
+  expect_same("many numbers drawn here");
+  torch::manual_seed(8);
+  draw();
+  expect_same("another seed");
+}
+
+TEST(Random, WorkInBetweenChangesNoNumberOfTheCallersSequence) {
+  const Devices devices("cpu:1");
+  const auto draw = [&](bool with_work) {
+    torch::manual_seed(7);
+    std::vector<torch::Tensor> drawn;
+    for (int64_t i = 0; i < 1500; ++i) {  // past mt19937's 624 words twice, from every position
+      if (with_work) devices[0].run("nothing", [] {});
+      drawn.push_back(torch::rand({1}));
+      if (i % 7 == 0) drawn.push_back(torch::randn({1}));
+    }
+    return torch::cat(drawn);
+  };
+  EXPECT_TRUE(torch::equal(draw(false), draw(true)));
 }
 
 TEST(Random, AnExplicitGeneratorIsObeyed) {
