@@ -1,7 +1,6 @@
 # What `cmake --install` lays down: headers, both libraries, the programs, and a package for find_package(lockstep).
 # The package names the libtorch lockstep was built with: a program must not mix in another.
 
-include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 set_target_properties(lockstep_core PROPERTIES EXPORT_NAME core)
@@ -11,9 +10,12 @@ set_target_properties(lockstep_flags PROPERTIES EXPORT_NAME flags)
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/include/lockstep" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}")
 install(TARGETS lockstep lockstep_core lockstep_torch lockstep_flags EXPORT lockstepTargets
   ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
-install(TARGETS lockstep-cli lockstep-probe practical5_single practical5_dp practical6_ddp
-  practical7_accumulation practical7_amp homework2_combined
-  RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
+if(LOCKSTEP_BUILD_PROGRAMS)
+  install(TARGETS lockstep-cli lockstep-probe RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
+endif()
+if(LOCKSTEP_BUILD_EXAMPLES)
+  install(TARGETS ${LOCKSTEP_COURSE_PROGRAMS} RUNTIME DESTINATION "${CMAKE_INSTALL_BINDIR}")
+endif()
 if(LOCKSTEP_CUDA)
   install(TARGETS lockstep_cuda lockstep_cuda_runtime EXPORT lockstepTargets
     ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
@@ -25,8 +27,8 @@ endif()
 set(package_dir "${CMAKE_INSTALL_LIBDIR}/cmake/lockstep")
 install(EXPORT lockstepTargets NAMESPACE lockstep:: DESTINATION "${package_dir}")
 configure_package_config_file("${PROJECT_SOURCE_DIR}/cmake/lockstepConfig.cmake.in"
-  "${CMAKE_BINARY_DIR}/lockstepConfig.cmake" INSTALL_DESTINATION "${package_dir}")
-write_basic_package_version_file("${CMAKE_BINARY_DIR}/lockstepConfigVersion.cmake"
+  "${PROJECT_BINARY_DIR}/lockstepConfig.cmake" INSTALL_DESTINATION "${package_dir}")
+write_basic_package_version_file("${PROJECT_BINARY_DIR}/lockstepConfigVersion.cmake"
   COMPATIBILITY SameMinorVersion)
-install(FILES "${CMAKE_BINARY_DIR}/lockstepConfig.cmake" "${CMAKE_BINARY_DIR}/lockstepConfigVersion.cmake"
+install(FILES "${PROJECT_BINARY_DIR}/lockstepConfig.cmake" "${PROJECT_BINARY_DIR}/lockstepConfigVersion.cmake"
   DESTINATION "${package_dir}")

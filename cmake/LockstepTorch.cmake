@@ -8,6 +8,8 @@
 #                    CMAKE_PREFIX_PATH, then the system's libtorch-dev
 # Sets: LOCKSTEP_TORCH_ROOT, LOCKSTEP_TORCH_VERSION, LOCKSTEP_TORCH_HAS_CUDA
 
+include(LockstepCuda)
+
 set(LOCKSTEP_TORCH "" CACHE PATH "libtorch folder; empty: CMAKE_PREFIX_PATH, then the system's")
 
 # A folder is a libtorch when it holds both the C++ API header and the library.
@@ -85,69 +87,6 @@ function(lockstep_choose_system_blas target library_dir)
   endif()
 endfunction()
 
-# CUDA's headers and libraries as the target lockstep_cuda_runtime: from the pip packages beside torch, else from a
-# toolkit. NCCL is optional.
-function(lockstep_add_cuda_runtime target torch_root)
-  file(GLOB header_candidates "${torch_root}/../nvidia/*/include/cuda_runtime_api.h")
-  file(GLOB library_candidates "${torch_root}/../nvidia/*/lib/libcudart.so*")
-  if(NOT header_candidates OR NOT library_candidates)
-    find_path(cuda_include cuda_runtime_api.h
-      PATHS /usr/local/cuda/include ENV CUDA_HOME PATH_SUFFIXES include NO_CACHE)
-    find_library(cuda_library cudart PATHS /usr/local/cuda/lib64 ENV CUDA_HOME PATH_SUFFIXES lib64 NO_CACHE)
-    set(header_candidates "${cuda_include}/cuda_runtime_api.h")
-    set(library_candidates "${cuda_library}")
-  endif()
-  list(GET header_candidates 0 header)
-  list(GET library_candidates 0 library)
-  if(NOT EXISTS "${header}" OR NOT EXISTS "${library}")
-    message(FATAL_ERROR "this libtorch has CUDA, but no cuda_runtime_api.h and libcudart.so were found.\n"
-      "help: install the CUDA toolkit, set CUDA_HOME, or configure with -DLOCKSTEP_CUDA=OFF")
-  endif()
-  get_filename_component(include_dir "${header}" DIRECTORY)
-  get_filename_component(library_dir "${library}" DIRECTORY)
-  target_include_directories(${target} SYSTEM INTERFACE "${include_dir}")
-  file(GLOB blas_lt "${library_dir}/libcublasLt.so*")
-  if(NOT blas_lt)
-    message(FATAL_ERROR "${library_dir} holds no libcublasLt.so.\n"
-      "help: install cuBLAS beside the CUDA runtime, or configure with -DLOCKSTEP_CUDA=OFF")
-  endif()
-  list(GET blas_lt 0 blas_lt)
-  target_link_libraries(${target} INTERFACE "${library}" "${blas_lt}")
-
-  file(GLOB nccl_header "${torch_root}/../nvidia/nccl/include/nccl.h" "${include_dir}/nccl.h")
-  file(GLOB nccl_library "${torch_root}/../nvidia/nccl/lib/libnccl.so*" "${library_dir}/libnccl.so*")
-  if(nccl_header AND nccl_library)
-    list(GET nccl_header 0 nccl_header)
-    list(GET nccl_library 0 nccl_library)
-    get_filename_component(nccl_include "${nccl_header}" DIRECTORY)
-    target_include_directories(${target} SYSTEM INTERFACE "${nccl_include}")
-    target_link_libraries(${target} INTERFACE "${nccl_library}")
-    target_compile_definitions(${target} INTERFACE LOCKSTEP_NCCL=1)
-  else()
-    message(WARNING "lockstep: NCCL was not found beside this libtorch: GPU tensors between hosts go through their "
-      "memory.\nhelp: install nccl.h and libnccl.so beside the CUDA runtime, then configure again")
-  endif()
-endfunction()
-
-# nvcc, for the kernels. CMake learnt to compile CUDA 13 as C++20 after Debian 12's version.
-function(lockstep_enable_cuda_compiler)
-  if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
-    find_program(nvcc nvcc PATHS /usr/local/cuda/bin ENV CUDA_HOME PATH_SUFFIXES bin NO_CACHE)
-    if(NOT nvcc)
-      message(FATAL_ERROR "this libtorch has CUDA, but there is no nvcc to compile kernels with.\n"
-        "help: install the CUDA toolkit or set CUDACXX, or configure with -DLOCKSTEP_CUDA=OFF")
-    endif()
-    set(CMAKE_CUDA_COMPILER "${nvcc}" CACHE FILEPATH "the CUDA compiler")
-  endif()
-  if(CMAKE_VERSION VERSION_LESS 3.28)
-    message(FATAL_ERROR "CMake ${CMAKE_VERSION} cannot compile CUDA as C++20.\n"
-      "help: python3 -m pip install cmake, or configure with -DLOCKSTEP_CUDA=OFF")
-  endif()
-  if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
-    set(CMAKE_CUDA_ARCHITECTURES "80-real;90" CACHE STRING "GPUs to compile for")
-  endif()
-endfunction()
-
 lockstep_find_torch()
 add_library(lockstep_torch INTERFACE)
 add_library(lockstep::torch ALIAS lockstep_torch)
@@ -206,13 +145,13 @@ if(LOCKSTEP_CUDA)
   target_link_libraries(lockstep_torch INTERFACE
     "-Wl,--push-state,--no-as-needed" "${torch_lib_dir}/libtorch_cuda.so" "-Wl,--pop-state"
     "${torch_lib_dir}/libc10_cuda.so")
-  add_library(lockstep_cuda_runtime INTERFACE)
-  lockstep_add_cuda_runtime(lockstep_cuda_runtime "${LOCKSTEP_TORCH_ROOT}")
-  target_link_libraries(lockstep_torch INTERFACE lockstep_cuda_runtime)
-  lockstep_enable_cuda_compiler()
+  lockstep_choose_cuda_compiler()
   set(CMAKE_CUDA_STANDARD 20)
   set(CMAKE_CUDA_STANDARD_REQUIRED ON)
   set(CMAKE_CUDA_RUNTIME_LIBRARY None)  # lockstep_cuda_runtime names the one that libtorch uses
   enable_language(CUDA)
+  add_library(lockstep_cuda_runtime INTERFACE)
+  lockstep_add_cuda_runtime(lockstep_cuda_runtime "${LOCKSTEP_TORCH_ROOT}" "${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES}")
+  target_link_libraries(lockstep_torch INTERFACE lockstep_cuda_runtime)
 endif()
 message(STATUS "lockstep: libtorch ${LOCKSTEP_TORCH_VERSION} in ${torch_lib_dir}, CUDA ${LOCKSTEP_CUDA}")

@@ -41,6 +41,11 @@ void make_folder(const fs::path& folder) {
   }
 }
 
+// Names a missing program before anything is written or measured.
+void require_programs(const LabPlan& plan) {
+  for (const auto& experiment : plan.experiments) sibling_path(experiment.program);
+}
+
 ChildCommand command_for(const Experiment& experiment, const std::string& record) {
   ChildCommand command{.program = sibling_path(experiment.program), .arguments = {}};
   if (experiment.ranks > 0) {
@@ -89,6 +94,7 @@ int run_lab(const Lab& lab, const LabOptions& options, const std::string& comman
   require_font();  // not after minutes of measuring
   const Interrupts interrupts;
   const LabPlan plan = lab.plan(options, detect_hardware(interrupts));
+  require_programs(plan);
   const fs::path out = options.out.empty() ? lab.folder : options.out;
   make_folder(out / "records");
   const double others_busy_cores = busy_cores();

@@ -3,9 +3,13 @@
 #include <dlfcn.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <link.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdlib>
 #include <filesystem>
+#include <memory>
 #include <vector>
 
 #include "lockstep/error.hpp"
@@ -22,25 +26,55 @@ constexpr int kLoadFlags = RTLD_NOW | RTLD_LOCAL;
 constexpr int kLoadFlags = RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND;
 #endif
 
+// Where the dynamic loader looks for libraries of the program, or of the shared library, that this
+// code was linked into. The run path of a program built with the installed package names the
+// module's folder.
+std::vector<std::filesystem::path> loader_folders() {
+  Dl_info about{};
+  void* self = nullptr;
+  if (::dladdr(&kGlooModule, &about) != 0 && about.dli_fname != nullptr) {
+    self = ::dlopen(about.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+  }
+  if (self == nullptr) self = ::dlopen(nullptr, RTLD_LAZY);  // in the program itself
+  std::vector<std::filesystem::path> folders;
+  Dl_serinfo size{};
+  if (self == nullptr || ::dlinfo(self, RTLD_DI_SERINFOSIZE, &size) != 0) return folders;
+  const auto memory = std::make_unique<std::byte[]>(std::max(size.dls_size, sizeof size));
+  auto* const list = reinterpret_cast<Dl_serinfo*>(memory.get());
+  if (::dlinfo(self, RTLD_DI_SERINFOSIZE, list) == 0 &&
+      ::dlinfo(self, RTLD_DI_SERINFO, list) == 0) {
+    for (unsigned i = 0; i < list->dls_cnt; ++i) {
+      folders.emplace_back(list->dls_serpath[i].dls_name);
+    }
+  }
+  ::dlclose(self);
+  return folders;
+}
+
 std::vector<std::filesystem::path> module_folders() {
   std::vector<std::filesystem::path> folders;
+  const auto add = [&](const std::filesystem::path& folder) {
+    if (std::find(folders.begin(), folders.end(), folder) == folders.end())
+      folders.push_back(folder);
+  };
   if (const char* listed = std::getenv("LOCKSTEP_MODULE_PATH"); listed != nullptr) {
     std::string_view rest = listed;
     while (!rest.empty()) {
       const size_t colon = rest.find(':');
-      if (colon != 0) folders.emplace_back(rest.substr(0, colon));
+      if (colon != 0) add(rest.substr(0, colon));
       rest = colon == std::string_view::npos ? "" : rest.substr(colon + 1);
     }
   }
   std::error_code ignored;
   const auto program = std::filesystem::read_symlink("/proc/self/exe", ignored);
   if (!program.empty()) {
-    folders.push_back(program.parent_path());
-    folders.push_back(program.parent_path().parent_path() / "lib" / "lockstep");
+    const auto prefix = program.parent_path().parent_path();
+    add(program.parent_path());
+    add(prefix / "lib" / "lockstep");
+    add(prefix / LOCKSTEP_INSTALL_LIBDIR / "lockstep");
   }
-#ifdef LOCKSTEP_MODULE_FOLDER
-  folders.emplace_back(LOCKSTEP_MODULE_FOLDER);
-#endif
+  for (const auto& folder : loader_folders()) add(folder);
+  add(std::filesystem::path(LOCKSTEP_INSTALL_PREFIX) / LOCKSTEP_INSTALL_LIBDIR / "lockstep");
   return folders;
 }
 

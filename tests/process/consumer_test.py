@@ -1,0 +1,227 @@
+#!/usr/bin/env python3
+"""lockstep as other projects use it: installed, or as a folder of their own, with the CMake lines of docs/building.md.
+
+usage: consumer_test.py CMAKE BUILD_FOLDER REPO_FOLDER [TEST ...]
+"""
+
+import os
+import pathlib
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import unittest
+
+CMAKE, BUILD, REPO = sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
+LABS = ("5", "6", "7", "10", "homework2")
+
+
+def page_project(which):
+    """The CMakeLists.txt that docs/building.md prints, chosen by a word that is in it."""
+    page = (REPO / "docs" / "building.md").read_text(encoding="utf-8")
+    found = [body for body in re.findall(r"^```cmake\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if which in body]
+    assert len(found) == 1, f"docs/building.md has {len(found)} CMake blocks with {which}"
+    return found[0]
+
+
+def run(*command, **more):
+    """What a command did; it must end within two minutes."""
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=120, **more)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Scratch(unittest.TestCase):
+    """A folder of its own for a class of tests."""
+
+    @classmethod
+    def setUpClass(cls):
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.folder = pathlib.Path(folder.name)
+
+    def done(self, result):
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        return result.stdout
+
+
+class Installed(Scratch):
+    """Installed to a prefix, which is then moved: neither the build nor the first place of the prefix is needed."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        subprocess.run([CMAKE, "--install", BUILD, "--prefix", cls.folder / "first"], check=True, capture_output=True)
+        cls.prefix = (cls.folder / "first").rename(cls.folder / "prefix")
+        cls.lockstep = cls.prefix / "bin" / "lockstep"
+        project = cls.folder / "project"
+        project.mkdir()
+        (project / "CMakeLists.txt").write_text(page_project("find_package(lockstep"), encoding="utf-8")
+        shutil.copy(REPO / "examples" / "tutorial_distributed.cpp", project / "train.cpp")
+        for command in ([CMAKE, "-S", project, "-B", project / "build", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
+                         f"-DCMAKE_PREFIX_PATH={cls.prefix}"],
+                        [CMAKE, "--build", project / "build"]):
+            built = run(*command)
+            if built.returncode != 0:
+                raise AssertionError(f"the lines of docs/building.md do not build:\n{built.stdout}{built.stderr}")
+        cls.program = project / "build" / "train"
+        cls.module = next(cls.prefix.glob("lib*/**/lockstep-gloo.so"), None)
+
+    def need_gloo(self):
+        if self.module is None:
+            self.skipTest("this lockstep was built without libgloo-dev")
+
+    def test_a_program_of_another_project_trains(self):
+        self.assertIn("step 9: loss", self.done(run(self.program)))
+
+    def test_it_loads_gloo(self):
+        self.need_gloo()
+        self.assertIn("step 9: loss", self.done(run(self.lockstep, "run", "-n", "2", "--backend", "gloo", self.program)))
+
+    def test_it_runs_on_two_hosts(self):
+        """Two launchers, as on two hosts, which meet at this one's loopback address."""
+        self.need_gloo()
+        endpoint = f"127.0.0.1:{free_port()}"
+        environment = dict(os.environ, LOCKSTEP_TOKEN="0123456789abcdef")
+        jobs = [subprocess.Popen([self.lockstep, "run", "--nnodes", "2", "--node-rank", str(host), "--rdzv-endpoint",
+                                  endpoint, "-n", "1", self.program], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                 text=True, env=environment) for host in (0, 1)]
+        for job in jobs:
+            self.addCleanup(job.kill)
+        results = [job.communicate(timeout=120) for job in jobs]
+        for job, (out, err) in zip(jobs, results):
+            self.assertEqual(job.returncode, 0, out + err)
+        self.assertIn("step 9: loss", results[0][0])
+
+    def test_a_missing_module_is_named_with_the_folders(self):
+        self.need_gloo()
+        elsewhere = self.folder / "elsewhere"
+        elsewhere.mkdir()
+        shutil.move(self.module, elsewhere)
+        try:
+            failed = run(self.lockstep, "run", "-n", "2", "--backend", "gloo", self.program)
+            self.assertEqual(failed.returncode, 2, failed.stderr)
+            self.assertIn("LOCKSTEP_MODULE_PATH", failed.stderr)
+            self.assertIn(str(self.module.parent), failed.stderr)
+            named = dict(os.environ, LOCKSTEP_MODULE_PATH=str(elsewhere))
+            self.done(run(self.lockstep, "run", "-n", "2", "--backend", "gloo", self.program, env=named))
+        finally:
+            shutil.move(elsewhere / self.module.name, self.module.parent)
+
+    def test_every_lab_finds_its_programs(self):
+        """A lab looks for its programs before it makes its folder, which it cannot make inside a file."""
+        a_file = self.folder / "file"
+        a_file.touch()
+        for lab in LABS:
+            with self.subTest(lab=lab):
+                failed = run(self.lockstep, "lab", lab, "--devices", "cpu:2", "--out", a_file / "report")
+                self.assertEqual(failed.returncode, 2, failed.stderr)
+                self.assertIn("cannot make the folder", failed.stderr)
+        self.assertIn(", ".join(LABS), self.done(run(self.lockstep, "lab", "--help")))
+
+    def test_a_program_of_the_course_runs_over_gloo(self):
+        self.need_gloo()
+        self.done(run(self.lockstep, "run", "-n", "2", "--backend", "gloo", self.prefix / "bin" / "practical6_ddp",
+                      "--steps", "2", "--batch", "4", "--dim", "4", "--hidden", "4"))
+
+
+class Subproject(Scratch):
+    """lockstep inside another project. The library is not compiled again: the project is configured, and its own
+    program compiled, with the flags that lockstep's targets give it."""
+
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        (cls.folder / "CMakeLists.txt").write_text(page_project("add_subdirectory(lockstep"), encoding="utf-8")
+        (cls.folder / "lockstep").symlink_to(REPO)
+        (cls.folder / "train.cpp").write_text("#include <lockstep/error.hpp>\n"
+                                              "static_assert(__cplusplus >= 202002L);\n"
+                                              "int main() {}\n")
+
+    def configure(self, name, *flags):
+        cache = (BUILD / "CMakeCache.txt").read_text()
+        torch = re.search(r"^LOCKSTEP_TORCH:PATH=(.*)$", cache, re.MULTILINE).group(1)
+        self.done(run(CMAKE, "-S", self.folder, "-B", self.folder / name, "-G", "Ninja", f"-DLOCKSTEP_TORCH={torch}",
+                      "-DLOCKSTEP_CUDA=OFF", *flags))
+        return self.folder / name
+
+    def targets(self, build):
+        """The programs, libraries and modules of a build."""
+        listed = self.done(run("ninja", "-C", build, "-t", "targets", "all"))
+        return {pathlib.Path(path).name for path in
+                re.findall(r"^(\S+): CXX_(?:EXECUTABLE|STATIC_LIBRARY|MODULE_LIBRARY)_LINKER", listed, re.MULTILINE)}
+
+    def test_it_brings_the_library_and_nothing_else(self):
+        build = self.configure("alone")
+        brought = self.targets(build) - {"lockstep-gloo.so"}  # where libgloo-dev is installed
+        self.assertEqual(brought, {"train", "liblockstep.a", "liblockstep_core.a"})
+        self.assertFalse((build / "CTestTestfile.cmake").exists(), "the parent project got tests")
+        installed = self.done(run(CMAKE, "--install", build, "--prefix", self.folder / "nothing"))
+        self.assertEqual(list((self.folder / "nothing").glob("**/*.*")), [], installed)
+
+    def test_its_users_are_compiled_as_cpp20(self):
+        build = self.configure("flags", "-DCMAKE_CXX_STANDARD=17")
+        self.done(run(CMAKE, "--build", build, "--target", "CMakeFiles/train.dir/train.cpp.o"))
+
+    def test_it_brings_the_command_where_asked(self):
+        build = self.configure("command", "-DLOCKSTEP_BUILD_PROGRAMS=ON")
+        self.assertLessEqual({"lockstep", "lockstep-probe"}, self.targets(build))
+        self.assertNotIn("practical6_ddp", self.targets(build))
+
+
+class CudaHeaders(Scratch):
+    """Which folders of headers a build with CUDA gets, for folders laid out as pip and the toolkit lay them out."""
+
+    def lay_out(self, name, *, pip_crt, toolkit_crt, toolkit_version=13000):
+        root = self.folder / name
+        pip, toolkit = root / "nvidia" / "cu13", root / "toolkit" / "include"
+        for folder in (root / "torch", pip / "include", pip / "lib", toolkit):
+            folder.mkdir(parents=True)
+        (pip / "include" / "cuda_runtime_api.h").write_text("#define CUDART_VERSION  13000\n")
+        (toolkit / "cuda_runtime_api.h").write_text(f"#define CUDART_VERSION  {toolkit_version}\n")
+        for library in ("libcudart.so.13", "libcublasLt.so.13"):
+            (pip / "lib" / library).touch()
+        for wanted, folder in ((pip_crt, pip / "include"), (toolkit_crt, toolkit)):
+            if wanted:
+                (folder / "crt").mkdir()
+                (folder / "crt" / "host_defines.h").touch()
+        (root / "CMakeLists.txt").write_text(
+            "cmake_minimum_required(VERSION 3.25)\nproject(headers LANGUAGES NONE)\n"
+            f'include("{REPO}/cmake/LockstepCuda.cmake")\nadd_library(runtime INTERFACE)\n'
+            f'lockstep_add_cuda_runtime(runtime "{root}/torch" "{toolkit}")\n'
+            "get_target_property(folders runtime INTERFACE_SYSTEM_INCLUDE_DIRECTORIES)\n"
+            'message(STATUS "folders: ${folders}")\n')
+        return run(CMAKE, "-S", root, "-B", root / "build", "-G", "Ninja"), pip / "include", toolkit
+
+    def folders(self, result):
+        line = re.search(r"folders: (.*)", self.done(result)).group(1)
+        return [pathlib.Path(os.path.normpath(folder)) for folder in line.split(";")]
+
+    def test_the_toolkit_completes_a_pip_torch(self):
+        result, pip, toolkit = self.lay_out("completed", pip_crt=False, toolkit_crt=True)
+        self.assertEqual(self.folders(result), [pip, toolkit])
+
+    def test_complete_headers_are_left_alone(self):
+        result, pip, _ = self.lay_out("complete", pip_crt=True, toolkit_crt=True)
+        self.assertEqual(self.folders(result), [pip])
+
+    def test_without_either_configuring_stops_with_a_remedy(self):
+        result, _, _ = self.lay_out("neither", pip_crt=False, toolkit_crt=False)
+        self.assertNotEqual(result.returncode, 0)
+        self.assertIn("crt/host_defines.h", result.stderr)
+        self.assertIn("nvidia-cuda-crt==13.0", result.stderr)
+
+    def test_a_toolkit_of_another_cuda_is_refused(self):
+        result, _, _ = self.lay_out("other", pip_crt=True, toolkit_crt=True, toolkit_version=12040)
+        self.assertNotEqual(result.returncode, 0)
+        self.assertIn("12.4", result.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main(argv=[sys.argv[0], *sys.argv[4:]])
