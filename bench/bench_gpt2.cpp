@@ -10,7 +10,6 @@
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -201,16 +200,12 @@ json gpu_memory(torch::Device device) {
 }
 
 json measure(Trainer& trainer, torch::Device device, int64_t steps) {
-  std::vector<double> times;
-  for (int64_t i = 0; i < steps; ++i) {
-    synchronize(device);
-    const int64_t begin_ns = lockstep::monotonic_ns();
-    trainer.step();
-    synchronize(device);
-    times.push_back(static_cast<double>(lockstep::monotonic_ns() - begin_ns) * 1e-6);
-  }
-  std::sort(times.begin(), times.end());
-  const double ms = times[times.size() / 2];
+  synchronize(device);
+  const int64_t begin_ns = lockstep::monotonic_ns();
+  for (int64_t i = 0; i < steps; ++i) trainer.step();
+  synchronize(device);
+  const double ms =
+      static_cast<double>(lockstep::monotonic_ns() - begin_ns) * 1e-6 / static_cast<double>(steps);
   return {{"ms", ms},
           {"tokens_per_s", static_cast<double>(trainer.tokens()) / ms * 1e3},
           {"memory", gpu_memory(device)}};

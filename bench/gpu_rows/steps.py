@@ -55,6 +55,7 @@ def step_cases(bench, shape, accumulate):
              "PyTorch AMP, eager, fused SGD": theirs(sgd="fused")}
     if not bench.dry:
         cases["PyTorch AMP, torch.compile, fused SGD"] = theirs(sgd="fused", compile=True)
+        cases["PyTorch AMP, CUDA graph by hand, fused SGD"] = theirs(sgd="fused", graph=True)
     if accumulate == 1:
         cases["lockstep, eager"] = ours()
     cases["lockstep, captured"] = ours(capture=True)
@@ -70,6 +71,7 @@ def time_steps(bench, row, shape, steps, accumulate, started):
     bases = {"eager": [name for name in found if "eager" in name and "PyTorch" in name]}
     if not bench.dry:
         bases["compiled"] = [name for name in found if "compile" in name]
+        bases["CUDA graph"] = [name for name in found if "CUDA graph" in name]
     title = f"Row {row}: {mlp.text(shape)}" + (f", {accumulate} micro-steps" if accumulate > 1 else "")
     floor = mlp.floor_ms(bench.rates, shape, accumulate)
     medians = tables.print_times(f"{title}; AMP {bench.precision}, GradScaler, SGD; floor {floor:.3g} ms",

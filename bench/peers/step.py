@@ -1,4 +1,5 @@
-"""The twin of bench_step in PyTorch: AMP with GradScaler and SGD, eager or compiled, alone or as a rank of DDP."""
+"""The twin of bench_step in PyTorch: AMP with GradScaler and SGD; eager, compiled, or with forward and backward in a CUDA
+graph that the program captures itself; alone or as a rank of DDP."""
 
 import contextlib
 import math
@@ -54,30 +55,67 @@ if on_gpu:
 model = net
 if options.get("world"):
     model = torch.nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=options.get("views", False))
-if options.get("compile"):
-    # Its CUDA graphs overwrite the gradients of the micro-step before, so that they serve one only.
-    model = torch.compile(net, mode="reduce-overhead" if options.get("accumulate", 1) == 1 else "default")
 optimizer = torch.optim.SGD(net.parameters(), lr=options["lr"], **{options.get("sgd", "foreach"): True})
 scaler = torch.amp.GradScaler(device.type, enabled=precision == "fp16")
 
 
-def step():
-    rows = x.shape[0] // micro_steps
-    total = 0
-    for micro in range(micro_steps):
+parts = list(zip(x.chunk(micro_steps), y.chunk(micro_steps)))
+
+
+def loss_of(rows, wanted):
+    with torch.autocast(device.type, dtype, enabled=precision != "fp32"):
+        loss = torch.nn.functional.mse_loss(model(rows), wanted)
+    return loss / micro_steps if micro_steps > 1 else loss
+
+
+if options.get("compile"):
+    # Its CUDA graphs overwrite the gradients of the micro-step before, so that they serve one only.
+    loss_of = torch.compile(loss_of, mode="reduce-overhead" if micro_steps == 1 else "default")
+
+
+def forward_backward():
+    """The gradients of all micro-steps; the loss of the step."""
+    total = None
+    for micro, (rows, wanted) in enumerate(parts):
         alone = options.get("world") and micro + 1 < micro_steps
         with model.no_sync() if alone else contextlib.nullcontext():
-            with torch.autocast(device.type, dtype, enabled=precision != "fp32"):
-                out = model(x[micro * rows:(micro + 1) * rows])
-                loss = torch.nn.functional.mse_loss(out, y[micro * rows:(micro + 1) * rows])
-            if micro_steps > 1:
-                loss = loss / micro_steps
+            loss = loss_of(rows, wanted)
             scaler.scale(loss).backward()
-        total = total + loss.detach()
+        total = loss.detach() if total is None else total + loss.detach()
+    return total
+
+
+def capture():
+    """A function that replays forward and backward. As PyTorch's page on CUDA graphs has it: warmed up on another stream,
+    gradients made inside the graph, scaler and optimizer outside."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            forward_backward()
+            optimizer.zero_grad(set_to_none=True)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        total = forward_backward()
+
+    def replay():
+        graph.replay()
+        return total
+
+    return replay
+
+
+gradients = capture() if options.get("graph") else forward_backward
+
+
+def step():
+    loss = gradients()
     scaler.step(optimizer)
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
-    return total
+    if not options.get("graph"):  # whose gradients stay where they are
+        optimizer.zero_grad(set_to_none=True)
+    return loss
 
 
 def memory():

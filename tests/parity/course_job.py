@@ -10,6 +10,7 @@ import sys
 import torch
 
 import course_models
+import hidden_amx
 import safetensors_io
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
@@ -18,17 +19,7 @@ MLP = {"--steps": 20, "--dim": 24, "--hidden": 40, "--depth": 2, "--lr": 0.05}
 TRANSFORMER = {"--steps": 20, "--dim": 32, "--hidden": 128, "--depth": 2, "--lr": 0.005, "--model": "transformer"}
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-
-def avoid_hidden_amx():
-    """PyTorch dies on virtual machines that announce AMX and hide its tiles; see src/base/hidden_amx.hpp."""
-    with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-        facts = dict(line.split(":", 1) for line in file.read().split("\n\n")[0].splitlines() if ":" in line)
-    facts = {name.strip(): value.split() for name, value in facts.items()}
-    if "amx_tile" in facts.get("flags", []) and int(facts["cpuid level"][0]) < 0x1d:
-        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-
-
-avoid_hidden_amx()
+hidden_amx.avoid()  # before any product of bf16
 
 
 class Job:

@@ -116,6 +116,8 @@ class Installed(Scratch):
 
     def test_every_lab_finds_its_programs(self):
         """A lab looks for its programs before it makes its folder, which it cannot make inside a file."""
+        course = {path.name for pattern in ("practical*", "homework*") for path in (BUILD / "bin").glob(pattern)}
+        self.assertLessEqual(course, {path.name for path in (self.prefix / "bin").iterdir()})
         a_file = self.folder / "file"
         a_file.touch()
         for lab in LABS:
