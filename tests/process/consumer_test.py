@@ -27,8 +27,8 @@ def page_project(which):
 
 
 def run(*command, **more):
-    """What a command did; it must end within two minutes."""
-    return subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=120, **more)
+    """What a command did. Only CTest's time limit ends one that hangs."""
+    return subprocess.run([str(word) for word in command], capture_output=True, text=True, **more)
 
 
 def free_port():
@@ -64,7 +64,7 @@ class Installed(Scratch):
         project.mkdir()
         (project / "CMakeLists.txt").write_text(page_project("find_package(lockstep"), encoding="utf-8")
         shutil.copy(REPO / "examples" / "tutorial_distributed.cpp", project / "train.cpp")
-        for command in ([CMAKE, "-S", project, "-B", project / "build", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=Release",
+        for command in ([CMAKE, "-S", project, "-B", project / "build", "-G", "Ninja",
                          f"-DCMAKE_PREFIX_PATH={cls.prefix}"],
                         [CMAKE, "--build", project / "build"]):
             built = run(*command)
@@ -94,7 +94,7 @@ class Installed(Scratch):
                                  text=True, env=environment) for host in (0, 1)]
         for job in jobs:
             self.addCleanup(job.kill)
-        results = [job.communicate(timeout=120) for job in jobs]
+        results = [job.communicate() for job in jobs]
         for job, (out, err) in zip(jobs, results):
             self.assertEqual(job.returncode, 0, out + err)
         self.assertIn("step 9: loss", results[0][0])
