@@ -4,7 +4,9 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <new>
 
+#include "base/standard_streams.hpp"
 #include "cli/child.hpp"
 #include "cli/doctor/doctor.hpp"
 #include "cli/explain.hpp"
@@ -30,15 +32,24 @@ constexpr const char* kExamples =
     "  lockstep run -n 4 ./train           four ranks of a program on this host\n"
     "  lockstep explain LS0002             what an error code means\n";
 
-// A child's exit code 2 is the user's own mistake, found one level down: it stays 2.
-int run_keeping_usage_errors(int argc, char** argv) {
+// A child's exit code 2 is the user's own mistake, found one level down: it stays 2. Nothing but
+// lockstep runs in this process: an exception that is no Error is a mistake of lockstep's, except
+// where the system gives no memory or standard output cannot be written.
+int run_naming_failures(int argc, char** argv) {
   try {
     return run_command(argc, argv);
   } catch (const ChildFailed& failed) {
     if (failed.child_exit() != 2) throw;
     std::fflush(stdout);
-    fmt::print(stderr, "{}\n", failed.block());
+    print_error(failed.block() + "\n");
     return failed.child_exit();
+  } catch (const Error&) {
+    throw;
+  } catch (const std::bad_alloc&) {
+    throw;
+  } catch (const std::exception& error) {
+    if (std::ferror(stdout) != 0) throw;
+    throw Error(Code::kInternal, describe(error), "please report it with the command you ran");
   }
 }
 
@@ -92,10 +103,10 @@ int run_command(int argc, char** argv) {
 
 int run_cli(int argc, char** argv) {
   try {
-    return run_program(run_keeping_usage_errors, argc, argv);
+    return run_program(run_naming_failures, argc, argv);
   } catch (const Interrupted& interrupted) {
-    fmt::print(stderr, "lockstep: stopped by signal {}; nothing is left running\n",
-               interrupted.signal);
+    print_error(fmt::format("lockstep: stopped by signal {}; nothing is left running\n",
+                            interrupted.signal));
     return 128 + interrupted.signal;
   }
 }

@@ -16,6 +16,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "base/limits.hpp"
 #include "lockstep/board.hpp"
 
 namespace lockstep::cli {
@@ -37,7 +38,9 @@ sigset_t stop_signals() {
 }
 
 [[noreturn]] void fail_system(const std::string& what) {
-  throw Error(Code::kInternal, fmt::format("{}: {}", what, std::strerror(errno)));
+  const int reason = errno;
+  throw Error(Code::kProgramFailed, fmt::format("{}: {}", what, std::strerror(reason)),
+              limit_help(reason, "see whether this machine lacks memory or processes (ulimit -u)"));
 }
 
 class Pipe {
@@ -79,6 +82,7 @@ struct ExecPlan {
     if (::getppid() != parent) ::_exit(127);  // the parent died before the line above
     const sigset_t stop = stop_signals();
     ::sigprocmask(SIG_UNBLOCK, &stop, nullptr);
+    ::signal(SIGXFSZ, SIG_DFL);
     if (set_cores) ::sched_setaffinity(0, sizeof(cores), &cores);
     const int nothing = ::open("/dev/null", O_RDONLY);
     ::dup2(nothing, STDIN_FILENO);
@@ -187,7 +191,7 @@ class Running {
   static bool drain(Pipe& pipe, std::string& text) {
     pollfd event{pipe.read_end(), POLLIN, 0};
     if (pipe.read_end() < 0 || ::poll(&event, 1, 0) <= 0) return false;
-    std::array<char, 1 << 16> buffer;
+    std::array<char, 1 << 14> buffer;
     const ssize_t count = ::read(pipe.read_end(), buffer.data(), buffer.size());
     if (count <= 0) {
       pipe.close_read();

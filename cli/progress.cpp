@@ -4,10 +4,10 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <cstdlib>
 #include <string_view>
 
+#include "base/standard_streams.hpp"
 #include "lockstep/units.hpp"
 
 namespace lockstep::cli {
@@ -26,7 +26,7 @@ Progress::Progress(int experiments, double total_weight)
     : bar_(can_redraw()), experiments_(experiments), total_weight_(total_weight) {}
 
 Progress::~Progress() {
-  if (bar_) std::fputs("\r\033[K", stderr);  // fmt may throw, a destructor must not
+  if (bar_) print_error("\r\033[K");
 }
 
 void Progress::begin(const std::string& title, double weight) {
@@ -42,9 +42,8 @@ void Progress::tick() {
   std::string bar;
   for (int i = 0; i < kBarWidth; ++i) bar += i < filled ? "█" : "░";
   const double left = seconds_left();
-  fmt::print(stderr, "\r\033[K{} {}/{}  {}{}", bar, done_ + 1, experiments_, title_,
-             left > 0 ? fmt::format("  about {:.0f} s left", left) : "");
-  std::fflush(stderr);
+  print_error(fmt::format("\r\033[K{} {}/{}  {}{}", bar, done_ + 1, experiments_, title_,
+                          left > 0 ? fmt::format("  about {:.0f} s left", left) : ""));
 }
 
 void Progress::end() {
@@ -53,7 +52,8 @@ void Progress::end() {
   done_weight_ += weight_;
   spent_s_ += seconds;
   if (!bar_) {
-    fmt::print(stderr, "[{}/{}] {}: {}\n", done_, experiments_, title_, format_seconds(seconds));
+    print_error(
+        fmt::format("[{}/{}] {}: {}\n", done_, experiments_, title_, format_seconds(seconds)));
   }
 }
 

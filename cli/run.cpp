@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
+#include "base/standard_streams.hpp"
 #include "cli/nvml.hpp"
 #include "launch/cluster.hpp"
 #include "launch/flags.hpp"
@@ -128,7 +129,8 @@ int run_launch(const RunFlags& flags, const std::vector<std::string>& program,
     fmt::print("{}", describe_plan(plan));
     return 0;
   }
-  if (!announcement.empty() && !plan.quiet) fmt::print(stderr, "lockstep: {}\n", announcement);
+  if (!announcement.empty() && !plan.quiet)
+    print_error(fmt::format("lockstep: {}\n", announcement));
   return launch(plan, path);
 }
 

@@ -8,6 +8,7 @@
 
 #include "cli/doctor/diagnose_gpu.hpp"
 #include "cli/doctor/doctor_facts.hpp"
+#include "lockstep/cli_parse.hpp"
 #include "lockstep/loaded_libraries.hpp"
 #include "lockstep/units.hpp"
 
@@ -192,12 +193,25 @@ Finding check_environment(const json& facts) {
 
 Finding check_boards(const json& facts) {
   const auto boards = fact<std::vector<std::string>>(facts, "/machine/leftover_boards");
-  if (!boards) return unknown("boards");
-  if (boards->empty()) return {"boards", Level::kPass, "none left over", ""};
-  return {
-      "boards", Level::kWarn,
-      fmt::format("{} left over by runs that died: {}", boards->size(), fmt::join(*boards, ", ")),
-      fmt::format("rm {}", fmt::join(*boards, " "))};
+  const auto others = fact<std::vector<std::string>>(facts, "/machine/unknown_boards");
+  if (!boards || !others) return unknown("boards");
+  if (boards->empty() && others->empty()) return {"boards", Level::kPass, "none left over", ""};
+  std::vector<std::string> problems;
+  std::vector<std::string> remedies;
+  if (!boards->empty()) {
+    problems.push_back(fmt::format("{} left over by runs that died: {}", boards->size(),
+                                   fmt::join(*boards, ", ")));
+    std::vector<const char*> removal = {"rm"};
+    for (const auto& board : *boards) removal.push_back(board.c_str());
+    remedies.push_back(shell_line(static_cast<int>(removal.size()), removal.data()));
+  }
+  if (!others->empty()) {
+    problems.push_back(
+        fmt::format("{} that lockstep cannot read: {}", others->size(), fmt::join(*others, "; ")));
+    remedies.push_back("lockstep leaves what it cannot read alone: see whose it is");
+  }
+  return {"boards", Level::kWarn, fmt::format("{}", fmt::join(problems, "; ")),
+          fmt::format("{}", fmt::join(remedies, "; "))};
 }
 
 }  // namespace

@@ -173,31 +173,35 @@ Ticks read_ticks() {
   return ticks;
 }
 
-json leftover_boards() {
-  json boards = json::array();
+// Boards of this user's runs that were killed, and apart from them what only has a board's name:
+// another user's file, another version's, or one that is no board at all.
+void add_boards(json& facts) {
+  facts["leftover_boards"] = json::array();
+  facts["unknown_boards"] = json::array();
   for (const auto& board : list_boards()) {
-    if (board.state != BoardState::kLive) boards.push_back(board.path);
+    if (board.state == BoardState::kStale) facts["leftover_boards"].push_back(board.path);
+    if (board.state == BoardState::kUnusable) facts["unknown_boards"].push_back(board.problem);
   }
-  return boards;
 }
 
 }  // namespace
 
 json machine_facts() {
   const Hardware hardware = Hardware::detect(0);
-  return {{"cores_allowed", hardware.cores.size()},
-          {"cores_online", std::max(1L, ::sysconf(_SC_NPROCESSORS_ONLN))},
-          {"cpu_quota_cores", cpu_quota()},
-          {"memory_total_bytes", meminfo("MemTotal")},
-          {"memory_available_bytes", meminfo("MemAvailable")},
-          {"memory_limit_bytes", memory_limit()},
-          {"shared_memory", shared_memory()},
-          {"open_files", limit_of(RLIMIT_NOFILE)},
-          {"processes", limit_of(RLIMIT_NPROC)},
-          {"host", host_name()},
-          {"environment", environment()},
-          {"driver", driver_facts()},
-          {"leftover_boards", leftover_boards()}};
+  json facts = {{"cores_allowed", hardware.cores.size()},
+                {"cores_online", std::max(1L, ::sysconf(_SC_NPROCESSORS_ONLN))},
+                {"cpu_quota_cores", cpu_quota()},
+                {"memory_total_bytes", meminfo("MemTotal")},
+                {"memory_available_bytes", meminfo("MemAvailable")},
+                {"memory_limit_bytes", memory_limit()},
+                {"shared_memory", shared_memory()},
+                {"open_files", limit_of(RLIMIT_NOFILE)},
+                {"processes", limit_of(RLIMIT_NPROC)},
+                {"host", host_name()},
+                {"environment", environment()},
+                {"driver", driver_facts()}};
+  add_boards(facts);
+  return facts;
 }
 
 double busy_cores() {

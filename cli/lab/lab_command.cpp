@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <filesystem>
 
+#include "base/standard_streams.hpp"
 #include "cli/lab/homework2.hpp"
 #include "cli/lab/lab10.hpp"
 #include "cli/lab/lab5.hpp"
@@ -81,7 +82,7 @@ int run_all(const LabOptions& options, const std::string& command) {
       own.out = (std::filesystem::path(own.out) / std::filesystem::path(lab.folder).filename());
     }
     std::fflush(stdout);  // the last lab's text, before news of this one
-    fmt::print(stderr, "lab {}\n", name);
+    print_error(fmt::format("lab {}\n", name));
     if (const int code = run_lab(lab, own, command); code != 0) return code;
   }
   return 0;

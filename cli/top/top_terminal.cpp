@@ -16,6 +16,7 @@
 #include <cstring>
 #include <string_view>
 
+#include "base/limits.hpp"
 #include "lockstep/clock.hpp"
 
 namespace lockstep::cli {
@@ -99,7 +100,10 @@ Screen::Screen(const Interrupts& interrupts)
   const sigset_t set = job_signals();
   signals_ = ::signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
   if (signals_ < 0) {
-    throw Error(Code::kInternal, std::string("cannot watch for signals: ") + std::strerror(errno));
+    const int reason = errno;
+    throw Error(Code::kProgramFailed,
+                std::string("cannot watch for signals: ") + std::strerror(reason),
+                limit_help(reason, "see whether this machine lacks memory"));
   }
   ::sigprocmask(SIG_BLOCK, &set, nullptr);
   if (keys_) keys_ = ::tcgetattr(STDIN_FILENO, &undo.modes) == 0;

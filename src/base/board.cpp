@@ -11,6 +11,7 @@
 #include <new>
 #include <sstream>
 
+#include "base/limits.hpp"
 #include "board_layout.hpp"
 #include "board_mapping.hpp"
 #include "descriptor.hpp"
@@ -69,12 +70,12 @@ bool launcher_alive(const Header& header) {
 
 [[noreturn]] void fail_exists(const std::string& path) {
   std::string who;
-  std::string help = fmt::format("remove it with rm {}, or give the run another name", path);
+  std::string help = "give the run another name";
   try {
     const BoardInfo info = Board::open(path).info();
     who = fmt::format("it belongs to run \"{}\", process {}, which {}", info.run_name,
                       info.launcher_pid, info.launcher_alive ? "is running" : "has ended");
-    if (info.launcher_alive) help = "give the run another name";
+    if (!info.launcher_alive) help = fmt::format("remove it with rm {}, or {}", path, help);
   } catch (const Error& error) {
     who = error.message();
   }
@@ -94,9 +95,9 @@ void reserve(const std::string& path, int fd, int64_t bytes) {
   board_error(
       fmt::format("cannot reserve {} for the board {}: {}", format_bytes(bytes), path,
                   std::strerror(error)),
-      fmt::format("remove old files from {0}, or make it larger: mount -o remount,size=1G {0} "
-                  "(docker run --shm-size=1g)",
-                  folder),
+      limit_help(error, fmt::format("remove old files from {0}, or make it larger: mount -o "
+                                    "remount,size=1G {0} (docker run --shm-size=1g)",
+                                    folder)),
       {fmt::format("need {}, have {}", format_bytes(bytes),
                    format_bytes(static_cast<int64_t>(space.f_bavail * space.f_frsize)))});
 }
@@ -153,8 +154,9 @@ Board Board::create(const std::string& path, int ranks, const std::string& run_n
       ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
   if (file.get() < 0 && errno == EEXIST) fail_exists(path);
   if (file.get() < 0) {
-    board_error(fmt::format("cannot make the board {}: {}", path, std::strerror(errno)),
-                "`lockstep doctor` checks shared memory");
+    const int reason = errno;
+    board_error(fmt::format("cannot make the board {}: {}", path, std::strerror(reason)),
+                limit_help(reason, "`lockstep doctor` checks shared memory"));
   }
   auto removal = std::make_shared<const FileRemoval>(path);
   const int64_t bytes = file_bytes_for(ranks);

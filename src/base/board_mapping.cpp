@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/stat.h>
 
+#include "base/limits.hpp"
 #include "descriptor.hpp"
 
 namespace lockstep {
@@ -41,9 +42,10 @@ std::shared_ptr<const BoardMapping> open_mapping(const std::string& path, Access
   const Descriptor file(::open(path.c_str(), mode | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
   struct stat status {};
   if (file.get() < 0 || ::fstat(file.get(), &status) != 0) {
-    board_error(fmt::format("cannot open the board {}: {}", path, std::strerror(errno)),
-                errno == ENOENT ? "the run has ended, or was never started"
-                                : "name the board of a running job");
+    const int reason = errno;
+    board_error(fmt::format("cannot open the board {}: {}", path, std::strerror(reason)),
+                limit_help(reason, reason == ENOENT ? "the run has ended, or was never started"
+                                                    : "name the board of a running job"));
   }
   if (!S_ISREG(status.st_mode))
     board_error(fmt::format("{} is not a board: not a regular file", path), "name a board");

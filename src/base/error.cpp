@@ -1,11 +1,22 @@
 #include "lockstep/error.hpp"
 
+#include <cxxabi.h>
 #include <fmt/format.h>
+#include <signal.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
 #include <numeric>
+#include <system_error>
+#include <typeinfo>
 
+#include "base/limits.hpp"
+#include "base/standard_streams.hpp"
 #include "failure_note.hpp"
 
 namespace lockstep {
@@ -34,12 +45,49 @@ size_t edit_distance(std::string_view from, std::string_view to) {
   return row.back();
 }
 
+// "std::runtime_error", "c10::Error".
+std::string type_of(const std::exception& error) {
+  const char* mangled = typeid(error).name();
+  int status = 0;
+  const std::unique_ptr<char, decltype(&std::free)> name(
+      abi::__cxa_demangle(mangled, nullptr, nullptr, &status), &std::free);
+  return name == nullptr ? mangled : name.get();
+}
+
+Error output_error(int reason) {
+  return {Code::kFileWrite, fmt::format("cannot write standard output: {}", std::strerror(reason)),
+          limit_help(reason, "free some space on that disk, or send the output elsewhere")};
+}
+
+// An exception that lockstep did not make into an Error: it comes from the program or from a
+// library that the program calls.
+Error report_of(const std::exception& error) {
+  const std::string type = type_of(error);
+  const auto* system = dynamic_cast<const std::system_error*>(&error);
+  if (system != nullptr && std::ferror(stdout) != 0) return output_error(system->code().value());
+  if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) {
+    return {Code::kOutOfMemory, fmt::format("the system gave no memory ({})", type),
+            "use smaller batches or a smaller model, or raise the limit (ulimit -v)"};
+  }
+  return {Code::kProgramFailed, fmt::format("the program threw {}: {}", type, describe(error)),
+          "it is the program's own exception, or one of a library it calls: remove its cause, or "
+          "catch it in the program"};
+}
+
+int report_failure(const Error& error) {
+  std::fflush(stdout);
+  note_failure(error);
+  print_error(error.block() + "\n");
+  return exit_code(error.code());
+}
+
 }  // namespace
 
 const std::vector<CodeInfo>& all_codes() {
   static const std::vector<CodeInfo> codes = {
       {Code::kInternal, "internal error",
-       "An exception that lockstep did not expect. Please report it with the command you ran."},
+       "Something that lockstep holds to be impossible. Please report it with the command you "
+       "ran."},
       {Code::kUsage, "bad flag or value",
        "A flag is unknown, or its value is missing, not a number, or out of range. Nothing was "
        "started. "
@@ -95,7 +143,9 @@ const std::vector<CodeInfo>& all_codes() {
        "than this "
        "version of lockstep reads."},
       {Code::kProgramFailed, "a program failed",
-       "A program that lockstep started ended with an error. Its own message and log are quoted."},
+       "A program that lockstep started ended with an error, or threw an exception of its own, "
+       "such "
+       "as one about a data file that is missing. Its own message and log are quoted."},
       {Code::kOutOfMemory, "out of memory",
        "The system did not give the memory a tensor needs. Use smaller batches, a smaller model or "
        "fewer "
@@ -219,18 +269,17 @@ std::string describe(const std::exception& error) {
 }
 
 int run_program(int (*body)(int argc, char** argv), int argc, char** argv) {
+  reserve_standard_descriptors();
+  send_output_by_line();
+  ::signal(SIGXFSZ, SIG_IGN);  // a write past the limit of a file's size fails with EFBIG instead
   try {
-    return body(argc, argv);
+    const int code = body(argc, argv);
+    if (code == 0 && std::fflush(stdout) != 0) throw output_error(errno);
+    return code;
   } catch (const Error& error) {
-    std::fflush(stdout);
-    note_failure(error);
-    fmt::print(stderr, "{}\n", error.block());
-    return exit_code(error.code());
+    return report_failure(error);
   } catch (const std::exception& error) {
-    std::fflush(stdout);
-    note_failure(error);
-    fmt::print(stderr, "{}\n", Error(Code::kInternal, describe(error)).block());
-    return exit_code(Code::kInternal);
+    return report_failure(report_of(error));
   }
 }
 

@@ -9,7 +9,6 @@
 #include <string>
 
 #include "lockstep/board.hpp"
-#include "lockstep/error.hpp"
 
 namespace lockstep {
 namespace {
@@ -40,14 +39,11 @@ void note_in_error_file(const std::string& message, const std::string& block) {
 
 }  // namespace
 
-void note_failure(const std::exception& error) noexcept {
+void note_failure(const Error& error) noexcept {
   try {
-    const auto* known = dynamic_cast<const Error*>(&error);
     const auto* by_rank = dynamic_cast<const RankError*>(&error);
-    const std::string message = known != nullptr ? known->message() : describe(error);
-    const Code code = known != nullptr ? known->code() : Code::kInternal;
-    note_in_error_file(message, known != nullptr ? known->block() : message);
-    note_on_board(code, message, by_rank != nullptr ? by_rank->blamed_rank() : -1);
+    note_in_error_file(error.message(), error.block());
+    note_on_board(error.code(), error.message(), by_rank != nullptr ? by_rank->blamed_rank() : -1);
   } catch (const std::exception&) {
     // The board is gone or the disk is full: the error is printed all the same.
   }

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "base/limits.hpp"
 #include "descriptor.hpp"
 #include "lockstep/error.hpp"
 
@@ -20,10 +21,10 @@ namespace {
 [[noreturn]] void fail_write(const std::string& path, int error, const std::string& leftover = "") {
   if (!leftover.empty()) ::unlink(leftover.c_str());
   throw Error(Code::kFileWrite, fmt::format("cannot write {}: {}", path, std::strerror(error)),
-              error == ENOENT   ? "make its folder first"
-              : error == ENOSPC ? "free some space on that disk"
-              : error == EISDIR ? "name a file, not a folder"
-                                : "name a file in a folder you may write to");
+              limit_help(error, error == ENOENT   ? "make its folder first"
+                                : error == ENOSPC ? "free some space on that disk"
+                                : error == EISDIR ? "name a file, not a folder"
+                                                  : "name a file in a folder you may write to"));
 }
 
 bool write_all(int fd, std::span<const std::byte> bytes) {
@@ -51,15 +52,16 @@ std::string read_text_file(const std::string& path) {
   const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   struct stat info {};
   if (file.get() < 0 || ::fstat(file.get(), &info) != 0) {
-    throw Error(Code::kFileRead, fmt::format("cannot read {}: {}", path, std::strerror(errno)),
-                "check the path and its permissions");
+    const int reason = errno;
+    throw Error(Code::kFileRead, fmt::format("cannot read {}: {}", path, std::strerror(reason)),
+                limit_help(reason, "check the path and its permissions"));
   }
   if (S_ISDIR(info.st_mode)) {
     throw Error(Code::kFileRead, fmt::format("cannot read {}: it is a folder", path),
                 "name a file");
   }
   std::string text;
-  std::array<char, 1 << 16> buffer;
+  std::array<char, 1 << 14> buffer;
   for (;;) {
     const ssize_t count = ::read(file.get(), buffer.data(), buffer.size());
     if (count < 0 && errno == EINTR) continue;

@@ -54,9 +54,25 @@ std::vector<double> Fields::numbers(const char* name) const {
   return values;
 }
 
-std::vector<int64_t> Fields::integers(const char* name) const {
+double Fields::amount(const char* name) const {
+  const double value = number(name);
+  if (value < 0) fail_range(name, raw(name), "0 or more");
+  return value;
+}
+
+double Fields::share(const char* name) const {
+  const double value = number(name);
+  if (value < 0 || value > 1) fail_range(name, raw(name), "0 to 1");
+  return value;
+}
+
+int64_t Fields::count(const char* name, int64_t least) const {
+  return integer(name, raw(name), least);
+}
+
+std::vector<int64_t> Fields::counts(const char* name) const {
   std::vector<int64_t> values;
-  for (const auto& value : list(name)) values.push_back(integer(name, value));
+  for (const auto& value : list(name)) values.push_back(integer(name, value, 0));
   return values;
 }
 
@@ -66,14 +82,20 @@ bool Fields::boolean(const char* name) const {
   return value.get<bool>();
 }
 
-int Fields::small_integer(const char* name) const {
-  const int64_t value = integer(name);
-  if (value != static_cast<int>(value)) fail(name);
+int Fields::small_count(const char* name, int least) const {
+  const int64_t value = count(name, least);
+  if (value != static_cast<int>(value)) fail_range(name, raw(name), "at most 2147483647");
   return static_cast<int>(value);
 }
 
 void Fields::fail(const char* name) const {
   throw Error(Code::kRecord, fmt::format("\"{}\" of {} has the wrong type", name, where_), kRemedy);
+}
+
+void Fields::fail_range(const char* name, const json& value, const std::string& range) const {
+  throw Error(Code::kRecord,
+              fmt::format("\"{}\" of {} is {}; it must be {}", name, where_, value.dump(), range),
+              kRemedy);
 }
 
 double Fields::number(const char* name, const json& value) const {
@@ -82,10 +104,12 @@ double Fields::number(const char* name, const json& value) const {
   return *number;
 }
 
-int64_t Fields::integer(const char* name, const json& value) const {
+int64_t Fields::integer(const char* name, const json& value, int64_t least) const {
   if (!value.is_number_integer()) fail(name);
   if (value.is_number_unsigned() && value.get<uint64_t>() > uint64_t{INT64_MAX}) fail(name);
-  return value.get<int64_t>();
+  const auto number = value.get<int64_t>();
+  if (number < least) fail_range(name, value, fmt::format("{} or more", least));
+  return number;
 }
 
 }  // namespace lockstep

@@ -11,7 +11,8 @@ namespace lockstep {
 /// NaN and infinity have no JSON number; a diverged loss must survive the round trip.
 nlohmann::json number_to_json(double number);
 
-/// Reads fields of one JSON object and names the one that is missing or of the wrong type.
+/// Reads fields of one JSON object and names the one that is missing, of the wrong type or out of
+/// range.
 class Fields {
  public:
   /// `where` names the object in errors: "a device".
@@ -21,13 +22,20 @@ class Fields {
   const nlohmann::json& raw(const char* name) const;
   const nlohmann::json& list(const char* name) const;
 
+  /// Any number: a loss, or a time on a clock that may begin later.
   double number(const char* name) const { return number(name, raw(name)); }
   std::vector<double> numbers(const char* name) const;
+  /// 0 or more: a duration, a rate. What could not be measured is NaN, which is kept.
+  double amount(const char* name) const;
+  /// 0 to 1, or NaN.
+  double share(const char* name) const;
 
   // The parser alone would take 1.5, true and numbers past the end of the type for an integer.
-  int64_t integer(const char* name) const { return integer(name, raw(name)); }
-  std::vector<int64_t> integers(const char* name) const;
-  int small_integer(const char* name) const;
+  /// `least` or more: bytes, elements, steps.
+  int64_t count(const char* name, int64_t least = 0) const;
+  std::vector<int64_t> counts(const char* name) const;
+  /// The same within an int: ranks, stages.
+  int small_count(const char* name, int least = 0) const;
   bool boolean(const char* name) const;
 
   template <class T>  // a text, a list of texts, or a map of texts
@@ -41,8 +49,10 @@ class Fields {
 
  private:
   [[noreturn]] void fail(const char* name) const;
+  [[noreturn]] void fail_range(const char* name, const nlohmann::json& value,
+                               const std::string& range) const;
   double number(const char* name, const nlohmann::json& value) const;
-  int64_t integer(const char* name, const nlohmann::json& value) const;
+  int64_t integer(const char* name, const nlohmann::json& value, int64_t least) const;
 
   const nlohmann::json& object_;
   std::string where_;

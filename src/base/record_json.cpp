@@ -78,76 +78,76 @@ json capture_to_json(const CaptureRecord& capture) {
 
 Stats stats_from_json(const json& value) {
   const Fields fields(value, "step_ms");
-  return {.mean = fields.number("mean"),
-          .stddev = fields.number("stddev"),
-          .median = fields.number("median"),
-          .p95 = fields.number("p95"),
-          .min = fields.number("min"),
-          .max = fields.number("max"),
-          .n = fields.integer("n")};
+  return {.mean = fields.amount("mean"),
+          .stddev = fields.amount("stddev"),
+          .median = fields.amount("median"),
+          .p95 = fields.amount("p95"),
+          .min = fields.amount("min"),
+          .max = fields.amount("max"),
+          .n = fields.count("n")};
 }
 
 DeviceRecord device_from_json(const json& value) {
   const Fields fields(value, "a device");
   return {.name = fields.get<std::string>("name"),
           .physical = fields.get<std::string>("physical"),
-          .shared_by = fields.small_integer("shared_by"),
-          .threads = fields.small_integer("threads"),
-          .peak_bytes = fields.integer("peak_bytes"),
-          .final_bytes = fields.integer("final_bytes"),
-          .busy_fraction = fields.number("busy_fraction"),
-          .sent_bytes_per_step = fields.integer("sent_bytes_per_step"),
-          .received_bytes_per_step = fields.integer("received_bytes_per_step")};
+          .shared_by = fields.small_count("shared_by", 1),
+          .threads = fields.small_count("threads", 1),
+          .peak_bytes = fields.count("peak_bytes"),
+          .final_bytes = fields.count("final_bytes"),
+          .busy_fraction = fields.share("busy_fraction"),
+          .sent_bytes_per_step = fields.count("sent_bytes_per_step"),
+          .received_bytes_per_step = fields.count("received_bytes_per_step")};
 }
 
 BucketRecord bucket_from_json(const json& value) {
   const Fields fields(value, "a bucket");
-  return {.index = fields.small_integer("index"),
-          .bytes = fields.integer("bytes"),
-          .parameters = fields.integer("parameters"),
+  return {.index = fields.small_count("index"),
+          .bytes = fields.count("bytes"),
+          .parameters = fields.count("parameters"),
           .launched_ms = fields.number("launched_ms"),
           .finished_ms = fields.number("finished_ms")};
 }
 
 RankRecord rank_from_json(const json& value) {
   const Fields fields(value, "a rank");
-  return {.host = fields.get<std::string>("host"), .step_ms = fields.number("step_ms")};
+  return {.host = fields.get<std::string>("host"), .step_ms = fields.amount("step_ms")};
 }
 
 SkippedStepRecord skipped_from_json(const json& value) {
   const Fields fields(value, "a skipped step");
-  return {.step = fields.integer("step"),
+  return {.step = fields.count("step", 1),
           .parameter = fields.get<std::string>("parameter"),
-          .scale_before = fields.number("scale_before"),
-          .scale_after = fields.number("scale_after")};
+          .scale_before = fields.amount("scale_before"),
+          .scale_after = fields.amount("scale_after")};
 }
 
 MemorySplit memory_from_json(const json& value) {
   const Fields fields(value, "memory");
-  return {.weights = fields.integer("weights"),
-          .gradients = fields.integer("gradients"),
-          .optimizer_state = fields.integer("optimizer_state"),
-          .low_precision = fields.integer("low_precision"),
-          .activations = fields.integer("activations")};
+  return {.weights = fields.count("weights"),
+          .gradients = fields.count("gradients"),
+          .optimizer_state = fields.count("optimizer_state"),
+          .low_precision = fields.count("low_precision"),
+          .activations = fields.count("activations")};
 }
 
 GradientCheck gradients_from_json(const json& value) {
   const Fields fields(value, "gradient_check");
-  return {.norm = fields.number("norm"),
-          .count = fields.integer("count"),
-          .zero_share = fields.number("zero_share"),
-          .fp16_lost = fields.number("fp16_lost"),
-          .fp16_lost_scaled = fields.number("fp16_lost_scaled"),
-          .fp16_overflow_scaled = fields.number("fp16_overflow_scaled")};
+  return {.norm = fields.amount("norm"),
+          .count = fields.count("count"),
+          .zero_share = fields.share("zero_share"),
+          .fp16_lost = fields.share("fp16_lost"),
+          .fp16_lost_scaled = fields.share("fp16_lost_scaled"),
+          .fp16_overflow_scaled = fields.share("fp16_overflow_scaled")};
 }
 
 CaptureRecord capture_from_json(const json& value) {
   const Fields fields(value, "capture");
   return {.captured = fields.boolean("captured"),
           .reason = fields.get<std::string>("reason"),
-          .graphs = fields.integer("graphs"),
-          .replays = fields.integer("replays"),
-          .memory_bytes = fields.integer("memory_bytes")};
+          .graphs = fields.count("graphs"),
+          .replays = fields.count("replays"),
+          .memory_bytes = fields.count("memory_bytes")};
 }
 
 // Accumulation and lower precision: records of other programs are written without these fields.
@@ -164,13 +164,13 @@ void add_precision(const RunRecord& record, json& value) {
 }
 
 void read_precision(const Fields& fields, RunRecord& record) {
-  if (fields.has("accum_steps")) record.accum_steps = fields.integer("accum_steps");
+  if (fields.has("accum_steps")) record.accum_steps = fields.count("accum_steps", 1);
   if (fields.has("amp")) record.amp = fields.get<std::string>("amp");
-  if (fields.has("scale")) record.scale = fields.number("scale");
+  if (fields.has("scale")) record.scale = fields.amount("scale");
   if (fields.has("skipped_steps")) {
     record.skipped_steps = list_from_json(fields, "skipped_steps", skipped_from_json);
   }
-  if (fields.has("nonfinite")) record.nonfinite = fields.integer("nonfinite");
+  if (fields.has("nonfinite")) record.nonfinite = fields.count("nonfinite");
   if (fields.has("memory")) record.memory = memory_from_json(fields.raw("memory"));
   if (fields.has("gradient_check")) {
     record.gradient_check = gradients_from_json(fields.raw("gradient_check"));
@@ -212,7 +212,7 @@ json to_json(const RunRecord& record) {
 
 RunRecord record_from_json(const json& value) {
   const Fields fields(value, "the record");
-  const int schema = fields.small_integer("schema");
+  const int schema = fields.small_count("schema");
   if (schema != RunRecord::kSchema) {
     throw Error(Code::kRecord, fmt::format("the record has schema {}", schema),
                 fmt::format("this version of lockstep reads schema {}; make the record again",
@@ -223,20 +223,19 @@ RunRecord record_from_json(const json& value) {
   record.options = fields.get<std::map<std::string, std::string>>("options");
   record.host = fields.get<std::map<std::string, std::string>>("host");
   record.versions = fields.get<std::map<std::string, std::string>>("versions");
-  record.world_size = fields.small_integer("world_size");
+  record.world_size = fields.small_count("world_size", 1);
   record.devices = list_from_json(fields, "devices", device_from_json);
-  record.split = fields.integers("split");
+  record.split = fields.counts("split");
   record.step_ms = stats_from_json(fields.raw("step_ms"));
-  record.warmup_steps = fields.integer("warmup_steps");
-  record.total_s = fields.number("total_s");
+  record.warmup_steps = fields.count("warmup_steps");
+  record.total_s = fields.amount("total_s");
   record.losses = fields.numbers("losses");
-  record.samples_per_s = fields.number("samples_per_s");
-  record.effective_batch = fields.integer("effective_batch");
+  record.samples_per_s = fields.amount("samples_per_s");
+  record.effective_batch = fields.count("effective_batch");
   const Fields all_reduces(fields.raw("all_reduces"), "all_reduces");
-  record.all_reduces = {.count = all_reduces.number("count"),
-                        .bytes = all_reduces.integer("bytes")};
-  record.comm_ms = fields.number("comm_ms");
-  record.exposed_comm_ms = fields.number("exposed_comm_ms");
+  record.all_reduces = {.count = all_reduces.amount("count"), .bytes = all_reduces.count("bytes")};
+  record.comm_ms = fields.amount("comm_ms");
+  record.exposed_comm_ms = fields.amount("exposed_comm_ms");
   if (fields.has("buckets")) record.buckets = list_from_json(fields, "buckets", bucket_from_json);
   if (fields.has("backward_ms")) record.backward_ms = fields.number("backward_ms");
   if (fields.has("ranks")) record.ranks = list_from_json(fields, "ranks", rank_from_json);

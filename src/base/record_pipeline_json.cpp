@@ -25,9 +25,9 @@ json action_to_json(const ActionRecord& action) {
 ActionRecord action_from_json(const json& value) {
   const Fields fields(value, "an action");
   return {.kind = fields.get<std::string>("kind"),
-          .rank = fields.small_integer("rank"),
-          .stage = fields.small_integer("stage"),
-          .micro_batch = fields.small_integer("micro_batch"),
+          .rank = fields.small_count("rank"),
+          .stage = fields.small_count("stage"),
+          .micro_batch = fields.small_count("micro_batch"),
           .device = fields.get<std::string>("device"),
           .begin_ms = fields.number("begin_ms"),
           .end_ms = fields.number("end_ms")};
@@ -48,16 +48,16 @@ json stage_to_json(const StageRecord& stage) {
 
 StageRecord stage_from_json(const json& value) {
   const Fields fields(value, "a stage");
-  return {.rank = fields.small_integer("rank"),
-          .stage = fields.small_integer("stage"),
+  return {.rank = fields.small_count("rank"),
+          .stage = fields.small_count("stage"),
           .device = fields.get<std::string>("device"),
-          .layers = fields.integer("layers"),
-          .parameters = fields.integer("parameters"),
-          .forward_ms = fields.number("forward_ms"),
-          .backward_ms = fields.number("backward_ms"),
-          .weight_ms = fields.number("weight_ms"),
-          .peak_micro_batches = fields.integer("peak_micro_batches"),
-          .message_bytes = fields.integer("message_bytes")};
+          .layers = fields.count("layers"),
+          .parameters = fields.count("parameters"),
+          .forward_ms = fields.amount("forward_ms"),
+          .backward_ms = fields.amount("backward_ms"),
+          .weight_ms = fields.amount("weight_ms"),
+          .peak_micro_batches = fields.count("peak_micro_batches"),
+          .message_bytes = fields.count("message_bytes")};
 }
 
 json axis_to_json(const AxisRecord& axis) {
@@ -73,12 +73,12 @@ json axis_to_json(const AxisRecord& axis) {
 AxisRecord axis_from_json(const json& value) {
   const Fields fields(value, "an axis");
   return {.name = fields.get<std::string>("name"),
-          .size = fields.small_integer("size"),
-          .calls = fields.number("calls"),
-          .predicted_bytes = fields.integer("predicted_bytes"),
-          .bytes = fields.integer("bytes"),
-          .predicted_ms = fields.number("predicted_ms"),
-          .ms = fields.number("ms")};
+          .size = fields.small_count("size", 1),
+          .calls = fields.amount("calls"),
+          .predicted_bytes = fields.count("predicted_bytes"),
+          .bytes = fields.count("bytes"),
+          .predicted_ms = fields.amount("predicted_ms"),
+          .ms = fields.amount("ms")};
 }
 
 }  // namespace
@@ -111,12 +111,12 @@ std::optional<PipelineRecord> read_pipeline(const Fields& record) {
   record.get<std::vector<std::string>>("device_of_stage");  // the stages say it too
   return PipelineRecord{.schedule = record.get<std::string>("schedule"),
                         .place = fields.get<std::string>("place"),
-                        .micro_batches = record.integer("micro_batches"),
-                        .rows = fields.integers("rows"),
+                        .micro_batches = record.count("micro_batches", 1),
+                        .rows = fields.counts("rows"),
                         .stages = list_from_json(fields, "stages", stage_from_json),
-                        .predicted_span_ms = fields.number("predicted_span_ms"),
-                        .span_ms = fields.number("span_ms"),
-                        .predicted_bubble = bubble.number("predicted"),
+                        .predicted_span_ms = fields.amount("predicted_span_ms"),
+                        .span_ms = fields.amount("span_ms"),
+                        .predicted_bubble = bubble.share("predicted"),
                         .bubble = bubble.number("measured"),
                         .actions = list_from_json(fields, "actions", action_from_json),
                         .predicted = list_from_json(fields, "predicted", action_from_json),

@@ -13,6 +13,7 @@
 #include <set>
 #include <tuple>
 
+#include "base/limits.hpp"
 #include "descriptor.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/file.hpp"
@@ -48,7 +49,7 @@ bool read_exactly(int fd, std::span<std::byte> destination, int64_t offset) {
       fmt::format("cannot read {}: {}", path,
                   error == 0 ? "it became shorter while it was read" : std::strerror(error)),
       error == 0 ? "let no other program write to it meanwhile"
-                 : "check the path and its permissions");
+                 : limit_help(error, "check the path and its permissions"));
 }
 
 std::unique_ptr<const Descriptor> open_regular_file(const std::string& path, int64_t& bytes) {

@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cerrno>
+#include <cstring>
 
 #include "lockstep/clock.hpp"
 #include "lockstep/table.hpp"
@@ -64,23 +65,34 @@ void Console::write(Sink& to, std::string_view text) {
   flush();
 }
 
-// A pipe that polls writable takes PIPE_BUF bytes without waiting.
 void Console::flush() {
-  for (Sink* to : {&out_, &err_}) {
-    size_t done = 0;
-    while (done < to->waiting.size() && may_write(to->fd, 0)) {
-      const size_t piece = std::min<size_t>(PIPE_BUF, to->waiting.size() - done);
-      const ssize_t count = ::write(to->fd, to->waiting.data() + done, piece);
-      if (count < 0 && (errno == EINTR || errno == EAGAIN)) break;
-      if (count < 0) {
-        to->broken = true;  // nobody reads it any more; the files go on
-        done = to->waiting.size();
-        break;
+  flush(out_);
+  flush(err_);
+}
+
+// A pipe that polls writable takes PIPE_BUF bytes without waiting.
+void Console::flush(Sink& to) {
+  size_t done = 0;
+  while (done < to.waiting.size() && may_write(to.fd, 0)) {
+    const size_t piece = std::min<size_t>(PIPE_BUF, to.waiting.size() - done);
+    const ssize_t count = ::write(to.fd, to.waiting.data() + done, piece);
+    if (count < 0 && (errno == EINTR || errno == EAGAIN)) break;
+    if (count < 0) {
+      const int reason = errno;
+      to.broken = true;
+      to.waiting.clear();
+      // A reader that has gone wants no more; a full disk is worth a word.
+      if (&to == &out_ && reason != EPIPE) {
+        message(
+            fmt::format("lockstep: cannot write standard output: {}; the training goes on, "
+                        "what ranks print is in their log files only (--log-dir keeps them)",
+                        std::strerror(reason)));
       }
-      done += static_cast<size_t>(count);
+      return;
     }
-    to->waiting.erase(0, done);
+    done += static_cast<size_t>(count);
   }
+  to.waiting.erase(0, done);
 }
 
 void Console::flush_until(int64_t deadline_ns) {

@@ -36,12 +36,13 @@ class Console {
     int fd;
     bool terminal;
     bool styled;
-    bool broken = false;  // its reader is gone
+    bool broken = false;  // its reader is gone, or its disk is full
     std::string waiting = {};
   };
 
   Sink& sink(Stream stream) { return stream == Stream::kOut ? out_ : err_; }
   void write(Sink& sink, std::string_view text);
+  void flush(Sink& sink);
   void close_overwritten_line(const Sink& next);
 
   Sink out_;

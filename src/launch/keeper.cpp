@@ -48,6 +48,7 @@ struct ExecPlan {
     ::prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (::getppid() != keeper) ::_exit(127);  // it died before the line above
     ::signal(SIGPIPE, SIG_DFL);
+    ::signal(SIGXFSZ, SIG_DFL);
     ::sigprocmask(SIG_SETMASK, &signals, nullptr);
     if (!worker.cores.empty()) ::sched_setaffinity(0, sizeof(cores), &cores);
     if (!worker.reads_input) ::dup2(::open("/dev/null", O_RDONLY | O_CLOEXEC), STDIN_FILENO);

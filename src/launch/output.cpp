@@ -9,9 +9,11 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/limits.hpp"
 #include "launch/log_folder.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/units.hpp"
 
 namespace lockstep {
 namespace {
@@ -22,19 +24,22 @@ constexpr int64_t kHoldNs = 1'000'000'000;
 constexpr size_t kLastLines = 6;
 constexpr size_t kMostHeld = 10'000;
 
-void write_file(int file, std::string_view bytes) {
-  while (!bytes.empty()) {
-    const ssize_t count = ::write(file, bytes.data(), bytes.size());
-    if (count < 0 && errno == EINTR) continue;
-    if (count <= 0) return;  // a full disk must not end the training; the console still has it
-    bytes.remove_prefix(static_cast<size_t>(count));
-  }
-}
+constexpr size_t kReadBytes = 1 << 16;
+constexpr int kFilesOfRank = 6;  // two log files, two pipes of two ends
+constexpr int kFilesOfLauncher = 32;
 
 }  // namespace
 
-OutputRouter::OutputRouter(Console& console, const ConsolePlan& plan, std::string folder)
-    : console_(console), plan_(plan), folder_(std::move(folder)) {}
+int files_for_ranks(int ranks) {
+  return kFilesOfRank * ranks + kFilesOfLauncher;
+}
+
+OutputRouter::OutputRouter(Console& console, const ConsolePlan& plan, std::string folder, int ranks)
+    : console_(console),
+      plan_(plan),
+      folder_(std::move(folder)),
+      ranks_(ranks),
+      buffer_(kReadBytes) {}
 
 OutputRouter::~OutputRouter() {
   for (const Pipe& pipe : pipes_) {
@@ -52,19 +57,21 @@ int OutputRouter::open_pipe(int rank, int local_rank, Stream stream) {
   const std::string path = log_file(folder_, rank, stream);
   const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
   if (file < 0) {
-    throw Error(Code::kFileWrite, fmt::format("cannot write {}: {}", path, std::strerror(errno)),
-                "name another folder with --log-dir");
+    const int reason = errno;
+    throw Error(Code::kFileWrite, fmt::format("cannot write {}: {}", path, std::strerror(reason)),
+                limit_help(reason, "name another folder with --log-dir", files_for_ranks(ranks_)));
   }
   std::array<int, 2> ends{};
   if (::pipe2(ends.data(), O_CLOEXEC) != 0) {
     const int reason = errno;
     ::close(file);
-    throw Error(Code::kLaunch, fmt::format("cannot make a pipe: {}", std::strerror(reason)),
-                "raise the number of descriptors: ulimit -n 4096");
+    throw Error(
+        Code::kLaunch, fmt::format("cannot make a pipe: {}", std::strerror(reason)),
+        limit_help(reason, "see whether this machine lacks memory", files_for_ranks(ranks_)));
   }
   ::fcntl(ends[0], F_SETFL, O_NONBLOCK);
-  pipes_.push_back(
-      {rank, local_rank, stream, decide_shown(plan_, rank, local_rank, stream), ends[0], file});
+  pipes_.push_back({rank, local_rank, stream, decide_shown(plan_, rank, local_rank, stream),
+                    ends[0], file, path});
   return ends[1];
 }
 
@@ -83,18 +90,52 @@ void OutputRouter::read_available() {
 }
 
 bool OutputRouter::read_some(Pipe& pipe) {
-  std::array<char, 1 << 16> buffer;
-  const ssize_t count = ::read(pipe.fd, buffer.data(), buffer.size());
+  const ssize_t count = ::read(pipe.fd, buffer_.data(), buffer_.size());
   if (count < 0 && (errno == EAGAIN || errno == EINTR)) return false;
   if (count <= 0) {
     ::close(pipe.fd);
     pipe.fd = -1;
     return false;
   }
-  const std::string_view bytes(buffer.data(), static_cast<size_t>(count));
-  write_file(pipe.file, bytes);
+  const std::string_view bytes(buffer_.data(), static_cast<size_t>(count));
+  write_log(pipe, bytes);
   pipe.lines.add(bytes, [&](std::string_view line, char end) { take_line(pipe, line, end); });
   return true;
+}
+
+// A full disk must not end the training: what the file does not take is counted, and the next write
+// tries again.
+void OutputRouter::write_log(Pipe& pipe, std::string_view bytes) {
+  while (!bytes.empty()) {
+    const ssize_t count = ::write(pipe.file, bytes.data(), bytes.size());
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) break;
+    bytes.remove_prefix(static_cast<size_t>(count));
+  }
+  if (bytes.empty()) return;
+  const int reason = errno;
+  pipe.lost_bytes += static_cast<int64_t>(bytes.size());
+  pipe.lost_lines += std::count(bytes.begin(), bytes.end(), '\n');
+  if (loss_reported_) return;
+  loss_reported_ = true;
+  console_.message(fmt::format(
+      "lockstep: cannot write {}: {}; what the log files do not take is lost, the training goes on",
+      pipe.path, std::strerror(reason)));
+}
+
+void OutputRouter::report_lost() const {
+  int64_t bytes = 0;
+  int64_t lines = 0;
+  int files = 0;
+  for (const Pipe& pipe : pipes_) {
+    bytes += pipe.lost_bytes;
+    lines += pipe.lost_lines;
+    files += pipe.lost_bytes > 0 ? 1 : 0;
+  }
+  if (files == 0) return;
+  console_.message(fmt::format("lockstep: {} log file{} in {} lack{} {} lines ({})", files,
+                               files == 1 ? "" : "s", folder_, files == 1 ? "s" : "", lines,
+                               format_bytes(bytes)));
 }
 
 void OutputRouter::take_line(Pipe& pipe, std::string_view line, char end) {
@@ -132,6 +173,7 @@ void OutputRouter::finish() {
     }
     pipe.lines.finish([&](std::string_view line, char end) { take_line(pipe, line, end); });
   }
+  report_lost();
 }
 
 std::vector<std::string> OutputRouter::last_errors(int local_rank) const {

@@ -18,11 +18,16 @@ struct OutputEnds {
   int errors = -1;
 };
 
+/// How many files a launcher of so many ranks on its host keeps open: six for each rank while they
+/// start, and its own.
+int files_for_ranks(int ranks);
+
 /// Takes what the ranks write: every byte to a file, lines to the console as planned, and the last
 /// lines of errors kept for the failure block.
 class OutputRouter {
  public:
-  OutputRouter(Console& console, const ConsolePlan& plan, std::string folder);
+  /// `ranks`: of this host.
+  OutputRouter(Console& console, const ConsolePlan& plan, std::string folder, int ranks);
   ~OutputRouter();
   OutputRouter(const OutputRouter&) = delete;
   OutputRouter& operator=(const OutputRouter&) = delete;
@@ -41,7 +46,8 @@ class OutputRouter {
   /// From now on only live ranks are shown, held lines are dropped: the run fails or stops.
   void silence_others();
 
-  /// Reads what is left and gives out unfinished lines. The ranks are gone.
+  /// Reads what is left and gives out unfinished lines. The ranks are gone. Tells how much of their
+  /// output the log files lack, where a disk was full.
   void finish();
 
   /// The last lines rank `local_rank` wrote to its standard error, without those that the console
@@ -56,9 +62,12 @@ class OutputRouter {
     Shown shown;
     int fd;
     int file;
+    std::string path;  // of file
     LineSplitter lines = {};
     std::deque<std::string> last = {};  // of standard error
     size_t unshown = 0;                 // how many lines at the end the console has not shown
+    int64_t lost_bytes = 0;             // which the file did not take
+    int64_t lost_lines = 0;
   };
   struct HeldLine {
     int64_t due_ns;
@@ -68,14 +77,19 @@ class OutputRouter {
 
   int open_pipe(int rank, int local_rank, Stream stream);
   bool read_some(Pipe& pipe);
+  void write_log(Pipe& pipe, std::string_view bytes);
+  void report_lost() const;
   void take_line(Pipe& pipe, std::string_view line, char end);
 
   Console& console_;
   const ConsolePlan& plan_;
   const std::string folder_;
+  const int ranks_;
   std::vector<Pipe> pipes_;
   std::deque<HeldLine> held_;
+  std::vector<char> buffer_;  // of read_some: a launcher's stack may be as small as ulimit -s says
   bool silenced_ = false;
+  bool loss_reported_ = false;
 };
 
 }  // namespace lockstep

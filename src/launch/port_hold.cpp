@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/limits.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -28,11 +29,12 @@ PortHold::PortHold(int port, bool loopback) {
   if (!bound) {
     const int reason = errno;
     if (fd_ >= 0) ::close(fd_);
-    throw Error(Code::kLaunch,
-                port == 0 ? fmt::format("cannot reserve a port: {}", std::strerror(reason))
-                          : fmt::format("port {} cannot be used: {}", port, std::strerror(reason)),
-                port == 0 ? "see whether this machine has ports and descriptors left"
-                          : "leave --master-port out, and lockstep finds a free one");
+    throw Error(
+        Code::kLaunch,
+        port == 0 ? fmt::format("cannot reserve a port: {}", std::strerror(reason))
+                  : fmt::format("port {} cannot be used: {}", port, std::strerror(reason)),
+        limit_help(reason, port == 0 ? "see whether this machine has free ports"
+                                     : "leave --master-port out, and lockstep finds a free one"));
   }
   port_ = ntohs(address.sin_port);
 }

@@ -56,7 +56,8 @@ std::string message_in_error_file(const std::string& path) {
 
 Round::Round(const RoundContext& context)
     : context_(context),
-      output_(context.console, context.plan.console, context.environment.logs),
+      output_(context.console, context.plan.console, context.environment.logs,
+              context.plan.local_world_size),
       group_(make_starts(), context.leftovers, context.signals.mask_before()),
       ends_(static_cast<size_t>(context.plan.local_world_size)),
       orders_(static_cast<size_t>(context.plan.local_world_size), -1) {}

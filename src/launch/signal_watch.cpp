@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/limits.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -22,8 +23,9 @@ SignalWatch::SignalWatch() {
   ::sigprocmask(SIG_BLOCK, &watched, &before_);
   descriptor_ = ::signalfd(-1, &watched, SFD_CLOEXEC | SFD_NONBLOCK);
   if (descriptor_ < 0) {
-    throw Error(Code::kLaunch, fmt::format("cannot watch for signals: {}", std::strerror(errno)),
-                "raise the number of descriptors: ulimit -n 4096");
+    const int reason = errno;
+    throw Error(Code::kLaunch, fmt::format("cannot watch for signals: {}", std::strerror(reason)),
+                limit_help(reason, "see whether this machine lacks memory"));
   }
 }
 

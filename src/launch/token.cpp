@@ -22,6 +22,7 @@ namespace {
 constexpr size_t kTokenBytes = 32;      // before hex
 constexpr size_t kShortestToken = 16;   // characters: shorter ones can be guessed
 constexpr size_t kLongestToken = 4096;  // characters
+constexpr size_t kSessionDigits = 32;   // as many as a launcher's session has
 
 [[noreturn]] void fail(const std::string& message, const std::string& help) {
   throw Error(Code::kRendezvous, message, help);
@@ -122,6 +123,16 @@ std::string load_or_make_token() {
     if (!read_token(path, token)) fail_file(path, "read", ENOENT);
   }
   return checked(std::move(token), path);
+}
+
+std::string private_session(const std::string& session) {
+  std::string token;
+  try {
+    token = load_or_make_token();
+  } catch (const Error&) {
+    return session;  // no home folder, or one that cannot be written: nothing here is secret
+  }
+  return to_hex(hmac_sha256(token, {"lockstep session ", session})).substr(0, kSessionDigits);
 }
 
 }  // namespace lockstep

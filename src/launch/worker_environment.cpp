@@ -64,6 +64,8 @@ std::vector<std::string> worker_environment(const LaunchPlan& plan, const RoundE
   set_torchrun_variables(plan, round, local_rank, variables);
   set_lockstep_variables(plan, round, variables);
   variables["OMP_NUM_THREADS"] = std::to_string(plan.threads);
+  // Python keeps lines back before a pipe, too; a program of lockstep sends them by itself.
+  variables.try_emplace("PYTHONUNBUFFERED", "1");
   std::vector<std::string> entries;
   entries.reserve(variables.size());
   for (const auto& [name, value] : variables) entries.push_back(fmt::format("{}={}", name, value));

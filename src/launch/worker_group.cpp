@@ -10,6 +10,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/limits.hpp"
+#include "launch/output.hpp"
 #include "launch/sweep.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
@@ -26,12 +28,12 @@ void close_write_ends(const std::vector<WorkerStart>& workers) {
   }
 }
 
-[[noreturn]] void fail_start(const WorkerStart& worker, int reason) {
+[[noreturn]] void fail_start(const WorkerStart& worker, int reason, int files_needed) {
   std::string help = "see whether this machine lacks memory or processes (ulimit -u)";
   if (reason == ENOEXEC) help = "it is neither a program for this machine nor a script with #!";
   if (reason == ENOENT) help = "the interpreter in its first line (#!) does not exist";
   throw Error(Code::kLaunch, fmt::format("cannot start {}: {}", worker.path, std::strerror(reason)),
-              help);
+              limit_help(reason, help, files_needed));
 }
 
 }  // namespace
@@ -59,7 +61,7 @@ WorkerGroup::WorkerGroup(std::vector<WorkerStart> workers, const Leftovers& left
   if (linked) ::close(ends[1]);
   if (keeper_ < 0) {
     if (linked) ::close(ends[0]);
-    fail_start(workers[0], reason);
+    fail_start(workers[0], reason, files_for_ranks(static_cast<int>(workers.size())));
   }
   link_ = ends[0];
   try {
@@ -79,7 +81,8 @@ void WorkerGroup::wait_until_started(const std::vector<WorkerStart>& workers) {
                   "start the job again; nothing is left of it");
     }
     if (message->kind == KeeperMessage::Kind::kNotStarted) {
-      fail_start(workers[static_cast<size_t>(message->worker)], static_cast<int>(message->value));
+      fail_start(workers[static_cast<size_t>(message->worker)], static_cast<int>(message->value),
+                 files_for_ranks(static_cast<int>(workers.size())));
     }
     pids_.push_back(static_cast<pid_t>(message->value));
   }

@@ -160,7 +160,7 @@ void Connection::write_some() {
 }
 
 bool Connection::read_some() {
-  std::array<char, 1 << 16> buffer;
+  std::array<char, 1 << 14> buffer;
   const ssize_t count = ::recv(socket_.get(), buffer.data(), buffer.size(), 0);
   if (count < 0 && (errno == EINTR || errno == EAGAIN)) return false;
   if (count < 0) lost(std::strerror(errno));

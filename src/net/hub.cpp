@@ -162,7 +162,7 @@ bool Hub::full() const {
 }
 
 void Hub::read_from(PeerId id, Peer& peer) {
-  std::array<char, 1 << 16> buffer;
+  std::array<char, 1 << 14> buffer;
   for (int i = 0; i < kReadsAtOnce && !peer.gone; ++i) {
     const ssize_t count = ::recv(peer.socket.get(), buffer.data(), buffer.size(), 0);
     if (count < 0 && errno == EINTR) continue;

@@ -14,6 +14,7 @@
 #include <cstring>
 #include <memory>
 
+#include "base/limits.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -46,11 +47,12 @@ struct UnixAddress {
 [[noreturn]] void fail_listen(const std::string& where, int error) {
   throw Error(Code::kRendezvous,
               fmt::format("cannot listen at {}: {}", where, std::strerror(error)),
-              error == EADDRINUSE      ? "another job uses it: choose another port"
-              : error == EADDRNOTAVAIL ? "it is no address of this host: node 0 must run on the "
-                                         "host that the endpoint names"
-              : error == EACCES        ? "use a port of 1024 or above"
-                                       : "choose another endpoint");
+              limit_help(error, error == EADDRINUSE ? "another job uses it: choose another port"
+                                : error == EADDRNOTAVAIL
+                                    ? "it is no address of this host: node 0 must run on the host "
+                                      "that the endpoint names"
+                                : error == EACCES ? "use a port of 1024 or above"
+                                                  : "choose another endpoint"));
 }
 
 Socket listen_at(const sockaddr* address, socklen_t length, const std::string& where) {

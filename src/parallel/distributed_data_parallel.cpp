@@ -5,6 +5,7 @@
 #include <exception>
 #include <limits>
 
+#include "base/standard_streams.hpp"
 #include "device/capture.hpp"
 #include "lockstep/error.hpp"
 #include "parallel/gradient_sync_state.hpp"
@@ -89,10 +90,10 @@ GradientSync::GradientSync(std::shared_ptr<torch::nn::Module> module, const Comm
 // Nobody forwards again who could be told: the last window was applied on each rank alone.
 GradientSync::~GradientSync() {
   if (std::uncaught_exceptions() > 0 || state_->reducer->spoiled_micro_steps() == 0) return;
-  fmt::print(stderr,
-             "warning[{}]: the last update used {} micro-steps inside NoSync whose gradients were "
-             "not averaged: the ranks' weights differ\n",
-             code_name(Code::kSyncMisuse), state_->reducer->spoiled_micro_steps());
+  print_error(fmt::format(
+      "warning[{}]: the last update used {} micro-steps inside NoSync whose gradients were not "
+      "averaged: the ranks' weights differ\n",
+      code_name(Code::kSyncMisuse), state_->reducer->spoiled_micro_steps()));
 }
 
 void GradientSync::before_forward() {

@@ -5,8 +5,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 
+#include "base/standard_streams.hpp"
 #include "comm/backends.hpp"
+#include "launch/token.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 #include "world/comm_state.hpp"
@@ -15,6 +18,18 @@
 
 namespace lockstep {
 namespace {
+
+// `lockstep run` gives its ranks a random session. Ranks that were started otherwise derive theirs
+// from public values, and keep the names of their sockets from other users by themselves.
+RankEnvironment read_environment() {
+  RankEnvironment environment = RankEnvironment::from_env();
+  const char* given = std::getenv("LOCKSTEP_SESSION");
+  const bool derived = given == nullptr || *given == '\0';
+  if (derived && environment.one_host() && environment.world_size > 1) {
+    environment.session = private_session(environment.session);
+  }
+  return environment;
+}
 
 std::chrono::milliseconds choose_timeout(const WorldOptions& options,
                                          const RankEnvironment& environment) {
@@ -162,7 +177,9 @@ World::World(World&&) noexcept = default;
 World& World::operator=(World&&) noexcept = default;
 
 World World::from_env(const WorldOptions& options) {
-  const auto environment = RankEnvironment::from_env();
+  reserve_standard_descriptors();  // before the first socket, in programs without run_program
+  send_output_by_line();
+  const auto environment = read_environment();
   const auto timeout = choose_timeout(options, environment);
   const auto asked = asked_backend(options, environment);
   if (names_gpu_backend(asked)) require_gpu_backend_built(asked);

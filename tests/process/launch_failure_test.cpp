@@ -55,7 +55,9 @@ TEST_F(LaunchFailure, AnExitCodeIsKept) {
 TEST_F(LaunchFailure, ExceptionsSignalsAndCodesOfOurOwn) {
   const JobResult thrown = rank_1_does("throw:the tensor is too wide");
   EXPECT_EQ(thrown.exit_code, 1);
-  expect_block(thrown, {"error[LS0000]: rank 1: the tensor is too wide"});
+  expect_block(thrown,
+               {"error[LS0015]: rank 1: the program threw std::runtime_error: the tensor is "
+                "too wide"});
   const JobResult coded = rank_1_does("fail:rows do not fit");
   EXPECT_EQ(coded.exit_code, 2);
   expect_block(coded, {"error[LS0008]: rank 1: rows do not fit", "`lockstep explain LS0008`"});

@@ -2,6 +2,7 @@
 // That its numbers are PyTorch's is tested in tests/parity/practical6_parity.py.
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cmath>
@@ -11,8 +12,11 @@
 #include <set>
 #include <thread>
 
+#include "comm/shm/shm_socket.hpp"
 #include "lockstep/board.hpp"
+#include "lockstep/rank_environment.hpp"
 #include "lockstep/record.hpp"
+#include "net/socket.hpp"
 #include "program_support.hpp"
 
 namespace lockstep::test {
@@ -264,6 +268,37 @@ TEST(Practical6Refuses, FilesThatDoNotFit) {
   ASSERT_EQ(run("practical6_ddp", small({"--quiet", "--save", weights})).exit_code, 0);
   expect_refusal(2, small({"--quiet", "--init", weights, "--hidden", "17"}), "LS0006",
                  "the model's is");
+}
+
+// Under plain srun ranks name their session after values that every user of the machine can see.
+// Whoever binds the socket of that name first must not keep them from meeting.
+TEST(Practical6, UnderSrunTheSocketsNameCannotBeForeseen) {
+  const std::map<std::string, std::string> step = {
+      {"SLURM_PROCID", "0"},  {"SLURM_STEP_NUM_TASKS", "2"},
+      {"SLURM_LOCALID", "0"}, {"SLURM_STEP_TASKS_PER_NODE", "2"},
+      {"SLURM_NODEID", "0"},  {"SLURM_JOB_ID", std::to_string(::getpid())},
+      {"SLURM_STEP_ID", "0"}, {"SLURM_STEP_NODELIST", "localhost"}};
+  const auto known = RankEnvironment::from([&step](const char* name) -> const char* {
+    const auto found = step.find(name);
+    return found == step.end() ? nullptr : found->second.c_str();
+  });
+  const auto taken = listen_at(socket_name(known.session));
+  ASSERT_NE(taken, nullptr);
+  const Socket store_taken = listen_unix("store-" + known.session);
+
+  const ScratchFolder folder;
+  std::string script = "export XDG_CONFIG_HOME=" + folder.file("config");
+  for (const auto& [name, value] : step) script += "; export " + name + "=" + value;
+  script += "; SLURM_PROCID=1 SLURM_LOCALID=1 \"$@\" & first=$!; \"$@\" && wait $first";
+  for (const char* backend : {"shm", "gloo"}) {
+    const cli::Interrupts interrupts;
+    const ChildResult result = cli::run_child(
+        {.program = "/bin/sh",
+         .arguments = join({"-c", script, "sh", kBin + "practical6_ddp"},
+                           small({"--quiet", "--timeout", "20", "--backend", backend}))},
+        interrupts);
+    EXPECT_EQ(result.exit_code, 0) << backend << "\n" << result.errors;
+  }
 }
 
 // Started alone: what is wrong with a flag does not depend on the ranks.

@@ -75,8 +75,14 @@ TEST_F(BoardTest, CreateRefusesAnExistingFileAndSaysWhose) {
 
   const std::string other = scratch_.file("other");
   test::write_bytes(other, "precious");
-  expect_error(Code::kBoard, {"exists already", "rm " + other},
-               [&] { Board::create(other, 1, "run"); });
+  expect_error(Code::kBoard, {"exists already", other, "give the run another name"}, [&] {
+    try {
+      Board::create(other, 1, "run");
+    } catch (const Error& error) {
+      EXPECT_EQ(error.help().find("rm "), std::string::npos) << "it is not lockstep's";
+      throw;
+    }
+  });
   EXPECT_EQ(test::read_bytes(other), "precious");
 
   const std::string link = scratch_.file("link");

@@ -5,13 +5,16 @@
 
 #include <algorithm>
 #include <atomic>
+#include <filesystem>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <thread>
 
 #include "cli/doctor/diagnose_gpu.hpp"
 #include "cli/doctor/facts.hpp"
+#include "lockstep/board.hpp"
 #include "lockstep/units.hpp"
+#include "support.hpp"
 
 namespace lockstep::cli {
 namespace {
@@ -35,7 +38,8 @@ json healthy() {
         {"host", {{"name", "box"}, {"problem", ""}}},
         {"environment", json::object()},
         {"driver", nullptr},
-        {"leftover_boards", json::array()}}},
+        {"leftover_boards", json::array()},
+        {"unknown_boards", json::array()}}},
       {"probe",
        {{"lockstep", "0.1.0"},
         {"torch",
@@ -302,6 +306,27 @@ TEST(Diagnose, LeftoverBoardsAreListedWithTheirRemoval) {
   const Finding finding = with("/machine/leftover_boards", {"/dev/shm/lockstep-0-a"}, "boards");
   EXPECT_EQ(finding.level, Level::kWarn);
   EXPECT_EQ(finding.remedy, "rm /dev/shm/lockstep-0-a");
+  const Finding odd = with("/machine/leftover_boards", {"/dev/shm/lockstep-0-a b"}, "boards");
+  EXPECT_EQ(odd.remedy, "rm '/dev/shm/lockstep-0-a b'");
+}
+
+TEST(Diagnose, WhatIsNoBoardOfThisUserIsNeverToBeRemoved) {
+  const std::string problem = "/dev/shm/lockstep-0-x is not a board, or is still being made";
+  const Finding finding = with("/machine/unknown_boards", {problem}, "boards");
+  EXPECT_EQ(finding.level, Level::kWarn);
+  EXPECT_NE(finding.value.find(problem), std::string::npos) << finding.value;
+  EXPECT_EQ(finding.remedy.find("rm "), std::string::npos) << finding.remedy;
+}
+
+// A file that only has a board's name is a fact of its own, apart from boards to remove.
+TEST(MachineFacts, TellAForeignFileFromALeftoverBoard) {
+  const std::string name = "doctor" + std::to_string(::getpid());
+  const std::string path = Board::default_path(name);
+  test::write_bytes(path, "precious");
+  const json facts = machine_facts();
+  std::filesystem::remove(path);
+  EXPECT_EQ(facts.at("leftover_boards").dump().find(path), std::string::npos);
+  EXPECT_NE(facts.at("unknown_boards").dump().find(path), std::string::npos);
 }
 
 TEST(BusyCores, SeesAThreadThatSpins) {

@@ -1,5 +1,12 @@
 #include "lockstep/error.hpp"
 
+#include <fcntl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdio>
+#include <new>
 #include <set>
 
 #include "support.hpp"
@@ -73,7 +80,108 @@ TEST(Error, RunProgramTurnsErrorsIntoExitCodes) {
     throw std::runtime_error("oops\nException raised from f at g.cpp:1");
   };
   EXPECT_EQ(run_program(foreign, 0, nullptr), 1);
-  EXPECT_EQ(testing::internal::GetCapturedStderr(), "error[LS0000]: oops\n");
+  const std::string said = testing::internal::GetCapturedStderr();
+  EXPECT_EQ(said.substr(0, said.find('\n')),
+            "error[LS0015]: the program threw std::runtime_error: oops");
+  EXPECT_NE(said.find("\nhelp: it is the program's own exception"), std::string::npos) << said;
+  EXPECT_EQ(said.find("report"), std::string::npos)
+      << "nobody but the program's author can mend it";
+}
+
+TEST(Error, MemoryThatTheSystemDoesNotGiveIsNamedAsSuch) {
+  testing::internal::CaptureStderr();
+  const auto greedy = [](int, char**) -> int { throw std::bad_alloc(); };
+  EXPECT_EQ(run_program(greedy, 0, nullptr), 1);
+  const std::string said = testing::internal::GetCapturedStderr();
+  EXPECT_EQ(said.find("error[LS0016]: the system gave no memory"), 0U) << said;
+}
+
+// What a child process does with its standard streams, told by its exit code.
+int in_child_process(int (*body)()) {
+  std::fflush(nullptr);
+  const pid_t child = ::fork();
+  if (child == 0) ::_exit(body());
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+}
+
+int throw_usage_error(int, char**) {
+  throw Error(Code::kUsage, "no such flag");
+}
+
+int print_a_line(int, char**) {
+  std::printf("a line\n");
+  return 0;
+}
+
+TEST(Error, AStandardErrorThatFailsDoesNotChangeTheExitCode) {
+  EXPECT_EQ(in_child_process([] {
+              ::dup2(::open("/dev/full", O_WRONLY), STDERR_FILENO);
+              return run_program(throw_usage_error, 0, nullptr);
+            }),
+            2);
+  EXPECT_EQ(in_child_process([] {
+              ::close(STDERR_FILENO);
+              return run_program(throw_usage_error, 0, nullptr);
+            }),
+            2);
+  EXPECT_EQ(in_child_process([] {
+              std::array<int, 2> ends{};
+              if (::pipe(ends.data()) != 0) return 99;
+              ::close(ends[0]);
+              ::dup2(ends[1], STDERR_FILENO);
+              return run_program(throw_usage_error, 0, nullptr);
+            }),
+            2)
+      << "a reader that has gone";
+}
+
+TEST(Error, RunProgramFillsTheNumbersOfClosedStreams) {
+  EXPECT_EQ(in_child_process([] {
+              for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) ::close(fd);
+              const auto open_another = [](int, char**) {
+                std::array<int, 2> ends{};
+                return ::pipe(ends.data()) == 0 && ends[0] > STDERR_FILENO ? 0 : 98;
+              };
+              return run_program(open_another, 0, nullptr);
+            }),
+            0);
+}
+
+TEST(Error, OutputThatCannotBeWrittenIsAnError) {
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(in_child_process([] {
+              ::dup2(::open("/dev/full", O_WRONLY), STDOUT_FILENO);
+              return run_program(print_a_line, 0, nullptr);
+            }),
+            2);
+  const std::string said = testing::internal::GetCapturedStderr();
+  EXPECT_EQ(said.find("error[LS0007]: cannot write standard output: No space left"), 0U) << said;
+}
+
+// The lines of a process that ends without flushing, as when it is killed.
+TEST(Error, RunProgramSendsEachLineIntoAPipeAtOnce) {
+  std::array<int, 2> ends{};
+  ASSERT_EQ(::pipe(ends.data()), 0);
+  std::fflush(nullptr);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::dup2(ends[1], STDOUT_FILENO);
+    const auto print_and_die = [](int, char**) -> int {
+      std::printf("first\n");
+      std::fputs("second", stdout);
+      std::putchar('\n');
+      ::_exit(0);
+    };
+    run_program(print_and_die, 0, nullptr);
+  }
+  ::close(ends[1]);
+  ::waitpid(child, nullptr, 0);
+  std::array<char, 64> text{};
+  EXPECT_EQ(::read(ends[0], text.data(), text.size() - 1), 13);
+  EXPECT_STREQ(text.data(), "first\nsecond\n");
+  ::close(ends[0]);
 }
 
 TEST(DidYouMean, FindsTheClosest) {

@@ -137,5 +137,23 @@ TEST(Record, APipelineMayBeAbsentButNotInParts) {
   expect_error(Code::kRecord, {"\"ms\" of an axis"}, with("/pipeline/axes/0/ms", nullptr));
 }
 
+TEST(Record, RefusesNumbersOfAPipelineThatAreOutOfRange) {
+  const auto with = [](const char* pointer, const json& value) {
+    json changed = to_json(sample_with_pipeline());
+    changed[json::json_pointer(pointer)] = value;
+    return [changed] { record_from_json(changed); };
+  };
+  for (const char* pointer :
+       {"/micro_batches", "/pipeline/rows/0", "/pipeline/stages/0/rank",
+        "/pipeline/stages/0/layers", "/pipeline/stages/0/parameters",
+        "/pipeline/stages/0/forward_ms", "/pipeline/stages/0/message_bytes", "/pipeline/span_ms",
+        "/bubble/predicted", "/pipeline/actions/0/stage", "/pipeline/actions/0/micro_batch",
+        "/pipeline/axes/0/size", "/pipeline/axes/0/bytes", "/pipeline/axes/0/calls"}) {
+    expect_error(Code::kRecord, {"must be"}, with(pointer, -1));
+  }
+  expect_error(Code::kRecord, {"\"predicted\" of bubble", "0 to 1"},
+               with("/bubble/predicted", 1.5));
+}
+
 }  // namespace
 }  // namespace lockstep::test

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "record_support.hpp"
 
@@ -147,6 +148,46 @@ TEST(Record, NamesTheFieldOfTheWrongType) {
   expect_error(Code::kRecord, {"\"backward_ms\" of the record"}, with("/backward_ms", true));
   expect_error(Code::kRecord, {"\"step_ms\" of a rank"}, with("/ranks/0/step_ms", "x"));
   expect_error(Code::kRecord, {"is not a JSON object"}, [] { record_from_json(json::array()); });
+}
+
+// Every count of a record in turn becomes -1, and every duration -0.5.
+void expect_no_negative(const json& whole, const std::set<std::string>& clocks) {
+  const json flat = whole.flatten();
+  for (const auto& [pointer, value] : flat.items()) {
+    const std::string name = pointer.substr(pointer.rfind('/') + 1);
+    const bool may_be_negative = clocks.contains(name) || pointer.starts_with("/losses/");
+    if (!value.is_number() || may_be_negative) continue;
+    SCOPED_TRACE(pointer);
+    json changed = whole;
+    changed[json::json_pointer(pointer)] = value.is_number_integer() ? json(-1) : json(-0.5);
+    const std::vector<std::string> parts =
+        pointer == "/schema" ? std::vector<std::string>{} : std::vector<std::string>{"must be"};
+    expect_error(Code::kRecord, parts, [&] { record_from_json(changed); });
+  }
+}
+
+TEST(Record, RefusesNumbersOutOfRange) {
+  RunRecord record = sample_with_buckets();
+  record.accum_steps = 8;
+  record.scale = 0.5;
+  record.skipped_steps = {{.step = 3, .parameter = "a", .scale_before = 1.5, .scale_after = 0.5}};
+  record.nonfinite = 1;
+  record.memory = MemorySplit{1, 2, 3, 4, 5};
+  record.gradient_check = GradientCheck{.norm = 1.5, .count = 9, .zero_share = 0.5};
+  record.capture = CaptureRecord{.captured = true, .reason = "", .graphs = 1};
+  expect_no_negative(to_json(record), {"launched_ms", "finished_ms", "backward_ms"});
+  const auto with = [&record](const char* pointer, const json& value) {
+    json changed = to_json(record);
+    changed[json::json_pointer(pointer)] = value;
+    return [changed] { record_from_json(changed); };
+  };
+  expect_error(Code::kRecord, {"\"peak_bytes\" of a device is -1", "0 or more"},
+               with("/devices/0/peak_bytes", -1));
+  expect_error(Code::kRecord, {"\"world_size\" of the record is 0", "1 or more"},
+               with("/world_size", 0));
+  expect_error(Code::kRecord, {"\"busy_fraction\"", "0 to 1"},
+               with("/devices/0/busy_fraction", 1.5));
+  expect_error(Code::kRecord, {"\"total_s\"", "0 or more"}, with("/total_s", "-inf"));
 }
 
 TEST(Record, RefusesAnotherSchema) {

@@ -83,6 +83,19 @@ TEST_F(Token, TheConfigurationFolderCanBeElsewhere) {
   EXPECT_TRUE(std::filesystem::exists(path()));
 }
 
+TEST_F(Token, ASessionsNameDependsOnTheSecretAndIsTheSameForAllRanks) {
+  const std::string name = private_session("cafe");
+  EXPECT_EQ(name.size(), 32U);
+  EXPECT_EQ(name.find_first_not_of("0123456789abcdef"), std::string::npos);
+  EXPECT_EQ(private_session("cafe"), name);
+  EXPECT_NE(private_session("cafd"), name);
+  ::setenv("LOCKSTEP_TOKEN", "another user's secret", 1);
+  EXPECT_NE(private_session("cafe"), name);
+  ::unsetenv("LOCKSTEP_TOKEN");
+  ::setenv("HOME", "/proc/nobody", 1);
+  EXPECT_EQ(private_session("cafe"), "cafe") << "without a secret ranks still meet";
+}
+
 TEST_F(Token, AFileOthersMayReadIsRefused) {
   const std::string token = load_or_make_token();
   for (const mode_t mode : {0640, 0604, 0620, 0601}) {

@@ -27,6 +27,13 @@ constexpr const char* kHelp =
   throw Error(Code::kRendezvous, message, kHelp, std::move(notes));
 }
 
+[[noreturn]] void fail_held_by_another_user(const std::string& session) {
+  throw Error(Code::kRendezvous,
+              fmt::format("another user's process holds the socket of session {}", session),
+              "set LOCKSTEP_TOKEN to a secret of your own for all ranks, or start them with "
+              "`lockstep run`: other users cannot foresee the socket's name then");
+}
+
 std::string who_came(const std::vector<int64_t>& present, int64_t size) {
   std::vector<int64_t> missing;
   for (int64_t rank = 0; rank < size; ++rank) {
@@ -54,6 +61,8 @@ class Host {
         pids_(static_cast<size_t>(options.size), 0) {
     listener_ = listen_at(socket_name(options.session));
     if (listener_ == nullptr) {
+      const auto holder = connect_to(socket_name(options.session));
+      if (holder && !peer_process(holder->get())) fail_held_by_another_user(options.session);
       fail_meeting(fmt::format("somebody is rank 0 of session {} already", options.session));
     }
     pids_[0] = ::getpid();
@@ -197,8 +206,7 @@ OwnedDescriptor find_host(const ShmOptions& options) {
   for (;;) {
     auto connection = connect_to(name);
     if (connection && !peer_process(connection->get())) {
-      fail_meeting(
-          fmt::format("another user's process holds the socket of session {}", options.session));
+      fail_held_by_another_user(options.session);
     }
     if (connection) return connection;
     if (monotonic_ns() >= options.deadline_ns) {

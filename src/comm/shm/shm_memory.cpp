@@ -12,6 +12,7 @@
 #include <limits>
 #include <string>
 
+#include "base/limits.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
 
@@ -20,11 +21,17 @@ namespace {
 
 constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE of Linux 5.14, which older headers lack
 
-[[noreturn]] void fail_memory(std::string_view purpose, int64_t need, const std::string& why) {
+[[noreturn]] void fail_memory(std::string_view purpose, int64_t need, const std::string& why,
+                              int error = 0) {
   throw Error(Code::kOutOfMemory,
               fmt::format("no memory for {}: need {}, {}", purpose, format_bytes(need), why),
-              "use fewer ranks, a smaller model or smaller buckets, or raise the memory limit of "
-              "the container");
+              limit_help(error,
+                         "use fewer ranks, a smaller model or smaller buckets, or raise the "
+                         "memory limit of the container"));
+}
+
+[[noreturn]] void fail_memory(std::string_view purpose, int64_t need, int error) {
+  fail_memory(purpose, need, std::strerror(error), error);
 }
 
 // What the kernel thinks can be had without swapping; the maximum where it does not say.
@@ -54,11 +61,11 @@ OwnedDescriptor make_memory_file(std::string_view name, int64_t bytes) {
   auto file = std::make_unique<Descriptor>(
       ::memfd_create(std::string(name).c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (file->get() < 0 || ::ftruncate(file->get(), bytes) != 0) {
-    fail_memory(name, bytes, std::strerror(errno));
+    fail_memory(name, bytes, errno);
   }
   // A peer that shrank the file would kill the others with SIGBUS.
   if (::fcntl(file->get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
-    fail_memory(name, bytes, std::strerror(errno));
+    fail_memory(name, bytes, errno);
   }
   return file;
 }
@@ -73,7 +80,7 @@ void reserve_memory(int file, int64_t offset, int64_t bytes, std::string_view pu
   do {
     error = ::posix_fallocate(file, offset, bytes);
   } while (error == EINTR);
-  if (error != 0) fail_memory(purpose, bytes, std::strerror(error));
+  if (error != 0) fail_memory(purpose, bytes, error);
 }
 
 Mapping::~Mapping() {
