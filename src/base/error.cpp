@@ -54,8 +54,11 @@ std::string type_of(const std::exception& error) {
   return name == nullptr ? mangled : name.get();
 }
 
+// `reason` 0: an earlier write failed, and nobody kept its errno.
 Error output_error(int reason) {
-  return {Code::kFileWrite, fmt::format("cannot write standard output: {}", std::strerror(reason)),
+  return {Code::kFileWrite,
+          reason == 0 ? "standard output did not take all that was printed"
+                      : fmt::format("cannot write standard output: {}", std::strerror(reason)),
           limit_help(reason, "free some space on that disk, or send the output elsewhere")};
 }
 
@@ -275,6 +278,7 @@ int run_program(int (*body)(int argc, char** argv), int argc, char** argv) {
   try {
     const int code = body(argc, argv);
     if (code == 0 && std::fflush(stdout) != 0) throw output_error(errno);
+    if (code == 0 && std::ferror(stdout) != 0) throw output_error(0);
     return code;
   } catch (const Error& error) {
     return report_failure(error);

@@ -149,10 +149,15 @@ TEST_F(LaunchStreams, LinesAreShownWhenTheyArePrinted) {
 }
 
 TEST_F(LaunchStreams, LinesOfPythonToo) {
+  ::unsetenv("PYTHONUNBUFFERED");  // of this test's own environment
   test::write_bytes(file("train.py"), "import os\nprint('step 1')\nos.kill(os.getpid(), 9)\n");
-  const JobResult result = run({"-n", "1", file("train.py")});
-  EXPECT_EQ(result.exit_code, 137);
-  EXPECT_EQ(result.output, "[rank 0] step 1\n");
+  for (const Texts& program : {Texts{file("train.py")}, Texts{"python3", file("train.py")}}) {
+    Texts words = {"-n", "1"};
+    words.insert(words.end(), program.begin(), program.end());
+    const JobResult result = run(words);
+    EXPECT_EQ(result.exit_code, 137);
+    EXPECT_EQ(result.output, "[rank 0] step 1\n");
+  }
 }
 
 }  // namespace

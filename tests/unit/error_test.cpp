@@ -157,7 +157,8 @@ TEST(Error, OutputThatCannotBeWrittenIsAnError) {
             }),
             2);
   const std::string said = testing::internal::GetCapturedStderr();
-  EXPECT_EQ(said.find("error[LS0007]: cannot write standard output: No space left"), 0U) << said;
+  EXPECT_EQ(said.find("error[LS0007]: "), 0U) << said;
+  EXPECT_NE(said.find("standard output"), std::string::npos) << said;
 }
 
 // The lines of a process that ends without flushing, as when it is killed.
