@@ -29,7 +29,7 @@ struct ConstBuffer {
 
 /// What accompanies every call.
 struct CallContext {
-  int64_t deadline_ns = 0;      ///< monotonic_ns() at which waiting ends in an Error
+  int64_t deadline_ns = 0;      ///< running_ns() at which waiting ends in an Error
   std::string_view label;       ///< what the call is for; appears in messages
   CudaStream stream = nullptr;  ///< of a GPU backend: in whose order the call happens
 };

@@ -12,7 +12,7 @@
 #include <functional>
 #include <thread>
 
-#include "lockstep/clock.hpp"
+#include "base/running_clock.hpp"
 
 namespace lockstep {
 namespace {
@@ -22,7 +22,7 @@ constexpr int64_t kRetryPauseNs = 50'000'000;
 constexpr int64_t kOneAttemptNs = 5'000'000'000;
 
 int poll_timeout_ms(int64_t deadline_ns) {
-  const int64_t left_ns = deadline_ns - monotonic_ns();
+  const int64_t left_ns = deadline_ns - running_ns();
   return static_cast<int>(std::clamp<int64_t>((left_ns + 999'999) / 1'000'000, 0, 3'600'000));
 }
 
@@ -32,7 +32,7 @@ int finish_connect(const Socket& socket, int64_t deadline_ns) {
   for (;;) {
     const int ready = ::poll(&item, 1, poll_timeout_ms(deadline_ns));
     if (ready > 0) break;
-    if (ready == 0 && monotonic_ns() >= deadline_ns) return ETIMEDOUT;
+    if (ready == 0 && running_ns() >= deadline_ns) return ETIMEDOUT;
     if (ready < 0 && errno != EINTR) return errno;
   }
   int error = 0;
@@ -58,7 +58,7 @@ Attempt greet(Socket socket, Channel channel, const std::string& server, int64_t
   try {
     Connection connection(std::move(socket), std::move(channel), server);
     while (!connection.ready()) {
-      if (monotonic_ns() >= deadline_ns) {
+      if (running_ns() >= deadline_ns) {
         attempt.problem = "somebody listens there but does not answer";
         return attempt;
       }
@@ -82,7 +82,7 @@ Attempt try_once(const Start& start, const MakeChannel& make_channel, const std:
   int error = 0;
   Socket socket = start(error);
   if (error == EINPROGRESS)
-    error = finish_connect(socket, std::min(deadline_ns, monotonic_ns() + kOneAttemptNs));
+    error = finish_connect(socket, std::min(deadline_ns, running_ns() + kOneAttemptNs));
   if (error == 0 && connected_to_itself(socket)) error = ECONNREFUSED;
   if (error != 0) return {std::nullopt, std::strerror(error), may_come_later(error)};
   set_no_delay(socket);
@@ -101,7 +101,7 @@ Connection open(const std::vector<Start>& starts, const MakeChannel& make_channe
       try_again = try_again || attempt.try_again;
     }
     if (!try_again || retry == Connection::Retry::kNever ||
-        monotonic_ns() + kRetryPauseNs >= deadline_ns) {
+        running_ns() + kRetryPauseNs >= deadline_ns) {
       throw Error(Code::kRendezvous, fmt::format("cannot reach {}: {}", server, problem),
                   "check that its server (node 0's launcher, or rank 0) has been started, that the "
                   "address is right, and that no firewall is in between");
@@ -189,14 +189,14 @@ void Connection::wait(Until until, int64_t deadline_ns, int also) {
     }
     if (ready > 0 && (items[0].revents & POLLOUT) != 0) write_some();
     if (ready > 0 && items[1].revents != 0) return;
-    if (monotonic_ns() >= deadline_ns) return;
+    if (running_ns() >= deadline_ns) return;
   }
 }
 
 std::optional<std::string> Connection::receive(int64_t deadline_ns) {
   for (;;) {
     if (auto payload = take()) return payload;
-    if (monotonic_ns() >= deadline_ns) return std::nullopt;
+    if (running_ns() >= deadline_ns) return std::nullopt;
     wait(Until::kInput, deadline_ns);
   }
 }

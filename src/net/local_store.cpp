@@ -5,7 +5,7 @@
 #include <map>
 #include <mutex>
 
-#include "lockstep/clock.hpp"
+#include "base/running_clock.hpp"
 #include "net/store_limits.hpp"
 
 namespace lockstep {
@@ -26,7 +26,7 @@ class LocalStore final : public Store {
     for (;;) {
       const auto found = values_.find(key);
       if (found != values_.end()) return found->second;
-      const int64_t left_ns = deadline_ns - monotonic_ns();
+      const int64_t left_ns = deadline_ns - running_ns();
       if (left_ns <= 0) throw_never_set(key);
       changed_.wait_for(lock, std::chrono::nanoseconds(std::min(left_ns, kLongestWaitNs)));
     }

@@ -3,7 +3,7 @@
 #include <mutex>
 #include <vector>
 
-#include "lockstep/clock.hpp"
+#include "base/running_clock.hpp"
 #include "net/connection.hpp"
 #include "net/store_wire.hpp"
 
@@ -23,7 +23,7 @@ class StoreClient final : public Store {
 
   void set(std::string_view key, std::string_view value) override {
     const auto answer =
-        ask({.verb = StoreVerb::kSet, .key = key, .value = value}, monotonic_ns() + kSetNs);
+        ask({.verb = StoreVerb::kSet, .key = key, .value = value}, running_ns() + kSetNs);
     if (!answer) {
       throw Error(Code::kRendezvous, fmt::format("the store did not take \"{}\" within 30 s", key),
                   "its process is stopped, or the network is cut");
@@ -55,7 +55,7 @@ class StoreClient final : public Store {
     Connection connection = take_idle(deadline_ns);
     connection.post(payload);
     // Even a deadline that has passed lets a value that is there be read.
-    auto answer = connection.receive(std::max(deadline_ns, monotonic_ns() + kAnswerNs));
+    auto answer = connection.receive(std::max(deadline_ns, running_ns() + kAnswerNs));
     if (!answer) return std::nullopt;
     if (answer->empty()) {
       throw Error(Code::kRendezvous, "the store gave an empty answer",
@@ -75,7 +75,7 @@ class StoreClient final : public Store {
         return connection;
       }
     }
-    return open(std::max(deadline_ns, monotonic_ns() + kAnswerNs), Connection::Retry::kNever);
+    return open(std::max(deadline_ns, running_ns() + kAnswerNs), Connection::Retry::kNever);
   }
 
   static constexpr int64_t kAnswerNs = 100'000'000;

@@ -30,7 +30,7 @@ struct CommState {
   }
 
   /// For a call to `backend`: on a GPU in the order of the thread's current stream.
-  CallContext context(const Backend& backend, int64_t begun_ns, const CallOptions& options) const;
+  CallContext context(const Backend& backend, const CallOptions& options) const;
 
   std::unique_ptr<Backend> host;
   std::unique_ptr<Backend>

@@ -4,6 +4,7 @@
 
 #include <future>
 
+#include "base/running_clock.hpp"
 #include "comm/backends.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
@@ -43,8 +44,7 @@ std::vector<std::unique_ptr<Backend>> meet_threads_on_gpu(
     const std::vector<std::unique_ptr<Backend>>& hosts, int gpu) {
   std::vector<std::unique_ptr<Backend>> gpus(hosts.size());
   const int64_t deadline_ns =
-      monotonic_ns() +
-      std::chrono::duration_cast<std::chrono::nanoseconds>(kDefaultTimeout).count();
+      running_ns() + std::chrono::duration_cast<std::chrono::nanoseconds>(kDefaultTimeout).count();
   std::vector<std::future<void>> meeting;
   for (size_t rank = 0; rank < hosts.size(); ++rank) {
     meeting.push_back(std::async(std::launch::async, [&, rank] {
@@ -83,7 +83,7 @@ class Counted {
   Counted& operator=(const Counted&) = delete;
 
   CallContext context(const Backend& backend, const CallOptions& options) const {
-    return state_.context(backend, begun_ns_, options);
+    return state_.context(backend, options);
   }
   void finished() { finished_ = true; }
   void moved(int64_t sent_bytes, int64_t received_bytes) {
@@ -102,10 +102,9 @@ class Counted {
 
 }  // namespace
 
-CallContext CommState::context(const Backend& backend, int64_t begun_ns,
-                               const CallOptions& options) const {
+CallContext CommState::context(const Backend& backend, const CallOptions& options) const {
   const auto limit = options.timeout.value_or(timeout);
-  return {begun_ns + std::chrono::duration_cast<std::chrono::nanoseconds>(limit).count(),
+  return {running_ns() + std::chrono::duration_cast<std::chrono::nanoseconds>(limit).count(),
           options.label, backend.on_gpu() ? current_cuda_stream(gpu_index) : nullptr};
 }
 

@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "base/running_clock.hpp"
 #include "base/standard_streams.hpp"
 #include "comm/backends.hpp"
 #include "launch/token.hpp"
-#include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 #include "world/comm_state.hpp"
 #include "world/gpu_backends.hpp"
@@ -100,7 +100,7 @@ std::shared_ptr<CommState> connect(const std::string& asked, const RankEnvironme
                                    const Device& device, std::chrono::milliseconds timeout,
                                    std::unique_ptr<WorldStore>& store) {
   const int64_t deadline_ns =
-      monotonic_ns() + std::chrono::duration_cast<std::chrono::nanoseconds>(timeout).count();
+      running_ns() + std::chrono::duration_cast<std::chrono::nanoseconds>(timeout).count();
   auto host =
       make_host_backend(choose_host_backend(asked, environment), environment, deadline_ns, store);
   auto gpu = make_gpu_backend_for(asked, device, *host, environment.one_host(), deadline_ns);

@@ -6,8 +6,8 @@
 
 #include <chrono>
 
+#include "base/running_clock.hpp"
 #include "launch/token.hpp"
-#include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 #include "net/socket.hpp"
 
@@ -36,7 +36,7 @@ int exchange_port_through_torchrun(const RankEnvironment& environment, int own_p
   options.isServer = false;
   options.waitWorkers = false;
   options.timeout =
-      std::chrono::milliseconds(std::max<int64_t>(1, (deadline_ns - monotonic_ns()) / 1'000'000));
+      std::chrono::milliseconds(std::max<int64_t>(1, (deadline_ns - running_ns()) / 1'000'000));
   const c10::intrusive_ptr<c10d::Store> agent =
       c10::make_intrusive<c10d::TCPStore>(environment.master_addr, options);
   const std::string key = "lockstep/" + environment.session;

@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/running_clock.hpp"
 #include "comm/check_call.hpp"
 #include "comm/gloo/gloo_meeting.hpp"
 #include "comm/make_call.hpp"
-#include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
 #include "net/quiet_thread.hpp"
@@ -57,7 +57,7 @@ GlooCore::GlooCore(Group group, Store& store, const std::string& address, int64_
 
 std::shared_ptr<GlooCore::Task> GlooCore::begin(Call call, const CallContext& context, Body body) {
   auto task = std::make_shared<Task>();
-  task->begun_ns = monotonic_ns();
+  task->begun_ns = running_ns();
   task->deadline_ns = context.deadline_ns;
   task->body = std::move(body);
   call.set_label(context.label);
@@ -163,7 +163,7 @@ void GlooCore::send(const ConstBuffer& buffer, int to, int tag, const CallContex
     Task task;
     task.call = make_message_call(Operation::kSend, ++sent_[static_cast<size_t>(to)], buffer, tag,
                                   context.label);
-    task.begun_ns = monotonic_ns();
+    task.begun_ns = running_ns();
     task.deadline_ns = context.deadline_ns;
     link_->send(to, GlooLink::Frame::kMessage, as_bytes(task.call));
     if (buffer.count == 0) return;
@@ -184,7 +184,7 @@ void GlooCore::recv(const Buffer& buffer, int from, int tag, const CallContext& 
     Task task;
     task.call = make_message_call(Operation::kRecv, ++received_[static_cast<size_t>(from)],
                                   {nullptr, buffer.count, buffer.dtype}, tag, context.label);
-    task.begun_ns = monotonic_ns();
+    task.begun_ns = running_ns();
     task.deadline_ns = context.deadline_ns;
     const auto gathered =
         link_->gather(GlooLink::Frame::kMessage, std::span(&from, 1), task.deadline_ns);
@@ -212,7 +212,7 @@ void GlooCore::recv(const Buffer& buffer, int from, int tag, const CallContext& 
 void GlooCore::check(const Task& task, const GlooData::Outcome& outcome) {
   if (outcome.status == LOCKSTEP_GLOO_OK) return;
   if (outcome.status == LOCKSTEP_GLOO_LATE) fail_by_roll_call(task);
-  const auto trouble = link_->find_trouble(monotonic_ns() + kExplainNs);
+  const auto trouble = link_->find_trouble(running_ns() + kExplainNs);
   if (trouble.kind != GlooLink::Trouble::Kind::kLate) fail(task, trouble);
   throw RankError(Code::kRankFailed, -1,
                   fmt::format("{}: a connection broke, and no rank says why: {}",
@@ -243,7 +243,7 @@ void GlooCore::fail(const Task& task, const GlooLink::Trouble& trouble) {
 void GlooCore::fail_late(const Task& task, const std::vector<int>& missing) {
   Farewell farewell;
   farewell.kind = Farewell::Kind::kAbsent;
-  farewell.waited_ns = monotonic_ns() - task.begun_ns;
+  farewell.waited_ns = running_ns() - task.begun_ns;
   farewell.places.assign(missing.begin(), missing.end());
   farewell.calls = {task.call};
   link_->say_farewell(farewell);
@@ -256,8 +256,8 @@ void GlooCore::fail_by_roll_call(const Task& task) {
   Farewell roll_call;
   roll_call.kind = Farewell::Kind::kStuck;
   link_->say_farewell(roll_call);
-  const std::vector<int> silent = link_->silent_peers(monotonic_ns() + kRollCallNs);
-  const int64_t waited_ns = monotonic_ns() - task.begun_ns;
+  const std::vector<int> silent = link_->silent_peers(running_ns() + kRollCallNs);
+  const int64_t waited_ns = running_ns() - task.begun_ns;
   if (const int gone = link_->first_gone(); gone >= 0) {
     throw_rank_failed(group_, task.call, gone, kEnded);
   }

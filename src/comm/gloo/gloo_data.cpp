@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "lockstep/clock.hpp"
+#include "base/running_clock.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -25,10 +25,10 @@ constexpr int64_t kConnectTimeoutMs = 30'000;
 GlooData::GlooData(const Group& group, const std::string& address, GlooLink& link,
                    int64_t deadline_ns)
     : api_(load_gloo()) {
-  const int64_t left_ms = std::max<int64_t>((deadline_ns - monotonic_ns()) / 1'000'000, 1);
+  const int64_t left_ms = std::max<int64_t>((deadline_ns - running_ns()) / 1'000'000, 1);
   LockstepGlooMessage message{};
   if (api_.create(group.rank, group.size(), address.c_str(), std::min(left_ms, kConnectTimeoutMs),
-                  &context_, &message) != LOCKSTEP_GLOO_OK) {
+                  running_ns, &context_, &message) != LOCKSTEP_GLOO_OK) {
     fail("cannot listen at " + address, message.text);
   }
   try {

@@ -8,7 +8,7 @@
 #include <chrono>
 #include <cstring>
 
-#include "lockstep/clock.hpp"
+#include "base/running_clock.hpp"
 #include "net/quiet_thread.hpp"
 
 namespace lockstep {
@@ -108,7 +108,7 @@ std::optional<GlooLink::Trouble> GlooLink::ended(int place) const {
 
 bool GlooLink::wait(std::unique_lock<std::mutex>& lock, int64_t deadline_ns) {
   constexpr int64_t kLongestWaitNs = 3'600'000'000'000;  // no overflow where there is no deadline
-  const int64_t left_ns = deadline_ns - monotonic_ns();
+  const int64_t left_ns = deadline_ns - running_ns();
   if (left_ns <= 0) return false;
   changed_.wait_for(lock, std::chrono::nanoseconds(std::min(left_ns, kLongestWaitNs)));
   return true;
@@ -207,14 +207,14 @@ void GlooLink::read_all() {
     }
     int timeout_ms = -1;
     if (act_at_ns_ != 0) {
-      timeout_ms = static_cast<int>(std::max<int64_t>(0, act_at_ns_ - monotonic_ns()) / 1'000'000);
+      timeout_ms = static_cast<int>(std::max<int64_t>(0, act_at_ns_ - running_ns()) / 1'000'000);
     }
     if (::poll(waiting.data(), waiting.size(), timeout_ms) < 0) continue;
     if (waiting[0].revents != 0) return;
     for (size_t i = 0; i < who.size(); ++i) {
       if (waiting[i + 1].revents != 0) read_from(*who[i]);
     }
-    if (act_at_ns_ != 0 && monotonic_ns() >= act_at_ns_) {
+    if (act_at_ns_ != 0 && running_ns() >= act_at_ns_) {
       act_at_ns_ = 0;
       act_on_failure();
     }
@@ -239,7 +239,7 @@ void GlooLink::end(Peer& peer) {
   const std::lock_guard lock(mutex_);
   peer.closed = true;
   changed_.notify_all();
-  if (!peer.farewell && act_at_ns_ == 0) act_at_ns_ = monotonic_ns() + kEndedGraceNs;
+  if (!peer.farewell && act_at_ns_ == 0) act_at_ns_ = running_ns() + kEndedGraceNs;
 }
 
 void GlooLink::take_frames(Peer& peer) {

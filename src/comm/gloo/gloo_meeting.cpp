@@ -10,7 +10,7 @@
 #include <charconv>
 #include <cstring>
 
-#include "lockstep/clock.hpp"
+#include "base/running_clock.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
 #include "net/secret.hpp"
@@ -58,7 +58,7 @@ std::string key_of(int place) {
 }
 
 int poll_timeout_ms(int64_t deadline_ns) {
-  const int64_t left_ms = (deadline_ns - monotonic_ns() + 999'999) / 1'000'000;
+  const int64_t left_ms = (deadline_ns - running_ns() + 999'999) / 1'000'000;
   return static_cast<int>(std::clamp<int64_t>(left_ms, 0, 1000));
 }
 
@@ -68,7 +68,7 @@ class Meeting {
       : store_(store),
         group_(group),
         deadline_ns_(deadline_ns),
-        begun_ns_(monotonic_ns()),
+        begun_ns_(running_ns()),
         listener_(listen_tcp({address, 0})),
         secret_(to_hex(random_bytes(kSecretBytes / 2))) {
     met_.address = own_address(listener_);
@@ -101,7 +101,7 @@ class Meeting {
     try {
       there = Listening::parse(store_.get(key_of(place), deadline_ns_));
     } catch (const Error& error) {
-      if (monotonic_ns() < deadline_ns_) throw;
+      if (running_ns() < deadline_ns_) throw;
       throw_missing({place});
     }
     int error = 0;
@@ -112,7 +112,7 @@ class Meeting {
       if (ready > 0) {
         socklen_t bytes = sizeof error;
         ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &bytes);
-      } else if (monotonic_ns() >= deadline_ns_) {
+      } else if (running_ns() >= deadline_ns_) {
         error = ETIMEDOUT;
       }
     }
@@ -136,7 +136,7 @@ class Meeting {
     for (;;) {
       const std::vector<int> missing = missing_above();
       if (missing.empty()) return;
-      if (monotonic_ns() >= deadline_ns_) throw_missing(missing);
+      if (running_ns() >= deadline_ns_) throw_missing(missing);
       std::vector<pollfd> waiting{{listener_.get(), POLLIN, 0}};
       for (const Stranger& stranger : strangers_) {
         waiting.push_back({stranger.socket.get(), POLLIN, 0});
@@ -194,7 +194,7 @@ class Meeting {
         Code::kRendezvous, ranks.front(),
         fmt::format("gloo, group {}: rank{} {} did not come within {}", group_.name,
                     ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "),
-                    format_seconds(static_cast<double>(monotonic_ns() - begun_ns_) * 1e-9)),
+                    format_seconds(static_cast<double>(running_ns() - begun_ns_) * 1e-9)),
         "see whether all ranks were started and what the missing ones say; where they are only "
         "slow, give them more time with --timeout of `lockstep run` or LOCKSTEP_TIMEOUT_S");
   }

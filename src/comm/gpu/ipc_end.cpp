@@ -10,10 +10,10 @@
 #include <cstring>
 #include <thread>
 
+#include "base/running_clock.hpp"
 #include "comm/gpu/ipc_collectives.hpp"
 #include "comm/gpu/ipc_core.hpp"
 #include "comm/shm/shm_peers.hpp"
-#include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -30,7 +30,7 @@ constexpr auto kNap = std::chrono::microseconds(20);
 template <class Condition>
 bool comes_true(const Condition& condition, int64_t deadline_ns) {
   for (int look = 0; !condition(); ++look) {
-    if (monotonic_ns() >= deadline_ns) return false;
+    if (running_ns() >= deadline_ns) return false;
     if (look >= kLooksAtOnce) std::this_thread::sleep_for(kNap);
   }
   return true;
@@ -107,7 +107,7 @@ void IpcCore::leave() noexcept {
     }
     const bool in_order = !control_->broken() && say_goodbye();
     if (things_->host_area) things_->host_area->free.hold(stream());
-    const bool idle = becomes_idle(monotonic_ns() + (in_order ? kPatienceNs : kBrokenPatienceNs));
+    const bool idle = becomes_idle(running_ns() + (in_order ? kPatienceNs : kBrokenPatienceNs));
     watch_.reset();
     if (idle) things_.reset();
   } catch (const std::exception&) {
@@ -146,7 +146,7 @@ bool IpcCore::say_goodbye() noexcept {
   try {
     Call why;
     why.set_label("goodbye");
-    exchange(why, monotonic_ns() + kGoodbyeNs)->wait();
+    exchange(why, running_ns() + kGoodbyeNs)->wait();
     return true;
   } catch (const std::exception&) {
     failed(std::current_exception());

@@ -7,7 +7,7 @@
 #include <chrono>
 #include <thread>
 
-#include "lockstep/clock.hpp"
+#include "base/running_clock.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -55,7 +55,7 @@ NcclComm::NcclComm(const ncclUniqueId& id, int rank, int size, int64_t deadline_
 NcclComm::~NcclComm() {
   if (comm_ == nullptr) return;
   try {
-    run("ncclCommFinalize", monotonic_ns() + kFarewellNs, ncclCommFinalize);
+    run("ncclCommFinalize", running_ns() + kFarewellNs, ncclCommFinalize);
     const std::lock_guard lock(mutex_);
     if (comm_ != nullptr) (void)ncclCommDestroy(comm_);
   } catch (const std::exception&) {
@@ -100,7 +100,7 @@ void NcclComm::settle(std::string_view what, int64_t deadline_ns) {
       check_nccl(now, comm_, what);
       if (now != ncclInProgress) return;
     }
-    if (monotonic_ns() > deadline_ns) {
+    if (running_ns() > deadline_ns) {
       throw RankError(Code::kRankAbsent, -1,
                       fmt::format("{}: NCCL did not reach all ranks before the deadline", what),
                       "run with NCCL_DEBUG=INFO to see which connection it waits for; where the "

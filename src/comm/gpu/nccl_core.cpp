@@ -7,8 +7,8 @@
 #include <exception>
 #include <thread>
 
+#include "base/running_clock.hpp"
 #include "comm/make_call.hpp"
-#include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -38,7 +38,7 @@ Ids agree_on_ids(GpuControl& control, int64_t deadline_ns) {
 std::shared_ptr<NcclFlight> make_flight(const Call& call, const CallContext& context) {
   auto flight = std::make_shared<NcclFlight>();
   flight->call = call;
-  flight->limit_ns = std::max<int64_t>(0, context.deadline_ns - monotonic_ns());
+  flight->limit_ns = std::max<int64_t>(0, context.deadline_ns - running_ns());
   return flight;
 }
 
@@ -93,9 +93,9 @@ NcclCore::~NcclCore() {
 void NcclCore::finish_queued() noexcept {
   try {
     const GpuGuard on_gpu(gpu_);
-    const int64_t until_ns = monotonic_ns() + kPatienceNs;
+    const int64_t until_ns = running_ns() + kPatienceNs;
     while (!control_->broken() && !(stream_.idle() && message_stream_.idle()) &&
-           monotonic_ns() < until_ns) {
+           running_ns() < until_ns) {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
     }
   } catch (const std::exception&) {

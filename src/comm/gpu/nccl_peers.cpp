@@ -7,7 +7,7 @@
 #include <chrono>
 #include <thread>
 
-#include "lockstep/clock.hpp"
+#include "base/running_clock.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -42,8 +42,8 @@ void NcclPeers::blaming(const Call& call, const std::function<void()>& part) con
       throw_stopped(call);
       throw;
     }
-    const int64_t until_ns = monotonic_ns() + kLastMomentsNs;
-    while (monotonic_ns() < until_ns) {
+    const int64_t until_ns = running_ns() + kLastMomentsNs;
+    while (running_ns() < until_ns) {
       throw_ended(call);
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }

@@ -9,7 +9,7 @@
 #include <chrono>
 #include <iterator>
 
-#include "lockstep/clock.hpp"
+#include "base/running_clock.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
 #include "net/quiet_thread.hpp"
@@ -109,7 +109,7 @@ void NcclWatch::look_after_all(const Flights& flights) const {
 }
 
 void NcclWatch::require_in_time(NcclFlight& flight) const {
-  const int64_t now_ns = monotonic_ns();
+  const int64_t now_ns = running_ns();
   if (flight.started_ns == 0 && flight.progress->has_begun(flight.number)) {
     flight.started_ns = now_ns;
   }

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "lockstep/clock.hpp"
+#include "base/running_clock.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -47,7 +47,7 @@ class EntryUse final : public ShmTask {
 }  // namespace
 
 ShmTask::ShmTask(const Call& what, const CallContext& context)
-    : call(what), begun_ns(monotonic_ns()), deadline_ns(context.deadline_ns) {
+    : call(what), begun_ns(running_ns()), deadline_ns(context.deadline_ns) {
   call.set_label(context.label);
 }
 
@@ -170,7 +170,7 @@ void ShmEngine::wait_until(const std::function<bool()>& ready,
     ::sched_yield();
   }
   while (!look_around(ready, blocker, deadline_ns)) {
-    const int64_t left_ns = std::max<int64_t>(deadline_ns - monotonic_ns(), 1'000);
+    const int64_t left_ns = std::max<int64_t>(deadline_ns - running_ns(), 1'000);
     if (control_.sleep(std::min(left_ns, kNapNs), ready)) return;
   }
 }
@@ -180,7 +180,7 @@ void ShmEngine::wait_until(const std::function<bool()>& ready,
 // only those still awaited after that are to blame.
 bool ShmEngine::look_around(const std::function<bool()>& ready,
                             const std::function<const ShmTask&()>& blocker, int64_t deadline_ns) {
-  const int64_t now_ns = monotonic_ns();
+  const int64_t now_ns = running_ns();
   const bool see_processes = now_ns - processes_seen_ns_ >= kProcessCheckNs;
   if (see_processes) processes_seen_ns_ = now_ns;
   const bool aborted =

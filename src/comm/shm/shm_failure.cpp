@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
+#include "base/running_clock.hpp"
 #include "comm/shm/shm_engine.hpp"
-#include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -55,7 +55,7 @@ void ShmEngine::fail_absent(const ShmTask& task, const std::vector<int>& places)
                                           membership_.processes[static_cast<size_t>(place)].state(),
                                           made, made == 1 ? "" : "s")});
   }
-  throw_absent(group(), task.call, missing, monotonic_ns() - task.begun_ns);
+  throw_absent(group(), task.call, missing, running_ns() - task.begun_ns);
 }
 
 // The first culprit stays the culprit: those who learn of it second hand blame the same rank.

@@ -9,8 +9,8 @@
 #include <numeric>
 #include <thread>
 
+#include "base/running_clock.hpp"
 #include "comm/shm/shm_socket.hpp"
-#include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
 
@@ -56,7 +56,7 @@ class Host {
  public:
   explicit Host(const ShmOptions& options)
       : options_(options),
-        begun_ns_(monotonic_ns()),
+        begun_ns_(running_ns()),
         members_(static_cast<size_t>(options.size)),
         pids_(static_cast<size_t>(options.size), 0) {
     listener_ = listen_at(socket_name(options.session));
@@ -70,7 +70,7 @@ class Host {
 
   ShmMembership meet() {
     while (static_cast<int>(present().size()) < options_.size) {
-      if (monotonic_ns() >= options_.deadline_ns) give_up();
+      if (running_ns() >= options_.deadline_ns) give_up();
       wait_readable(watched(), options_.deadline_ns);
       while (auto connection = accept_from(listener_->get())) {
         // Another user's process is not even answered.
@@ -164,7 +164,7 @@ class Host {
   [[noreturn]] void give_up() {
     const std::string what =
         fmt::format("not all {} ranks met within {}: {}", options_.size,
-                    format_seconds(static_cast<double>(monotonic_ns() - begun_ns_) * 1e-9),
+                    format_seconds(static_cast<double>(running_ns() - begun_ns_) * 1e-9),
                     who_came(present(), options_.size));
     tell(MessageKind::kRefused, {}, what);
     fail_meeting(what, refused_);
@@ -209,7 +209,7 @@ OwnedDescriptor find_host(const ShmOptions& options) {
       fail_held_by_another_user(options.session);
     }
     if (connection) return connection;
-    if (monotonic_ns() >= options.deadline_ns) {
+    if (running_ns() >= options.deadline_ns) {
       fail_meeting(fmt::format("rank {} of {} found no rank 0 of session {}", options.rank,
                                options.size, options.session));
     }
@@ -226,7 +226,7 @@ ShmMembership join(const ShmOptions& options) {
     SocketMessage message;
     const Received received = receive_message(host->get(), message);
     if (received == Received::kNothing) {
-      if (monotonic_ns() >= options.deadline_ns) {
+      if (running_ns() >= options.deadline_ns) {
         fail_meeting(fmt::format("rank {}: not all {} ranks met: {}", options.rank, options.size,
                                  who_came(present, options.size)));
       }

@@ -11,8 +11,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/running_clock.hpp"
 #include "comm/shm/shm_control.hpp"
-#include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -215,7 +215,7 @@ void wait_readable(const std::vector<int>& sockets, int64_t deadline_ns) {
   watched.reserve(sockets.size());
   for (const int socket : sockets)
     watched.push_back({.fd = socket, .events = POLLIN, .revents = 0});
-  const int64_t left_ms = (deadline_ns - monotonic_ns()) / 1'000'000 + 1;
+  const int64_t left_ms = (deadline_ns - running_ns()) / 1'000'000 + 1;
   ::poll(watched.data(), watched.size(), static_cast<int>(std::clamp<int64_t>(left_ms, 0, 60'000)));
 }
 

@@ -94,11 +94,13 @@ std::shared_ptr<TransferContext> begin(LockstepGlooContext* context, const Locks
 }
 
 LockstepGlooStatus create(int rank, int size, const char* address, int64_t connect_timeout_ms,
-                          LockstepGlooContext** context, LockstepGlooMessage* message) {
+                          LockstepGlooClock clock, LockstepGlooContext** context,
+                          LockstepGlooMessage* message) {
   return guarded(message, [&] {
     auto made = std::make_unique<LockstepGlooContext>();
     {
       const SignalsBlocked blocked(true);
+      made->watch.start(clock);
       made->device = gloo::transport::tcp::CreateDevice(gloo::transport::tcp::attr(address));
     }
     made->connections = made->device->createContext(rank, size);

@@ -6,13 +6,13 @@
 
 /* All that crosses between lockstep and its Gloo module: plain C, so that the module's Gloo never
  * meets another one in the process (libtorch 2.x exports its own). No function throws, and none
- * ends the process. Deadlines are nanoseconds of CLOCK_MONOTONIC. */
+ * ends the process. Deadlines are times of the clock that create() was given. */
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-enum { LOCKSTEP_GLOO_ABI = 1, LOCKSTEP_GLOO_MAX_ADDRESS = 256 };
+enum { LOCKSTEP_GLOO_ABI = 2, LOCKSTEP_GLOO_MAX_ADDRESS = 256 };
 
 typedef enum LockstepGlooStatus {
   LOCKSTEP_GLOO_OK = 0,
@@ -35,6 +35,9 @@ typedef struct LockstepGlooCall {
   LockstepGlooMessage* message; /* written unless the status is OK */
 } LockstepGlooCall;
 
+/* Nanoseconds; called from any thread. */
+typedef int64_t (*LockstepGlooClock)(void);
+
 /* out[i] = a[i] with b[i]; out may be a or b. */
 typedef void (*LockstepGlooReduce)(void* user, void* out, const void* a, const void* b,
                                    size_t count);
@@ -44,7 +47,8 @@ typedef struct LockstepGlooApi {
 
   /* Listens at `address`, given in digits, once for each peer. */
   LockstepGlooStatus (*create)(int rank, int size, const char* address, int64_t connect_timeout_ms,
-                               LockstepGlooContext** context, LockstepGlooMessage* message);
+                               LockstepGlooClock clock, LockstepGlooContext** context,
+                               LockstepGlooMessage* message);
 
   /* Where `peer` must connect to: at most LOCKSTEP_GLOO_MAX_ADDRESS bytes. */
   LockstepGlooStatus (*address)(LockstepGlooContext* context, int peer, void* bytes, size_t* length,

@@ -1,10 +1,35 @@
 #include "watched_transport.hpp"
 
-#include <algorithm>
-
-#include "lockstep/clock.hpp"
-
 namespace lockstep::gloo_module {
+namespace {
+
+constexpr std::chrono::milliseconds kLook(50);  // a deadline is noticed within this
+constexpr std::chrono::milliseconds kNoTimeout(std::chrono::hours(24 * 365));
+
+}  // namespace
+
+Watch::~Watch() {
+  if (!thread_.joinable()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    stop_.notify_all();
+  }
+  thread_.join();
+}
+
+void Watch::start(Clock clock) {
+  clock_ = clock;
+  thread_ = std::thread([this] { look_for_late_buffers(); });
+}
+
+void Watch::look_for_late_buffers() {
+  std::unique_lock lock(mutex_);
+  while (!stop_.wait_for(lock, kLook, [this] { return stopping_; })) {
+    const int64_t now_ns = clock_();
+    for (WatchedBuffer* buffer : buffers_) buffer->end_if_late(now_ns);
+  }
+}
 
 void Watch::add(WatchedBuffer* buffer) {
   const std::lock_guard lock(mutex_);
@@ -40,27 +65,25 @@ WatchedBuffer::~WatchedBuffer() {
   watch_.remove(this);
 }
 
-template <class Wait>
-bool WatchedBuffer::wait(Wait&& wait_inner) {
-  const int64_t left_ms = (deadline_ns_ - monotonic_ns()) / 1'000'000;
-  try {
-    if (!wait_inner(std::chrono::milliseconds(std::max<int64_t>(left_ms, 1)))) throw Aborted();
-  } catch (const Aborted&) {
-    throw;
-  } catch (const std::exception&) {
-    // Gloo has no type for a timeout of its own.
-    if (monotonic_ns() >= deadline_ns_ - 1'000'000) throw Late();
-    throw;
-  }
-  return true;
+void WatchedBuffer::end_if_late(int64_t now_ns) {
+  if (now_ns < deadline_ns_ || late_.exchange(true)) return;
+  abortWaitRecv();
+  abortWaitSend();
+}
+
+// An aborted wait of Gloo's returns false.
+bool WatchedBuffer::finish(bool waited) const {
+  if (waited) return true;
+  if (late_) throw Late();
+  throw Aborted();
 }
 
 bool WatchedBuffer::waitRecv(int* rank, std::chrono::milliseconds) {
-  return wait([&](std::chrono::milliseconds left) { return inner_->waitRecv(rank, left); });
+  return finish(inner_->waitRecv(rank, kNoTimeout));
 }
 
 bool WatchedBuffer::waitSend(int* rank, std::chrono::milliseconds) {
-  return wait([&](std::chrono::milliseconds left) { return inner_->waitSend(rank, left); });
+  return finish(inner_->waitSend(rank, kNoTimeout));
 }
 
 std::unique_ptr<gloo::transport::UnboundBuffer> WatchedTransport::createUnboundBuffer(

@@ -4,14 +4,19 @@
 #include <gloo/transport/context.h>
 #include <gloo/transport/unbound_buffer.h>
 
+#include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
+#include <thread>
 #include <unordered_set>
 
 // Gloo waits for each piece of a transfer with the full timeout again, and nobody can end a wait
 // from outside. These decorators give a whole transfer one deadline, and let another thread end it.
+// Gloo's own timeout cannot serve as the deadline: it counts the time in which this process was
+// stopped (see Note [Running clock]), and when it passes, Gloo closes the connections to all peers.
 
 namespace lockstep::gloo_module {
 
@@ -27,17 +32,32 @@ struct Aborted : std::runtime_error {
 
 class WatchedBuffer;
 
-/// The buffers that are in use now; abort() wakes whoever waits on one.
+/// The buffers that are in use now. A thread wakes whoever waits on one whose deadline has passed;
+/// abort() wakes all of them.
 class Watch {
  public:
+  using Clock = int64_t (*)();
+
+  Watch() = default;
+  ~Watch();
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+
+  void start(Clock clock);          ///< once, before the first add()
   void add(WatchedBuffer* buffer);  ///< throws Aborted after abort()
   void remove(WatchedBuffer* buffer);
   void abort();
 
  private:
-  std::mutex mutex_;
+  void look_for_late_buffers();
+
+  Clock clock_ = nullptr;
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable stop_;
+  bool stopping_ = false;
   bool aborted_ = false;
   std::unordered_set<WatchedBuffer*> buffers_;
+  std::thread thread_;
 };
 
 /// A buffer of another transport, every wait on which ends at the deadline or at abort().
@@ -51,6 +71,10 @@ class WatchedBuffer final : public gloo::transport::UnboundBuffer {
   bool waitSend(int* rank, std::chrono::milliseconds timeout) override;
   void abortWaitRecv() override { inner_->abortWaitRecv(); }
   void abortWaitSend() override { inner_->abortWaitSend(); }
+
+  /// Ends a wait, or the next one, in Late if the deadline has passed. The watch's thread calls it.
+  void end_if_late(int64_t now_ns);
+
   void send(int to, uint64_t slot, size_t offset, size_t bytes) override {
     inner_->send(to, slot, offset, bytes);
   }
@@ -62,12 +86,12 @@ class WatchedBuffer final : public gloo::transport::UnboundBuffer {
   }
 
  private:
-  template <class Wait>
-  bool wait(Wait&& wait_inner);
+  bool finish(bool waited) const;
 
   std::unique_ptr<gloo::transport::UnboundBuffer> inner_;
   Watch& watch_;
   const int64_t deadline_ns_;
+  std::atomic<bool> late_ = false;
 };
 
 /// The transport of one transfer: another one's connections, with this transfer's deadline.
