@@ -59,10 +59,11 @@ LaunchFacts gather_facts() {
           .lookup = lookup};
 }
 
-// Inside an allocation of several hosts: the same command on each of them, by srun. The ranks per
-// host are passed on, since a step's tasks are its launchers.
-int start_by_srun(std::vector<std::string> srun, const Settings& settings,
+// Inside an allocation that is not this host alone: the same command on each host, by srun. The
+// ranks per host are passed on, since a step's tasks are its launchers.
+int start_by_srun(ClusterStart start, const Settings& settings,
                   const std::vector<std::string>& words) {
+  std::vector<std::string>& srun = start.srun;
   srun.push_back(std::filesystem::read_symlink("/proc/self/exe").string());
   srun.push_back(words[1]);
   srun.push_back("--nproc-per-node=" + settings.at("nproc-per-node").text);
@@ -71,16 +72,17 @@ int start_by_srun(std::vector<std::string> srun, const Settings& settings,
     fmt::print("{}\n", fmt::join(srun, " "));
     return 0;
   }
+  if (!settings.contains("quiet")) fmt::print(stderr, "lockstep: {}\n", start.announcement);
   ::setenv("LOCKSTEP_TOKEN", load_or_make_token().c_str(), 1);  // srun hands it to every host
   std::vector<char*> argv;
   for (auto& word : srun) argv.push_back(word.data());
   argv.push_back(nullptr);
   ::execvp(argv[0], argv.data());
-  throw Error(Code::kLaunch,
-              fmt::format("this is a SLURM allocation of several hosts, but srun cannot be "
-                          "started: {}",
-                          std::strerror(errno)),
-              "load SLURM's commands, or use --standalone for this host alone");
+  throw Error(
+      Code::kLaunch,
+      fmt::format("{}, but srun cannot be started: {}", start.announcement, std::strerror(errno)),
+      "load SLURM's commands, or use --standalone for this host alone; in a shell that "
+      "only inherited SLURM's variables, unset SLURM_JOB_ID");
 }
 
 }  // namespace
@@ -118,10 +120,10 @@ int run_launch(const RunFlags& flags, const std::vector<std::string>& program,
                const std::vector<std::string>& words) {
   Settings settings = collect_settings(flags.given(), lookup);
   std::string announcement;
-  if (const auto slurm = read_slurm(lookup)) {
+  if (const auto slurm = read_slurm(lookup, host_name())) {
     ClusterStart start = apply_slurm(*slurm, settings);
     announcement = start.announcement;
-    if (!start.srun.empty()) return start_by_srun(std::move(start.srun), settings, words);
+    if (!start.srun.empty()) return start_by_srun(std::move(start), settings, words);
   }
   const LaunchPlan plan = make_plan(settings, program, gather_facts());
   const std::string path = find_program(plan, lookup);

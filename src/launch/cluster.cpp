@@ -34,6 +34,11 @@ void refuse_several_launchers(const SlurmJob& job) {
       "without lockstep run");
 }
 
+// "n1", "each of 4 hosts".
+std::string name_hosts(const SlurmJob& job) {
+  return job.nnodes() == 1 ? job.hosts.front() : fmt::format("each of {} hosts", job.nnodes());
+}
+
 }  // namespace
 
 ClusterStart apply_slurm(const SlurmJob& job, Settings& settings) {
@@ -41,14 +46,20 @@ ClusterStart apply_slurm(const SlurmJob& job, Settings& settings) {
   take_ranks_from_tasks(job, settings);
   add_default(settings, "nproc-per-node", "auto", "SLURM");
   ClusterStart start;
+  if (settings.contains("standalone") && job.here.empty()) {
+    start.announcement = fmt::format("SLURM job {} has {}, but {} runs the ranks on this host",
+                                     job.job_id, name_hosts(job), settings.at("standalone").source);
+    return start;
+  }
   const bool one_host = job.nnodes() == 1 || settings.contains("standalone");
-  if (one_host) {
-    start.announcement = fmt::format("SLURM job {} on {}", job.job_id, job.endpoint_host());
+  if (one_host && !job.here.empty()) {
+    start.announcement = fmt::format("SLURM job {} on {}", job.job_id, job.here);
     return start;
   }
   if (!job.in_step && !settings.contains("nnodes")) {
     start.announcement =
-        fmt::format("SLURM job {}: one launcher on each of {} hosts", job.job_id, job.nnodes());
+        fmt::format("SLURM job {}: srun starts a launcher on {}{}", job.job_id, name_hosts(job),
+                    job.here.empty() ? ", since this host is not part of the job" : "");
     start.srun = {"srun", fmt::format("--nodes={}", job.nnodes()),
                   fmt::format("--ntasks={}", job.nnodes()), "--ntasks-per-node=1",
                   "--kill-on-bad-exit=0"};

@@ -15,8 +15,9 @@ struct ClusterStart {
 };
 
 /// Fills in what SLURM knows and no flag says: hosts, this host's number, the meeting, the job's
-/// name, and ranks per host. Inside an allocation of several hosts the answer is an srun that
-/// starts one launcher on each. More than one launcher per host is an Error (kLaunch).
+/// name, and ranks per host. Inside an allocation of several hosts, or of one that is not this one
+/// (salloc on a login node), the answer is an srun that starts one launcher on each. More than one
+/// launcher per host is an Error (kLaunch).
 ClusterStart apply_slurm(const SlurmJob& job, Settings& settings);
 
 }  // namespace lockstep

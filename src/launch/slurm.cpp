@@ -13,6 +13,10 @@ namespace {
 // Ranks of the same step meet at slurm_port(…, 0): see rank_environment.cpp.
 constexpr int kLaunchersOffset = 1;
 
+// The step of the shell that salloc starts on the first node where LaunchParameters has
+// use_interactive_step. It is one task, but the whole allocation is meant.
+constexpr std::string_view kInteractiveStep = "4294967290";
+
 class Variables {
  public:
   explicit Variables(const RankEnvironment::Lookup& lookup) : lookup_(lookup) {}
@@ -69,16 +73,35 @@ void read_tasks(const Variables& variables, SlurmJob& job) {
   }
 }
 
+std::string_view short_name(std::string_view host) {
+  return host.substr(0, host.find('.'));
+}
+
+// salloc runs its command where it was typed, often on a login node, with the variables of the
+// nodes. slurmd tells what it starts on which node that runs; elsewhere the host's name must do.
+std::string find_here(const Variables& variables, const SlurmJob& job,
+                      const std::string& host_name) {
+  const auto node_name = variables.text("SLURMD_NODENAME");
+  for (const std::string& host : job.hosts) {
+    if (node_name && host == *node_name) return host;
+  }
+  for (const std::string& host : job.hosts) {
+    if (host == host_name || short_name(host) == short_name(host_name)) return host;
+  }
+  return "";
+}
+
 }  // namespace
 
-std::optional<SlurmJob> read_slurm(const RankEnvironment::Lookup& lookup) {
+std::optional<SlurmJob> read_slurm(const RankEnvironment::Lookup& lookup,
+                                   const std::string& host_name) {
   const Variables variables(lookup);
   const auto job_id = variables.text("SLURM_JOB_ID");
   if (!job_id) return std::nullopt;
   SlurmJob job;
   const auto tasks = variables.number("SLURM_STEP_NUM_TASKS");
   const auto task = variables.number("SLURM_PROCID");
-  job.in_step = tasks && task;
+  job.in_step = tasks && task && variables.text("SLURM_STEP_ID") != kInteractiveStep;
   const std::string step = job.in_step ? variables.text("SLURM_STEP_ID").value_or("0") : "batch";
   job.job_id = fmt::format("slurm-{}.{}", *job_id, step);
   job.port = slurm_port(*job_id, step, kLaunchersOffset);
@@ -86,6 +109,7 @@ std::optional<SlurmJob> read_slurm(const RankEnvironment::Lookup& lookup) {
   if (job.hosts.empty()) return std::nullopt;  // a shell that only inherited the job's number
   read_tasks(variables, job);
   job.cpus_per_task = variables.number("SLURM_CPUS_PER_TASK");
+  job.here = find_here(variables, job, host_name);
   if (!job.in_step) return job;
   job.task = *task;
   job.node_rank = variables.number("SLURM_NODEID").value_or(0);
@@ -96,6 +120,7 @@ std::optional<SlurmJob> read_slurm(const RankEnvironment::Lookup& lookup) {
   if (*task >= *tasks) {
     contradiction(fmt::format("SLURM_PROCID={} in a step of {} tasks", *task, *tasks));
   }
+  job.here = job.hosts[static_cast<size_t>(job.node_rank)];
   return job;
 }
 

@@ -14,11 +14,12 @@ using Variables = std::map<std::string, std::string>;
 using Texts = std::vector<std::string>;
 using Counts = std::vector<int>;
 
-std::optional<SlurmJob> read(const Variables& variables) {
-  return read_slurm([&](const char* name) -> const char* {
+std::optional<SlurmJob> read(const Variables& variables, const std::string& host = "login") {
+  const auto lookup = [&](const char* name) -> const char* {
     const auto found = variables.find(name);
     return found == variables.end() ? nullptr : found->second.c_str();
-  });
+  };
+  return read_slurm(lookup, host);
 }
 
 Texts hosts(const std::string& text) {
@@ -97,6 +98,39 @@ TEST(SlurmJob, AnAllocationIsReadFromTheJobs) {
   EXPECT_EQ(job->tasks_per_node, (Counts{2, 2, 2, 2}));
   EXPECT_FALSE(job->cpus_per_task);
   EXPECT_FALSE(read({{"SLURM_JOB_ID", "77"}, {"SLURM_NODELIST", "n1"}})->in_step);
+}
+
+// As SLURM 22.05 sets them: salloc where it was typed, and sbatch on the first node.
+TEST(SlurmJob, TellsWhetherThisHostIsPartOfTheJob) {
+  const Variables salloc = {{"SLURM_JOB_ID", "77"},
+                            {"SLURM_JOB_NODELIST", "n[4-5]"},
+                            {"SLURM_SUBMIT_HOST", "login"},
+                            {"SLURM_TASKS_PER_NODE", "1(x2)"}};
+  EXPECT_EQ(read(salloc, "login")->here, "");
+  EXPECT_EQ(read(salloc, "n4")->here, "n4") << "typed on a node of the allocation";
+  EXPECT_EQ(read(salloc, "n5.cluster.example")->here, "n5");
+  EXPECT_EQ(read(salloc, "n45")->here, "");
+  Variables sbatch = salloc;
+  sbatch["SLURMD_NODENAME"] = "n5";
+  sbatch["SLURM_NODEID"] = "0";
+  EXPECT_EQ(read(sbatch, "another-name")->here, "n5") << "slurmd knows its node's name";
+  sbatch["SLURMD_NODENAME"] = "n9";
+  EXPECT_EQ(read(sbatch, "n9")->here, "") << "a job inside another job, which has n9";
+  EXPECT_EQ(read(kStep)->here, "n6");
+}
+
+// salloc's shell on the first node is a step of one task; the whole allocation is meant.
+TEST(SlurmJob, AnInteractiveStepStandsForItsAllocation) {
+  Variables shell = kStep;
+  shell["SLURM_STEP_ID"] = "4294967290";
+  shell["SLURM_STEP_NODELIST"] = "n4";
+  shell["SLURM_STEP_NUM_TASKS"] = "1";
+  shell["SLURM_PROCID"] = "0";
+  shell["SLURMD_NODENAME"] = "n4";
+  const auto job = read(shell);
+  EXPECT_FALSE(job->in_step);
+  EXPECT_EQ(job->hosts, (Texts{"n4", "n5", "n6", "n7"}));
+  EXPECT_EQ(job->here, "n4");
 }
 
 TEST(SlurmJob, ContradictionsAreNamed) {
