@@ -39,6 +39,8 @@ constexpr std::array kFlags = {
              "PET_RDZV_BACKEND"},
     FlagInfo{"rdzv-conf", "", "KEY=VALUE,...", "join_timeout=SECONDS to wait for hosts (300)",
              kHosts, "PET_RDZV_CONF"},
+    FlagInfo{"host-timeout", "", "SECONDS", "silence after which a host is lost (default: 10)",
+             kHosts, ""},
     FlagInfo{"standalone", "", "", "one host, whatever the other flags say", kHosts,
              "PET_STANDALONE"},
     FlagInfo{"master-addr", "", "HOST", "host of rank 0 (default: 127.0.0.1, or as hosts agree)",
@@ -51,6 +53,10 @@ constexpr std::array kFlags = {
     FlagInfo{"grace", "", "SECONDS", "from SIGTERM to SIGKILL (default: 5)", kFailures, ""},
     FlagInfo{"max-restarts", "", "N", "start all ranks again so many times (default: 0)", kFailures,
              "PET_MAX_RESTARTS"},
+    FlagInfo{
+        "signals-to-handle", "", "LIST",
+        "signals to pass on to the ranks (default: SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2)",
+        kFailures, "PET_SIGNALS_TO_HANDLE"},
 
     FlagInfo{"ranks", "", "all|LIST", "whose output the console shows (default: 0, errors of all)",
              kOutput, ""},
@@ -82,8 +88,6 @@ constexpr std::array kFlags = {
              "PET_LOCAL_ADDR"},
     FlagInfo{"numa-binding", "", "KIND", "each rank has its own cores; see --no-pin", kTorchrun,
              "PET_NUMA_BINDING"},
-    FlagInfo{"signals-to-handle", "", "LIST", "SIGTERM, SIGINT, SIGHUP and SIGQUIT are handled",
-             kTorchrun, "PET_SIGNALS_TO_HANDLE"},
 };
 
 bool switch_is_on(const Setting& setting) {

@@ -61,6 +61,33 @@ struct ExecPlan {
   }
 };
 
+void close_inherited(int kept) {
+  std::vector<int> inherited;
+  std::error_code ignored;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", ignored)) {
+    inherited.push_back(std::stoi(entry.path().filename().string()));
+  }
+  for (const int fd : inherited) {
+    if (fd > STDERR_FILENO && fd != kept) ::close(fd);
+  }
+  const int nothing = ::open("/dev/null", O_RDWR | O_CLOEXEC);
+  for (const int standard : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    ::dup2(nothing, standard);
+  }
+  ::close(nothing);
+}
+
+void send_message(int link, KeeperMessage::Kind kind, int32_t worker, int64_t value) {
+  const KeeperMessage message{kind, worker, value, monotonic_ns()};
+  ::send(link, &message, sizeof(message), MSG_NOSIGNAL);
+}
+
+void remove_leftovers(const Leftovers& leftovers) {
+  std::error_code ignored;
+  for (const auto& file : leftovers.files) std::filesystem::remove(file, ignored);
+  for (const auto& folder : leftovers.folders) std::filesystem::remove_all(folder, ignored);
+}
+
 class Keeper {
  public:
   Keeper(const std::vector<WorkerStart>& workers, const Leftovers& leftovers, int link)
@@ -70,14 +97,14 @@ class Keeper {
     ::setsid();
     ::prctl(PR_SET_CHILD_SUBREAPER, 1);
     ::prctl(PR_SET_NAME, "lockstep-keeper");
+    send(KeeperMessage::Kind::kKeeper, -1, ::getpid());
     start(worker_signals);
     watch();
   }
 
  private:
   void send(KeeperMessage::Kind kind, int32_t worker, int64_t value) const {
-    const KeeperMessage message{kind, worker, value, monotonic_ns()};
-    ::send(link_, &message, sizeof(message), MSG_NOSIGNAL);
+    send_message(link_, kind, worker, value);
   }
 
   // All ranks are started before anyone is waited for; the report's end says that all run.
@@ -101,7 +128,7 @@ class Keeper {
       give_up(failure[0], failure[1]);
     }
     ::close(report[0]);
-    close_inherited();
+    close_inherited(link_);  // a pipe's end that is held here would keep the pipe from ending
     for (size_t number = 0; number < pids_.size(); ++number) {
       send(KeeperMessage::Kind::kStarted, static_cast<int32_t>(number), pids_[number]);
     }
@@ -111,23 +138,6 @@ class Keeper {
     sweep_children(monotonic_ns() + kSweepNs);
     send(KeeperMessage::Kind::kNotStarted, worker, reason);
     ::_exit(0);
-  }
-
-  // The pipes' ends are the ranks' and the launcher's: held here, no pipe would ever end.
-  void close_inherited() const {
-    std::vector<int> inherited;
-    std::error_code ignored;
-    for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd", ignored)) {
-      inherited.push_back(std::stoi(entry.path().filename().string()));
-    }
-    for (const int fd : inherited) {
-      if (fd > STDERR_FILENO && fd != link_) ::close(fd);
-    }
-    const int nothing = ::open("/dev/null", O_RDWR | O_CLOEXEC);
-    for (const int standard : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
-      ::dup2(nothing, standard);
-    }
-    ::close(nothing);
   }
 
   // epoll hands out events in the order in which they happened, which poll does not. Before Linux
@@ -192,11 +202,7 @@ class Keeper {
     const bool launcher_is_gone = ::recv(link_, &asked, 1, 0) != 1;
     for (const pid_t pid : pids_) ::kill(-pid, SIGKILL);
     const int alive = sweep_children(monotonic_ns() + kSweepNs);
-    if (launcher_is_gone) {
-      std::error_code ignored;
-      for (const auto& file : leftovers_.files) std::filesystem::remove(file, ignored);
-      for (const auto& folder : leftovers_.folders) std::filesystem::remove_all(folder, ignored);
-    }
+    if (launcher_is_gone) remove_leftovers(leftovers_);
     send(KeeperMessage::Kind::kSwept, -1, alive);
     ::_exit(0);
   }
@@ -210,6 +216,30 @@ class Keeper {
 };
 
 }  // namespace
+
+// Its name does not contain "lockstep", so that `pkill -9 lockstep` leaves somebody to clean up.
+void run_guard(const std::vector<WorkerStart>& workers, const Leftovers& leftovers, int link,
+               const sigset_t& worker_signals) {
+  const pid_t launcher = ::getppid();
+  ::setsid();
+  ::prctl(PR_SET_CHILD_SUBREAPER, 1);
+  sigset_t all;
+  ::sigfillset(&all);
+  ::sigprocmask(SIG_SETMASK, &all, nullptr);
+  const pid_t keeper = ::fork();
+  if (keeper == 0) run_keeper(workers, leftovers, link, worker_signals);
+  if (keeper < 0) {
+    send_message(link, KeeperMessage::Kind::kNotStarted, 0, errno);
+    ::_exit(1);
+  }
+  ::prctl(PR_SET_NAME, "rank-guard");
+  close_inherited(-1);
+  while (::waitpid(keeper, nullptr, 0) < 0 && errno == EINTR) {
+  }
+  sweep_children(monotonic_ns() + kSweepNs);
+  if (::getppid() != launcher) remove_leftovers(leftovers);
+  ::_exit(0);
+}
 
 void run_keeper(const std::vector<WorkerStart>& workers, const Leftovers& leftovers, int link,
                 const sigset_t& worker_signals) {

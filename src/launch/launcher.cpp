@@ -12,6 +12,7 @@
 #include <optional>
 
 #include "base/descriptor.hpp"
+#include "base/running_clock.hpp"
 #include "launch/console.hpp"
 #include "launch/log_folder.hpp"
 #include "launch/port_hold.hpp"
@@ -21,6 +22,7 @@
 #include "launch/token.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
+#include "net/socket.hpp"
 
 namespace lockstep {
 namespace {
@@ -52,20 +54,7 @@ class Hosts {
     }
     token_ = load_or_make_token();
     port_ = std::make_unique<PortHold>(0, false);
-    const bool serve =
-        plan.node_rank == 0 || (plan.node_rank < 0 && is_this_host(plan.endpoint_host));
-    link_ = NodeLink::join({.host = plan.endpoint_host,
-                            .port = plan.endpoint_port,
-                            .serve = serve,
-                            .token = token_,
-                            .job_id = plan.job_id,
-                            .nnodes = plan.nnodes,
-                            .max_restarts = plan.max_restarts,
-                            .deadline_ns = deadline()},
-                           {.node_rank = serve ? 0 : plan.node_rank,
-                            .local_world_size = plan.local_world_size,
-                            .host = host_name(),
-                            .master_port = port_->port()});
+    link_ = join();
     layout_ = link_->layout();
   }
 
@@ -85,6 +74,34 @@ class Hosts {
   }
 
  private:
+  // Without --node-rank the first launcher on the endpoint's host serves the rendezvous. A second
+  // one there finds the port taken, and joins the first.
+  std::unique_ptr<NodeLink> join() const {
+    if (plan_.node_rank == 0) return join(true);
+    if (plan_.node_rank > 0 || !is_this_host(plan_.endpoint_host)) return join(false);
+    try {
+      return join(true);
+    } catch (const AddressInUse&) {
+      return join(false);
+    }
+  }
+
+  std::unique_ptr<NodeLink> join(bool serve) const {
+    return NodeLink::join({.host = plan_.endpoint_host,
+                           .port = plan_.endpoint_port,
+                           .serve = serve,
+                           .token = token_,
+                           .job_id = plan_.job_id,
+                           .nnodes = plan_.nnodes,
+                           .max_restarts = plan_.max_restarts,
+                           .deadline_ns = deadline(),
+                           .lost_after_ns = static_cast<int64_t>(plan_.host_timeout_s * 1e9)},
+                          {.node_rank = serve ? 0 : plan_.node_rank,
+                           .local_world_size = plan_.local_world_size,
+                           .host = host_name(),
+                           .master_port = port_->port()});
+  }
+
   void begin_round_on_one_host() {
     port_.reset();  // the user's own port must be free before it is held again
     port_ = std::make_unique<PortHold>(plan_.master_port, plan_.master_port == 0);
@@ -97,7 +114,7 @@ class Hosts {
   }
 
   int64_t deadline() const {
-    return monotonic_ns() + static_cast<int64_t>(plan_.join_timeout_s * 1e9);
+    return running_ns() + static_cast<int64_t>(plan_.join_timeout_s * 1e9);
   }
 
   const LaunchPlan& plan_;
@@ -108,14 +125,15 @@ class Hosts {
 };
 
 RoundResult run_round(const LaunchPlan& plan, const std::string& program, const Hosts& hosts,
-                      const LogFolder& logs, Console& console, int round) {
+                      const LogFolder& logs, const SignalWatch& signals, Console& console,
+                      int round) {
   const Board board =
       Board::create(Board::default_path(plan.run_name), plan.local_world_size, plan.run_name);
   const RoundEnvironment environment{hosts.layout(), round, board.path(), logs.round_folder(round),
                                      hosts.token()};
   Leftovers leftovers{{board.path()}, {}};
   if (!logs.kept()) leftovers.folders.push_back(logs.path());
-  const SignalWatch signals;
+  const SignalWatch::WhileRanksRun while_ranks_run(signals);
   return Round({.plan = plan,
                 .program = program,
                 .environment = environment,
@@ -155,16 +173,20 @@ void report(const RoundResult& result, LogFolder& logs, Console& console) {
 
 int launch(const LaunchPlan& plan, const std::string& program) {
   ::signal(SIGPIPE, SIG_IGN);  // a reader of our output that goes away must not end the training
+  const SignalWatch signals(plan.signals);
   remove_stale_boards();
   Console console;
   Hosts hosts(plan);
   LogFolder logs(plan.log_folder, plan.keep_logs);
   announce(plan, hosts, console);
   for (int round = 0;; ++round) {
-    const RoundResult result = run_round(plan, program, hosts, logs, console, round);
-    const bool again =
-        result.kind == RoundResult::Kind::kFailed && !result.host_lost && round < plan.max_restarts;
+    const RoundResult result = run_round(plan, program, hosts, logs, signals, console, round);
+    const bool again = result.kind == RoundResult::Kind::kFailed && !result.host_lost &&
+                       !result.permanent && round < plan.max_restarts;
     if (!again) {
+      if (result.permanent && round < plan.max_restarts) {
+        console.message("lockstep: no restart: the ranks would end the same way again");
+      }
       report(result, logs, console);
       return result.exit_code;
     }

@@ -7,6 +7,7 @@
 
 #include "launch/number_list.hpp"
 #include "launch/plan_values.hpp"
+#include "launch/signal_watch.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -16,6 +17,7 @@ constexpr int kMostRanks = 256;  // logical devices a host can have
 constexpr int kMostNodes = 4096;
 constexpr int kStaticPort = 29500;  // torchrun's
 constexpr int kMeetingPort = 29400;
+constexpr int kShortestHostTimeout = 3;  // seconds
 
 int count_ranks(PlanReader& reader, const LaunchFacts& facts) {
   const Setting* setting = reader.find("nproc-per-node");
@@ -84,6 +86,12 @@ void plan_meeting(PlanReader& reader, LaunchPlan& plan) {
   if (plan.node_rank < 0) plan.facts.back().value = "by order of arrival";
   if (const Setting* conf = reader.find("rdzv-conf")) {
     plan.join_timeout_s = rendezvous_number(*conf, "join_timeout", plan.join_timeout_s);
+  }
+  plan.host_timeout_s = reader.seconds("host-timeout", "silence after which a host is lost", 10);
+  if (plan.host_timeout_s < kShortestHostTimeout) {
+    PlanReader::fail(*reader.find("host-timeout"),
+                     fmt::format("is less than {} s", kShortestHostTimeout),
+                     "hosts give a sign of life every second: write --host-timeout 10");
   }
   const Setting* endpoint = reader.find("rdzv-endpoint");
   const Setting* master = reader.find("master-addr");
@@ -181,6 +189,27 @@ void plan_console(PlanReader& reader, LaunchPlan& plan) {
   }
 }
 
+void plan_signals(PlanReader& reader, LaunchPlan& plan) {
+  const Setting* setting = reader.find("signals-to-handle");
+  if (setting != nullptr) {
+    plan.signals = parse_signals(*setting);
+  } else {
+    for (const SignalInfo& info : known_signals()) {
+      if (info.by_default) plan.signals.push_back(info.number);
+    }
+  }
+  std::string stops;
+  std::string passed_on;
+  for (const int signal : plan.signals) {
+    const SignalInfo& info = signal_info(signal);
+    std::string& list = info.stops ? stops : passed_on;
+    list += (list.empty() ? "" : ",") + std::string(info.name);
+  }
+  const std::string source = setting == nullptr ? "default" : setting->source;
+  reader.add_fact("signals that stop the ranks", stops.empty() ? "none" : stops, source);
+  reader.add_fact("signals passed on to the ranks", passed_on.empty() ? "none" : passed_on, source);
+}
+
 void plan_failures(PlanReader& reader, LaunchPlan& plan) {
   if (const Setting* timeout = reader.find("timeout")) {
     plan.timeout_s = reader.seconds("timeout", "longest wait for a rank", 0);
@@ -188,6 +217,7 @@ void plan_failures(PlanReader& reader, LaunchPlan& plan) {
   }
   plan.grace_s = reader.seconds("grace", "from SIGTERM to SIGKILL", 5);
   plan.max_restarts = reader.whole("max-restarts", "restarts", 0, 0, 1'000'000);
+  plan_signals(reader, plan);
 }
 
 bool is_python(const std::string& word) {
@@ -252,7 +282,7 @@ void note_flags_without_effect(const PlanReader& reader, LaunchPlan& plan) {
     if (setting == nullptr || !flag.group.starts_with("Accepted")) continue;
     plan.notes.push_back(fmt::format("{} has no effect: {}", setting->source, flag.help));
   }
-  for (const char* name : {"rdzv-endpoint", "rdzv-conf"}) {
+  for (const char* name : {"rdzv-endpoint", "rdzv-conf", "host-timeout"}) {
     const Setting* setting = reader.find(name);
     if (setting == nullptr || plan.nnodes > 1) continue;
     plan.notes.push_back(fmt::format("{} has no effect: there is one host", setting->source));

@@ -38,12 +38,14 @@ struct LaunchPlan {
   int endpoint_port = 0;
   std::string job_id = "none";
   double join_timeout_s = 300;
+  double host_timeout_s = 10;             ///< of silence, after which another host is lost
   std::string master_addr = "127.0.0.1";  ///< one host only; several agree on theirs
   int master_port = 0;                    ///< 0: any free one
 
   std::optional<double> timeout_s;
   double grace_s = 5;
   int max_restarts = 0;
+  std::vector<int> signals;  ///< that the launcher handles; see SignalWatch
 
   ConsolePlan console;
   std::string log_folder;  ///< of this run; one folder a round inside

@@ -2,7 +2,10 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "launch/number_list.hpp"
+#include "launch/signal_watch.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -130,6 +133,26 @@ std::vector<int> parse_stream_bits(const Setting& setting, int local_world_size)
     bits[static_cast<size_t>(*rank)] = parse_bits(item.substr(colon + 1));
   }
   return bits;
+}
+
+std::vector<int> parse_signals(const Setting& setting) {
+  std::vector<int> signals;
+  for (const std::string_view item : split(setting.text, ',')) {
+    const auto& known = known_signals();
+    const auto found = std::find_if(known.begin(), known.end(), [item](const SignalInfo& info) {
+      return item == info.name || item == info.name.substr(3);
+    });
+    if (found == known.end()) {
+      std::string names;
+      for (const SignalInfo& info : known) names += fmt::format(" {}", info.name);
+      PlanReader::fail(setting, fmt::format("has \"{}\", which lockstep cannot handle", item),
+                       "write names with commas between them, of these:" + names);
+    }
+    if (std::find(signals.begin(), signals.end(), found->number) == signals.end()) {
+      signals.push_back(found->number);
+    }
+  }
+  return signals;
 }
 
 double rendezvous_number(const Setting& conf, std::string_view key, double fallback) {

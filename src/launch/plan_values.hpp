@@ -42,6 +42,9 @@ MeetingPlace parse_meeting_place(const Setting& setting, int default_port);
 /// torchrun's stream numbers: "3" for every rank, or "0:1,1:2" by local rank: [local rank].
 std::vector<int> parse_stream_bits(const Setting& setting, int local_world_size);
 
+/// "SIGTERM,USR1": signals that the launcher handles, each once.
+std::vector<int> parse_signals(const Setting& setting);
+
 /// The number of `key` in "a=1,b=2"; `fallback` where it is not named.
 double rendezvous_number(const Setting& conf, std::string_view key, double fallback);
 

@@ -25,7 +25,7 @@ struct RendezvousOptions {
   int nnodes = 1;
   int max_restarts = 0;  ///< must be the same everywhere
   int64_t deadline_ns = 0;
-  int64_t lost_after_ns = 10'000'000'000;  ///< of silence; hosts speak ten times as often
+  int64_t lost_after_ns = 10'000'000'000;  ///< of silence, in times of running_ns()
 };
 
 /// What all launchers agree on.
@@ -48,7 +48,8 @@ struct RemoteFailure {
   int node_rank = 0;
   int rank = -1;  ///< of the world; -1: the host itself was lost
   int exit_code = 1;
-  std::string text;  ///< one line
+  std::string text;        ///< one line
+  bool permanent = false;  ///< a restart cannot help
 };
 
 /// What a launcher hears from the others.
@@ -60,7 +61,7 @@ struct NodeEvent {
 
 /// The launchers' meeting and the line between them while the job runs. Every exchange is
 /// authenticated by HMAC; sizes and times are bounded; strangers delay nobody. A host that says
-/// nothing for ten seconds, or hangs up before all its ranks have finished, is lost.
+/// nothing for lost_after_ns, or hangs up before all its ranks have finished, is lost.
 class NodeLink {
  public:
   /// Waits until all nodes are here. kRendezvous names who came and who did not, or why we were

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <set>
 
-#include "lockstep/clock.hpp"
+#include "base/running_clock.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
 #include "lockstep/version.hpp"
@@ -49,7 +49,7 @@ Coordinator::Node& Coordinator::known(PeerId peer) {
 }
 
 void Coordinator::received(Hub& hub, PeerId peer, std::string_view payload) {
-  if (Node* node = find(peer)) node->heard_ns = monotonic_ns();
+  if (Node* node = find(peer)) node->heard_ns = running_ns();
   std::visit(Overloaded{[&](const JoinMessage& message) { handle(hub, peer, message); },
                         [&](const RejoinMessage& message) { handle(hub, peer, message); },
                         [&](const FailedMessage& message) { handle(hub, peer, message); },
@@ -64,7 +64,7 @@ void Coordinator::handle(Hub& hub, PeerId peer, const JoinMessage& message) {
     refuse(hub, peer, fmt::format("{} ({})", message.offer.host, hub.peer_address(peer)), *refusal);
     return;
   }
-  Node node{.peer = peer, .offer = message.offer, .heard_ns = monotonic_ns()};
+  Node node{.peer = peer, .offer = message.offer, .heard_ns = running_ns()};
   if (peer == kOwnPeer) node.offer.node_rank = 0;
   nodes_.push_back(std::move(node));
   tell_status(hub);
@@ -250,8 +250,7 @@ void Coordinator::tick(Hub& hub) {
   for (const Node& node : nodes_) {
     // Our own launcher shares our process: if that was stopped, it has not spoken either.
     const bool own = node.peer == kOwnPeer;
-    if (!own && monotonic_ns() - node.heard_ns > options_.lost_after_ns)
-      silent.push_back(node.peer);
+    if (!own && running_ns() - node.heard_ns > options_.lost_after_ns) silent.push_back(node.peer);
   }
   for (const PeerId peer : silent) {
     const double seconds = static_cast<double>(options_.lost_after_ns) / 1e9;

@@ -42,7 +42,8 @@ json to_json(const FailedMessage& message) {
           {"node_rank", message.failure.node_rank},
           {"rank", message.failure.rank},
           {"exit_code", message.failure.exit_code},
-          {"text", cut(message.failure.text)}};
+          {"text", cut(message.failure.text)},
+          {"permanent", message.failure.permanent}};
 }
 
 json to_json(const FinishedMessage& /*message*/) {
@@ -102,7 +103,8 @@ NodeMessage read_failed(const json& object) {
   return FailedMessage{{.node_rank = integer(object, "node_rank", 0, kMaxNodes - 1),
                         .rank = integer(object, "rank", -1, kMaxInt),
                         .exit_code = integer(object, "exit_code", -kMaxInt, kMaxInt),
-                        .text = text(object, "text")}};
+                        .text = text(object, "text"),
+                        .permanent = object.at("permanent").get<bool>()}};
 }
 
 NodeMessage read_layout(const json& object) {

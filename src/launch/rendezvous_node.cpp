@@ -10,7 +10,7 @@
 #include <chrono>
 #include <cstring>
 
-#include "lockstep/clock.hpp"
+#include "base/running_clock.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
 #include "lockstep/version.hpp"
@@ -21,8 +21,9 @@ namespace {
 
 constexpr int64_t kLastWordsNs = 1'000'000'000;
 
+// At least once a second, whatever this host's own patience is: another host's may be shorter.
 int64_t beat_ns(const RendezvousOptions& options) {
-  return options.lost_after_ns / 10;
+  return std::min<int64_t>(options.lost_after_ns / 10, 1'000'000'000);
 }
 
 void check(const RendezvousOptions& options, const NodeOffer& offer) {
@@ -156,7 +157,7 @@ void NetworkNodeLink::say(const NodeMessage& message) {
 }
 
 void NetworkNodeLink::await_layout(int64_t deadline_ns) {
-  const int64_t since_ns = monotonic_ns();
+  const int64_t since_ns = running_ns();
   std::unique_lock lock(mutex_);
   while (!next_layout_) {
     if (state_ == State::kRefused) throw Error(Code::kRendezvous, refusal_.why, refusal_.help);
@@ -170,7 +171,7 @@ void NetworkNodeLink::await_layout(int64_t deadline_ns) {
           fmt::format("the meeting at {} ended before all hosts had come: {}", place(), why_lost_),
           "look at the launcher of node 0: it gave up, failed, or was stopped", notes());
     }
-    const int64_t left_ns = deadline_ns - monotonic_ns();
+    const int64_t left_ns = deadline_ns - running_ns();
     if (left_ns <= 0) throw_incomplete(since_ns);
     changed_.wait_for(lock, std::chrono::nanoseconds(std::min<int64_t>(left_ns, 1'000'000'000)));
   }
@@ -204,14 +205,13 @@ void NetworkNodeLink::throw_incomplete(int64_t since_ns) const {
   const size_t count = static_cast<size_t>(options_.nnodes) - status_.present.size();
   const std::string who = all_numbered ? fmt::format("node {}", fmt::join(missing, ", node "))
                                        : fmt::format("{} more", count);
-  throw Error(
-      Code::kRendezvous,
-      fmt::format("{} of {} hosts came to {} within {}; missing: {}", status_.present.size(),
-                  options_.nnodes, place(),
-                  format_seconds(static_cast<double>(monotonic_ns() - since_ns) / 1e9), who),
-      "start `lockstep run` on every host with the same --nnodes and --rdzv-endpoint, and "
-      "check that no firewall is in between",
-      notes());
+  throw Error(Code::kRendezvous,
+              fmt::format("{} of {} hosts came to {} within {}; missing: {}",
+                          status_.present.size(), options_.nnodes, place(),
+                          format_seconds(static_cast<double>(running_ns() - since_ns) / 1e9), who),
+              "start `lockstep run` on every host with the same --nnodes and --rdzv-endpoint, and "
+              "check that no firewall is in between",
+              notes());
 }
 
 void NetworkNodeLink::run() {
@@ -225,8 +225,8 @@ void NetworkNodeLink::run() {
 }
 
 void NetworkNodeLink::talk() {
-  int64_t next_beat_ns = monotonic_ns() + beat_ns(options_);
-  int64_t heard_ns = monotonic_ns();
+  int64_t next_beat_ns = running_ns() + beat_ns(options_);
+  int64_t heard_ns = running_ns();
   for (;;) {
     bool stop = false;
     outbox_wake_.clear();
@@ -238,21 +238,21 @@ void NetworkNodeLink::talk() {
     if (stop) break;
     connection_->wait(Connection::Until::kInput, next_beat_ns, outbox_wake_.descriptor());
     while (const auto payload = connection_->take()) {
-      heard_ns = monotonic_ns();
+      heard_ns = running_ns();
       handle(decode_node_message(*payload));
     }
-    if (monotonic_ns() >= next_beat_ns) {
+    if (running_ns() >= next_beat_ns) {
       connection_->post(encode(BeatMessage{}));
-      next_beat_ns = monotonic_ns() + beat_ns(options_);
+      next_beat_ns = running_ns() + beat_ns(options_);
     }
     // Node 0's own launcher shares the coordinator's process.
-    if (!server_ && monotonic_ns() - heard_ns > options_.lost_after_ns) {
+    if (!server_ && running_ns() - heard_ns > options_.lost_after_ns) {
       lose(fmt::format("nothing was heard from it for {}",
                        format_seconds(static_cast<double>(options_.lost_after_ns) / 1e9)));
       return;
     }
   }
-  connection_->wait(Connection::Until::kWritten, monotonic_ns() + kLastWordsNs);
+  connection_->wait(Connection::Until::kWritten, running_ns() + kLastWordsNs);
 }
 
 void NetworkNodeLink::handle(const NodeMessage& message) {

@@ -11,6 +11,7 @@
 #include <limits>
 #include <nlohmann/json.hpp>
 
+#include "base/running_clock.hpp"
 #include "launch/failure_text.hpp"
 #include "lockstep/clock.hpp"
 
@@ -18,8 +19,9 @@ namespace lockstep {
 namespace {
 
 constexpr int64_t kMillisecond = 1'000'000;
-// After the first bad end the others get this long to end too, so that the block can tell who gave
-// up from who was stopped; longer where the culprit that is named has not ended yet.
+// After the first bad end the others get this long to end too, since one of them may report what
+// really happened; longer where the culprit that is named has not ended yet. None where the first
+// rank was killed: no other rank can know more about that.
 constexpr int64_t kSettleNs = 50 * kMillisecond;
 constexpr int64_t kSettleForCulpritNs = 200 * kMillisecond;
 constexpr int64_t kKillNs = 2'000 * kMillisecond;
@@ -88,7 +90,7 @@ RoundResult Round::run() {
     take_ends();
     take_signals();
     take_node_events();
-    advance(monotonic_ns());
+    advance(running_ns());
     output_.release_held(monotonic_ns());
   }
   group_.sweep();
@@ -109,15 +111,15 @@ void Round::wait() {
 
 // -1 where only an event can change anything.
 int Round::wait_ms() const {
-  int64_t until = kForever;
-  if (state_ == State::kSettling) until = monotonic_ns() + 10 * kMillisecond;
+  int64_t left = kForever;
+  if (state_ == State::kSettling) left = 10 * kMillisecond;
   if (state_ == State::kStopping || state_ == State::kKilling) {
-    until = all_ended() ? 0 : deadline_ns_;
+    left = all_ended() ? 0 : deadline_ns_ - running_ns();
   }
-  if (state_ == State::kListening) until = deadline_ns_;
-  if (output_.next_due_ns() != 0) until = std::min(until, output_.next_due_ns());
-  if (until == kForever) return -1;
-  const int64_t left = std::max<int64_t>(0, until - monotonic_ns());
+  if (state_ == State::kListening) left = deadline_ns_ - running_ns();
+  if (output_.next_due_ns() != 0) left = std::min(left, output_.next_due_ns() - monotonic_ns());
+  if (left == kForever) return -1;
+  left = std::max<int64_t>(0, left);
   return static_cast<int>(std::min<int64_t>(left / kMillisecond + 1, 1000));
 }
 
@@ -130,9 +132,13 @@ void Round::take_ends() {
   }
 }
 
-// Once is graceful, twice is now.
+// Of those that stop: once is graceful, twice is now.
 void Round::take_signals() {
   while (const int signal = context_.signals.take()) {
+    if (!signal_info(signal).stops) {
+      pass_on(signal);
+      continue;
+    }
     const bool first = state_ == State::kRunning || state_ == State::kSettling ||
                        state_ == State::kWaitingForHosts;
     if (!first) {
@@ -152,6 +158,15 @@ void Round::take_signals() {
     }
     stop(signal);
   }
+}
+
+void Round::pass_on(int signal) {
+  for (int worker = 0; worker < group_.size(); ++worker) {
+    if (!ends_[static_cast<size_t>(worker)]) group_.signal_one(worker, signal);
+  }
+  if (context_.plan.quiet) return;
+  context_.console.message(
+      fmt::format("lockstep: {} was passed on to the ranks", signal_info(signal).name));
 }
 
 void Round::take_node_events() {
@@ -184,8 +199,10 @@ void Round::advance(int64_t now_ns) {
       }
       return;
     case State::kSettling: {
-      const int64_t patience =
-          blames_a_living_rank(look_at_ranks()) ? kSettleForCulpritNs : kSettleNs;
+      const auto views = look_at_ranks();
+      const int64_t patience = first_was_killed(views)       ? 0
+                               : blames_a_living_rank(views) ? kSettleForCulpritNs
+                                                             : kSettleNs;
       if (all_ended() || now_ns - settling_since_ns_ >= patience) decide();
       return;
     }
@@ -218,7 +235,8 @@ void Round::decide() {
   if (context_.link != nullptr && verdict_->cause != Cause::kRemote) {
     const auto& layout = context_.environment.layout;
     context_.link->report_failure({layout.node_rank, verdict_->root, verdict_->exit_code,
-                                   failure_line(*verdict_, views_, {})});
+                                   failure_line(*verdict_, views_, {}),
+                                   !may_change(*verdict_, views_)});
   }
   stop(SIGTERM);
 }
@@ -226,13 +244,13 @@ void Round::decide() {
 void Round::stop(int signal) {
   output_.silence_others();
   group_.signal_all(signal);
-  deadline_ns_ = monotonic_ns() + static_cast<int64_t>(context_.plan.grace_s * 1e9);
+  deadline_ns_ = running_ns() + static_cast<int64_t>(context_.plan.grace_s * 1e9);
   state_ = State::kStopping;
 }
 
 void Round::kill() {
   group_.signal_all(SIGKILL);
-  deadline_ns_ = monotonic_ns() + kKillNs;
+  deadline_ns_ = running_ns() + kKillNs;
   state_ = State::kKilling;
 }
 
@@ -260,18 +278,17 @@ RoundResult Round::result() {
   if (group_.lost()) {
     return {RoundResult::Kind::kFailed, 1, "the keeper was killed",
             Error(Code::kProgramFailed, "lockstep's keeper, the parent of all ranks, was killed",
-                  "start the job again; nothing is left of it"),
-            false};
+                  "start the job again; nothing is left of it")};
   }
   const bool preempted = std::any_of(ends_.begin(), ends_.end(), [](const auto& end) {
     return end && end->exit_code() == kPreemptedExit;
   });
   if (interrupted_by_ != 0) {
     const int code = preempted ? kPreemptedExit : 128 + interrupted_by_;
-    return {RoundResult::Kind::kInterrupted, code, "", std::nullopt, false};
+    return {RoundResult::Kind::kInterrupted, code, "", std::nullopt};
   }
   if (verdict_ || remote_) return failed();
-  if (preempted) return {RoundResult::Kind::kPreempted, kPreemptedExit, "", std::nullopt, false};
+  if (preempted) return {RoundResult::Kind::kPreempted, kPreemptedExit, "", std::nullopt};
   return {};
 }
 
@@ -295,6 +312,7 @@ RoundResult Round::failed() {
   const bool remote = verdict_->cause == Cause::kRemote;
   result.exit_code = remote && remote_ ? remote_->exit_code : verdict_->exit_code;
   result.host_lost = remote && remote_ && remote_->rank < 0;
+  result.permanent = remote && remote_ ? remote_->permanent : !may_change(*verdict_, views_);
   const int worker = verdict_->root - layout.first_rank();
   if (!remote) {
     facts.error_message =

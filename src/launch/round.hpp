@@ -24,6 +24,7 @@ struct RoundResult {
   std::string line;              ///< kFailed: what happened, in one line
   std::optional<Error> failure;  ///< kFailed: the block to print
   bool host_lost = false;        ///< kFailed: not a rank but a whole host; no restart helps
+  bool permanent = false;        ///< kFailed: the ranks would end the same way again
 };
 
 /// What a round needs; all of it outlives the round.
@@ -65,6 +66,7 @@ class Round {
   int wait_ms() const;
   void take_ends();
   void take_signals();
+  void pass_on(int signal);
   void take_node_events();
   void advance(int64_t now_ns);
   void decide();
@@ -82,7 +84,7 @@ class Round {
   OutputRouter output_;
   WorkerGroup group_;
   State state_ = State::kRunning;
-  int64_t deadline_ns_ = 0;  // of kStopping, kKilling and kListening
+  int64_t deadline_ns_ = 0;  // of kStopping, kKilling and kListening; see Note [Running clock]
   int64_t settling_since_ns_ = 0;
   std::vector<std::optional<WorkerEnd>> ends_;  // [worker]
   std::vector<int> orders_;                     // [worker] place among the ends

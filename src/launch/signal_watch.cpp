@@ -4,6 +4,7 @@
 #include <sys/signalfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -12,18 +13,44 @@
 
 namespace lockstep {
 
-SignalWatch::SignalWatch() {
+const std::vector<SignalInfo>& known_signals() {
+  static const std::vector<SignalInfo> signals = {
+      {SIGTERM, "SIGTERM", true, true},     {SIGINT, "SIGINT", true, true},
+      {SIGHUP, "SIGHUP", true, true},       {SIGQUIT, "SIGQUIT", true, true},
+      {SIGUSR1, "SIGUSR1", false, true},    {SIGUSR2, "SIGUSR2", false, true},
+      {SIGALRM, "SIGALRM", false, false},   {SIGCONT, "SIGCONT", false, false},
+      {SIGXCPU, "SIGXCPU", false, false},   {SIGVTALRM, "SIGVTALRM", false, false},
+      {SIGPROF, "SIGPROF", false, false},   {SIGURG, "SIGURG", false, false},
+      {SIGWINCH, "SIGWINCH", false, false},
+  };
+  return signals;
+}
+
+const SignalInfo& signal_info(int number) {
+  const auto& signals = known_signals();
+  return *std::find_if(signals.begin(), signals.end(),
+                       [number](const SignalInfo& info) { return info.number == number; });
+}
+
+SignalWatch::SignalWatch(const std::vector<int>& signals) {
   sigset_t watched;
+  sigset_t passed_on;
   sigemptyset(&watched);
-  for (const int signal : {SIGINT, SIGTERM, SIGQUIT}) sigaddset(&watched, signal);
+  sigemptyset(&passed_on);
+  sigemptyset(&stopping_);
   struct sigaction hang_up {};
   ::sigaction(SIGHUP, nullptr, &hang_up);
-  // A blocked signal reaches a signalfd even where it is ignored.
-  if (hang_up.sa_handler != SIG_IGN) sigaddset(&watched, SIGHUP);
-  ::sigprocmask(SIG_BLOCK, &watched, &before_);
+  for (const int signal : signals) {
+    // A blocked signal reaches a signalfd even where it is ignored.
+    if (signal == SIGHUP && hang_up.sa_handler == SIG_IGN) continue;
+    sigaddset(&watched, signal);
+    sigaddset(signal_info(signal).stops ? &stopping_ : &passed_on, signal);
+  }
+  ::sigprocmask(SIG_BLOCK, &passed_on, &before_);
   descriptor_ = ::signalfd(-1, &watched, SFD_CLOEXEC | SFD_NONBLOCK);
   if (descriptor_ < 0) {
     const int reason = errno;
+    ::sigprocmask(SIG_SETMASK, &before_, nullptr);
     throw Error(Code::kLaunch, fmt::format("cannot watch for signals: {}", std::strerror(reason)),
                 limit_help(reason, "see whether this machine lacks memory"));
   }
@@ -34,6 +61,18 @@ SignalWatch::~SignalWatch() {
   }
   ::close(descriptor_);
   ::sigprocmask(SIG_SETMASK, &before_, nullptr);
+}
+
+SignalWatch::WhileRanksRun::WhileRanksRun(const SignalWatch& watch) : watch_(watch) {
+  while (watch_.take() != 0) {
+  }
+  ::sigprocmask(SIG_BLOCK, &watch_.stopping_, nullptr);
+}
+
+SignalWatch::WhileRanksRun::~WhileRanksRun() {
+  while (watch_.take() != 0) {
+  }
+  ::sigprocmask(SIG_UNBLOCK, &watch_.stopping_, nullptr);
 }
 
 int SignalWatch::take() const {

@@ -3,6 +3,7 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <array>
 #include <set>
 
 namespace lockstep {
@@ -63,6 +64,30 @@ Trail follow_blame(const std::vector<RankView>& views, const RankView& witness) 
   return trail;
 }
 
+// What shells and programs by custom mean by these: bad usage, not executable, not found.
+constexpr std::array kPermanentExits = {2, 126, 127};
+
+bool is_permanent(Code code) {
+  switch (code) {
+    case Code::kUsage:
+    case Code::kDeviceSpec:
+    case Code::kDeviceMissing:
+    case Code::kFileFormat:
+    case Code::kTensorMismatch:
+    case Code::kSplit:
+    case Code::kPlacement:
+    case Code::kReplicate:
+    case Code::kEngine:
+    case Code::kRecord:
+    case Code::kWorld:
+    case Code::kLaunch:
+    case Code::kSchedule:
+      return true;
+    default:
+      return false;
+  }
+}
+
 Cause cause_of(const RankView& root, bool out_of_memory) {
   if (!root.end) return root.state == 'T' || root.state == 't' ? Cause::kHalted : Cause::kMissing;
   if (!root.end->bad()) return Cause::kLeft;
@@ -89,6 +114,21 @@ Verdict judge(const std::vector<RankView>& views, bool out_of_memory) {
     if (!view.end) verdict.running.push_back(view.rank);
   }
   return verdict;
+}
+
+bool may_change(const Verdict& verdict, const std::vector<RankView>& views) {
+  const RankView* root = find(views, verdict.root);
+  if (verdict.cause != Cause::kExit || root == nullptr) return true;
+  if (root->board.error) return !is_permanent(root->board.error->code);
+  return std::find(kPermanentExits.begin(), kPermanentExits.end(), verdict.exit_code) ==
+         kPermanentExits.end();
+}
+
+bool first_was_killed(const std::vector<RankView>& views) {
+  const RankView& first = first_bad_end(views);
+  constexpr std::array kDeadly = {SIGKILL, SIGSEGV, SIGBUS, SIGILL, SIGFPE};
+  return !first.board.error &&
+         std::find(kDeadly.begin(), kDeadly.end(), first.end->signal()) != kDeadly.end();
 }
 
 bool blames_a_living_rank(const std::vector<RankView>& views) {

@@ -42,6 +42,14 @@ struct Verdict {
 /// so on. `views` is [local rank]; at least one has ended badly.
 Verdict judge(const std::vector<RankView>& views, bool out_of_memory);
 
+/// Whether a restart may help. It cannot where the program itself, its flags or its files are at
+/// fault: it would end the same way again.
+bool may_change(const Verdict& verdict, const std::vector<RankView>& views);
+
+/// Whether the first bad end is its own explanation: SIGKILL, or a fault of the rank's own code.
+/// Not SIGABRT: a program may end so because another rank has failed.
+bool first_was_killed(const std::vector<RankView>& views);
+
 /// Whether a moment's patience may tell more: the rank that is blamed has not ended yet.
 bool blames_a_living_rank(const std::vector<RankView>& views);
 

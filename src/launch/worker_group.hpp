@@ -41,17 +41,24 @@ class WorkerGroup {
   pid_t pid(int worker) const;
   int size() const { return static_cast<int>(pids_.size()); }
 
-  /// To every rank and what it started in its own group, stopped ones included.
+  /// To every rank and what it started in its own group, stopped ones included. A keeper that was
+  /// stopped goes on, too: it has to tell of the ends.
   void signal_all(int signal) const;
+
+  /// To this rank's process alone.
+  void signal_one(int worker, int signal) const;
 
   /// Ends everything that is still alive below this process.
   void sweep();
 
  private:
-  std::optional<KeeperMessage> receive(bool wait);
+  std::optional<KeeperMessage> receive(int timeout_ms);
+  bool sweep_by_keeper();
+  bool guard_ends(int64_t deadline_ns) const;
   void wait_until_started(const std::vector<WorkerStart>& workers);
 
-  pid_t keeper_ = -1;
+  pid_t guard_ = -1;   // child of this process
+  pid_t keeper_ = -1;  // child of the guard
   int link_ = -1;
   bool lost_ = false;
   bool swept_ = false;

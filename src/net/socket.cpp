@@ -45,10 +45,12 @@ struct UnixAddress {
 };
 
 [[noreturn]] void fail_listen(const std::string& where, int error) {
-  throw Error(Code::kRendezvous,
-              fmt::format("cannot listen at {}: {}", where, std::strerror(error)),
-              limit_help(error, error == EADDRINUSE ? "another job uses it: choose another port"
-                                : error == EADDRNOTAVAIL
+  const std::string message = fmt::format("cannot listen at {}: {}", where, std::strerror(error));
+  if (error == EADDRINUSE) {
+    throw AddressInUse(Code::kRendezvous, message, "another job uses it: choose another port");
+  }
+  throw Error(Code::kRendezvous, message,
+              limit_help(error, error == EADDRNOTAVAIL
                                     ? "it is no address of this host: node 0 must run on the host "
                                       "that the endpoint names"
                                 : error == EACCES ? "use a port of 1024 or above"

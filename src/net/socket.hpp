@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "lockstep/error.hpp"
+
 struct addrinfo;
 
 namespace lockstep {
@@ -58,6 +60,11 @@ struct ResolvedAddress {
 /// All addresses of a name, in the order to try them. A name that does not resolve is an Error at
 /// once.
 std::vector<ResolvedAddress> resolve(const Endpoint& endpoint);
+
+/// Somebody listens there already.
+struct AddressInUse final : Error {
+  using Error::Error;
+};
 
 /// An abstract Unix socket: it has no file, and is gone with its last user.
 Socket listen_unix(const std::string& name);

@@ -178,7 +178,7 @@ TEST_F(LaunchFailure, AKilledLauncherTakesEverythingWithIt) {
                            "pid:" + file("ready"), "loop"});
   pids_in(list, 2);
   pids_in(file("ready"), 2);
-  EXPECT_EQ(processes().size(), 6U) << "launcher, keeper, two ranks, two descendants";
+  EXPECT_EQ(processes().size(), 7U) << "launcher, guard, keeper, two ranks, two descendants";
   ::kill(job, SIGKILL);
   ::waitpid(job, nullptr, 0);
   EXPECT_TRUE(eventually([&] { return processes().empty(); }));
@@ -190,17 +190,144 @@ TEST_F(LaunchFailure, AKilledKeeperTakesEverythingWithIt) {
   const pid_t job =
       start({"-n", "2", worker(), "1:descendants:" + list, "pid:" + file("ready"), "loop"});
   pids_in(list, 2);
-  const auto ranks = pids_in(file("ready"), 2);
-  std::ifstream status("/proc/" + std::to_string(ranks[0]) + "/stat");
-  pid_t keeper = 0;
-  std::string skipped;
-  status >> skipped >> skipped >> skipped >> keeper;
+  const pid_t keeper = parent_of(pids_in(file("ready"), 2)[0]);
   ASSERT_NE(keeper, job);
   ::kill(keeper, SIGKILL);
   const JobResult result = finish(job);
   EXPECT_EQ(result.exit_code, 1);
   EXPECT_NE(result.errors.find("keeper"), std::string::npos) << result.errors;
   EXPECT_TRUE(processes().empty());
+}
+
+TEST_F(LaunchFailure, AKilledGuardIsNotMissed) {
+  const std::string list = file("pids");
+  const pid_t job =
+      start({"-n", "2", worker(), "1:descendants:" + list, "pid:" + file("ready"), "loop"});
+  pids_in(list, 2);
+  const pid_t guard = parent_of(parent_of(pids_in(file("ready"), 2)[0]));
+  ASSERT_EQ(parent_of(guard), job);
+  ::kill(guard, SIGKILL);
+  ::kill(job, SIGTERM);
+  EXPECT_EQ(finish(job).exit_code, 143);
+  expect_nothing_left();
+}
+
+// `pkill -9 lockstep`, or the system when memory is short.
+TEST_F(LaunchFailure, KilledLauncherAndKeeperTakeEverythingWithThem) {
+  const std::string list = file("pids");
+  const pid_t job =
+      start({"-n", "2", worker(), "1:descendants:" + list, "pid:" + file("ready"), "loop"});
+  pids_in(list, 2);
+  const pid_t keeper = parent_of(pids_in(file("ready"), 2)[0]);
+  ::kill(keeper, SIGSTOP);  // so that it cannot act when the launcher dies first
+  ::kill(job, SIGKILL);
+  ::waitpid(job, nullptr, 0);
+  ::kill(keeper, SIGKILL);
+  EXPECT_TRUE(eventually([&] { return processes().empty(); }));
+  EXPECT_TRUE(eventually([&] { return boards() == 0 && log_folders() == 0; }));
+  for (const pid_t pid : processes()) ::kill(pid, SIGKILL);
+}
+
+TEST_F(LaunchFailure, AStoppedKeeperDoesNotKeepTheLauncherFromEnding) {
+  for (const bool guard_too : {false, true}) {
+    const std::string list = file(guard_too ? "both" : "keeper");
+    const pid_t job = start({"-n", "2", worker(), "pid:" + list, "loop"});
+    const pid_t keeper = parent_of(pids_in(list, 2)[0]);
+    ASSERT_NE(keeper, job);
+    ::kill(keeper, SIGSTOP);
+    if (guard_too) ::kill(parent_of(keeper), SIGSTOP);
+    ::kill(job, SIGINT);
+    EXPECT_EQ(finish(job).exit_code, 130);
+    expect_nothing_left();
+  }
+}
+
+// `scontrol suspend`, Ctrl-Z: the whole tree stops, rank 0 first, while the others wait for it, and
+// rank 0 is the last to run again. Only the time between counts.
+TEST_F(LaunchFailure, AJobThatWasStoppedForLongerThanItsTimeoutGoesOn) {
+  const std::string program = std::string(LOCKSTEP_BIN) + "/practical6_ddp";
+  for (const char* backend : {"shm", "gloo"}) {
+    const pid_t job =
+        start({"-n", "3", "--timeout", "4", "--backend", backend, program, "--steps", "1000000"});
+    const std::string output = file("job.out");
+    ASSERT_TRUE(eventually([&] {
+      return test::read_bytes(output).find("step 1/") != std::string::npos || ::kill(job, 0) != 0;
+    })) << test::read_bytes(file("job.err"));
+    std::vector<pid_t> tree = descendants_of(job);
+    const auto rank_0 = std::find_if(tree.begin(), tree.end(), [](pid_t pid) {
+      const std::string variables = test::read_bytes("/proc/" + std::to_string(pid) + "/environ");
+      return variables.find(std::string("\0RANK=0", 7)) != std::string::npos;
+    });
+    ASSERT_NE(rank_0, tree.end());
+    std::iter_swap(rank_0, tree.begin());
+    tree.push_back(job);
+    ::kill(tree.front(), SIGSTOP);
+    std::this_thread::sleep_for(std::chrono::milliseconds(500));  // the others come to wait
+    for (const pid_t pid : tree) ::kill(pid, SIGSTOP);
+    std::this_thread::sleep_for(std::chrono::seconds(6));
+    for (size_t i = tree.size(); i-- > 1;) ::kill(tree[i], SIGCONT);
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));  // the others look around
+    ::kill(tree.front(), SIGCONT);
+    const size_t printed = test::read_bytes(output).size();
+    EXPECT_TRUE(eventually([&] {
+      return test::read_bytes(output).size() > printed ||
+             test::read_bytes(file("job.err")).find("error[") != std::string::npos;
+    })) << "it neither trains on nor fails";
+    ::kill(job, SIGTERM);
+    const JobResult result = finish(job);
+    EXPECT_EQ(result.exit_code, 143) << backend << ": nobody ran, nobody is to blame\n"
+                                     << result.errors;
+    EXPECT_EQ(result.errors.find("error["), std::string::npos) << result.errors;
+  }
+}
+
+// SLURM's --signal=USR1@60: ranks save a checkpoint and train on.
+TEST_F(LaunchFailure, ASignalThatDoesNotStopIsPassedOnAndTheJobGoesOn) {
+  const std::string list = file("pids");
+  const pid_t job = start({"-n", "2", "--ranks", "all", worker(), "catch:10", "pid:" + list,
+                           "await:10", "print:saved"});
+  pids_in(list, 2);
+  ::kill(job, SIGUSR1);
+  const JobResult result = finish(job);
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_NE(result.output.find("[rank 0] saved"), std::string::npos) << result.output;
+  EXPECT_NE(result.output.find("[rank 1] saved"), std::string::npos) << result.output;
+  EXPECT_NE(result.errors.find("SIGUSR1 was passed on to the ranks"), std::string::npos)
+      << result.errors;
+  expect_nothing_left();
+}
+
+TEST_F(LaunchFailure, SignalsToHandleHasAnEffect) {
+  const std::string list = file("pids");
+  const pid_t passing = start({"-n", "1", "--signals-to-handle", "SIGTERM,SIGWINCH", worker(),
+                               "catch:28", "pid:" + list, "await:28", "exit:7"});
+  pids_in(list, 1);
+  ::kill(passing, SIGWINCH);
+  EXPECT_EQ(finish(passing).exit_code, 7) << "passed on";
+  const std::string again = file("again");
+  const pid_t plain =
+      start({"-n", "1", "--signals-to-handle", "SIGTERM", worker(), "pid:" + again, "loop"});
+  pids_in(again, 1);
+  ::kill(plain, SIGUSR1);
+  EXPECT_EQ(finish(plain).exit_code, 128 + SIGUSR1) << "not in the list: as for any program";
+  EXPECT_TRUE(eventually([&] { return processes().empty(); }));
+}
+
+TEST_F(LaunchFailure, ASignalThatComesBeforeTheRanksKillsNobody) {
+  const pid_t job = start({"--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint",
+                           "127.0.0.1:" + std::to_string(20000 + ::getpid() % 10000), "--rdzv-conf",
+                           "join_timeout=2", worker()},
+                          {{"LOCKSTEP_TOKEN", std::string(64, 'a')}});
+  const std::string signals = "/proc/" + std::to_string(job) + "/status";
+  EXPECT_TRUE(eventually([&] {  // blocked: SIGUSR1 is bit 9
+    const std::string text = test::read_bytes(signals);
+    const size_t at = text.find("SigBlk:");
+    return at != std::string::npos && (std::stoull(text.substr(at + 8, 16), nullptr, 16) & 0x200);
+  }));
+  ::kill(job, SIGUSR1);
+  const JobResult result = finish(job);
+  EXPECT_EQ(result.exit_code, 2) << result.errors;
+  EXPECT_NE(result.errors.find("LS0019"), std::string::npos) << result.errors;
 }
 
 TEST_F(LaunchFailure, CtrlCStopsALoopAndGivesItsSignalsCode) {
@@ -245,6 +372,16 @@ TEST_F(LaunchFailure, PreemptedRanksAreNotStoppedByEachOther) {
   EXPECT_EQ(result.exit_code, 75);
   EXPECT_EQ(result.errors.find("error["), std::string::npos) << result.errors;
   expect_nothing_left();
+}
+
+TEST_F(LaunchFailure, ErrorsThatCannotChangeAreNotRetried) {
+  for (const auto& [action, code] :
+       {std::pair{"1:fail:rows do not fit", 2}, {"1:exit:2", 2}, {"1:exit:127", 127}}) {
+    const JobResult result = run({"-n", "2", "--max-restarts", "3", worker(), action, "sleep:100"});
+    EXPECT_EQ(result.exit_code, code) << result.errors;
+    EXPECT_EQ(result.errors.find("restart 1 of 3"), std::string::npos) << result.errors;
+    EXPECT_NE(result.errors.find("no restart: "), std::string::npos) << result.errors;
+  }
 }
 
 TEST_F(LaunchFailure, RestartsStartAllRanksAgain) {

@@ -265,6 +265,44 @@ TEST_F(LaunchRun, SeveralHostsMeetAndAFailureStopsAll) {
   EXPECT_TRUE(processes().empty());
 }
 
+TEST_F(LaunchRun, LaunchersOnOneHostNeedNoNodeRank) {
+  const std::map<std::string, std::string> token = {{"LOCKSTEP_TOKEN", std::string(64, 'a')}};
+  const std::string port = std::to_string(20000 + ::getpid() % 10000);
+  const Texts words = {
+      "--nnodes", "3",   "--rdzv-endpoint", "127.0.0.1:" + port, "--rdzv-conf", "join_timeout=20",
+      "--ranks",  "all", worker(),          "env:WORLD_SIZE"};
+  std::vector<pid_t> launchers;
+  for (const char* name : {"a", "b", "c"}) {
+    launchers.push_back(start(words, token, "/dev/null", name));
+  }
+  std::string output;
+  for (size_t i = 0; i < launchers.size(); ++i) {
+    const JobResult result = finish(launchers[i], std::string(1, static_cast<char>('a' + i)));
+    EXPECT_EQ(result.exit_code, 0) << result.errors;
+    output += result.output;
+  }
+  for (const char* line : {"[rank 0] WORLD_SIZE=3", "[rank 1] WORLD_SIZE=3", "[rank 2]"}) {
+    EXPECT_NE(output.find(line), std::string::npos) << output;
+  }
+}
+
+// `salloc -N 1 lockstep run` on a login node.
+TEST_F(LaunchRun, AnAllocationOfAnotherHostBecomesAnSrun) {
+  const std::map<std::string, std::string> salloc = {{"SLURM_JOB_ID", "42"},
+                                                     {"SLURM_JOB_NODELIST", "no-such-node7"},
+                                                     {"SLURM_JOB_NUM_NODES", "1"},
+                                                     {"SLURM_TASKS_PER_NODE", "1"}};
+  const JobResult result = run({"-n", "2", "--dry-run", worker(), "print:x"}, salloc);
+  EXPECT_EQ(result.exit_code, 0) << result.errors;
+  EXPECT_EQ(result.output.substr(0, 14), "srun --nodes=1") << result.output;
+  const JobResult alone = run({"-n", "2", "--standalone", worker(), "print:x"}, salloc);
+  EXPECT_EQ(alone.exit_code, 0) << alone.errors;
+  EXPECT_NE(
+      alone.errors.find("42.batch has no-such-node7, but --standalone runs the ranks on this host"),
+      std::string::npos)
+      << alone.errors;
+}
+
 TEST_F(LaunchRun, AnAllocationOfSeveralHostsBecomesAnSrun) {
   const JobResult result =
       run({"--dry-run", worker(), "print:x"}, {{"SLURM_JOB_ID", "42"},

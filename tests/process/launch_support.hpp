@@ -129,6 +129,25 @@ class LaunchTest : public ::testing::Test {
     return found;
   }
 
+  static pid_t parent_of(pid_t pid) {
+    std::ifstream status("/proc/" + std::to_string(pid) + "/stat");
+    std::string skipped;
+    pid_t parent = 0;
+    status >> skipped >> skipped >> skipped >> parent;
+    return parent;
+  }
+
+  static std::vector<pid_t> descendants_of(pid_t pid) {
+    std::vector<pid_t> found;
+    std::ifstream children("/proc/" + std::to_string(pid) + "/task/" + std::to_string(pid) +
+                           "/children");
+    for (pid_t child = 0; children >> child;) {
+      found.push_back(child);
+      for (const pid_t below : descendants_of(child)) found.push_back(below);
+    }
+    return found;
+  }
+
   /// Boards of this test's worker.
   size_t boards() const {
     const std::string name = std::filesystem::path(worker_).filename().string();

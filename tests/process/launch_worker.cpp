@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/running_clock.hpp"
 #include "comm/backends.hpp"
 #include "lockstep/board.hpp"
 #include "lockstep/clock.hpp"
@@ -35,6 +36,8 @@ const RankEnvironment& place() {
 BoardPage page() {
   return BoardPage::attach(place().board, place().local_rank);
 }
+
+volatile sig_atomic_t caught = 0;  // the last signal
 
 // A process that nobody here waits for: in a session of its own, deaf to polite signals.
 void start_daemon(const std::string& list) {
@@ -83,7 +86,7 @@ void print_cores(const std::string&) {
 // All-reduces without end, as training does.
 void reduce_forever(const std::string& list) {
   const auto deadline = [] {
-    return monotonic_ns() + static_cast<int64_t>(place().timeout_s.value_or(20) * 1e9);
+    return running_ns() + static_cast<int64_t>(place().timeout_s.value_or(20) * 1e9);
   };
   const auto backend = make_shm_backend({.session = place().session,
                                          .rank = place().rank,
@@ -162,6 +165,13 @@ const std::map<std::string, Action>& actions() {
          page().begin_collective(std::stoll(number), "all_reduce", 24 << 20, 3);
        }},
       {"all-reduce", reduce_forever},
+      {"catch", [](const std::string& n) { ::signal(std::stoi(n), [](int s) { caught = s; }); }},
+      {"await",
+       [](const std::string& number) {
+         while (caught != std::stoi(number)) {
+           std::this_thread::sleep_for(std::chrono::milliseconds(2));
+         }
+       }},
   };
   return table;
 }

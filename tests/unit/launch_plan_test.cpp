@@ -1,6 +1,7 @@
 // Flags, variables and facts to a plan: pure, so every rule is checked here.
 
 #include <gtest/gtest.h>
+#include <signal.h>
 
 #include <map>
 
@@ -314,6 +315,32 @@ TEST(NumberList, ReadsAndWrites) {
   EXPECT_EQ(name_ranks({0, 1, 2, 3, 4, 5, 6, 7, 9}), "ranks 0-7,9");
 }
 
+TEST(LaunchPlan, SignalsStopTheRanksOrArePassedOn) {
+  const LaunchPlan plan = World().plan({});
+  EXPECT_EQ(fact(plan, "signals that stop the ranks"),
+            "SIGTERM,SIGINT,SIGHUP,SIGQUIT from default");
+  EXPECT_EQ(fact(plan, "signals passed on to the ranks"), "SIGUSR1,SIGUSR2 from default");
+  const LaunchPlan chosen = World().plan({{"signals-to-handle", "SIGTERM,USR2,SIGUSR2,SIGWINCH"}});
+  EXPECT_EQ(chosen.signals, (std::vector<int>{SIGTERM, SIGUSR2, SIGWINCH}));
+  EXPECT_TRUE(chosen.notes.empty()) << "it has an effect";
+  for (const char* bad : {"", "SIGKILL", "SIGTERM,", "SIGSEGV", "10", "term"}) {
+    test::expect_error(Code::kUsage, {"--signals-to-handle", "SIGUSR1"}, [&] {
+      World().plan({{"signals-to-handle", bad}});
+    });
+  }
+}
+
+TEST(LaunchPlan, TheSilenceOfALostHostCanBeChosen) {
+  const Words two = {{"nnodes", "2"}, {"rdzv-endpoint", "node0"}};
+  EXPECT_EQ(World().plan(two).host_timeout_s, 10);
+  Words patient = two;
+  patient["host-timeout"] = "120";
+  EXPECT_EQ(World().plan(patient).host_timeout_s, 120);
+  patient["host-timeout"] = "1";
+  test::expect_error(Code::kUsage, {"--host-timeout \"1\"", "less than 3 s"},
+                     [&] { World().plan(patient); });
+}
+
 SlurmJob slurm_job() {
   SlurmJob job;
   job.job_id = "77";
@@ -321,6 +348,7 @@ SlurmJob slurm_job() {
   job.hosts = {"n4", "n5"};
   job.tasks_per_node = {1, 1};
   job.node_rank = 1;
+  job.here = "n5";
   job.port = 23456;
   return job;
 }
@@ -351,6 +379,30 @@ TEST(Cluster, AnAllocationOfSeveralHostsGoesThroughSrun) {
   EXPECT_EQ(settings.at("nproc-per-node").text, "4") << "tasks of the allocation are ranks";
   Settings alone = {{"standalone", {"1", "--standalone"}}};
   EXPECT_TRUE(apply_slurm(job, alone).srun.empty());
+}
+
+// `salloc -N 1 lockstep run`: the command runs where it was typed, not on the node.
+TEST(Cluster, AnAllocationOfAnotherHostGoesThroughSrun) {
+  SlurmJob job = slurm_job();
+  job.in_step = false;
+  job.hosts = {"n4"};
+  job.tasks_per_node = {2};
+  job.node_rank = 0;
+  job.here = "";
+  Settings settings;
+  const ClusterStart start = apply_slurm(job, settings);
+  ASSERT_FALSE(start.srun.empty()) << "the ranks would run on the login node";
+  EXPECT_EQ(start.srun[1], "--nodes=1");
+  EXPECT_EQ(start.announcement,
+            "SLURM job 77: srun starts a launcher on n4, since this host is not part of the job");
+  Settings alone = {{"standalone", {"1", "--standalone"}}};
+  const ClusterStart here = apply_slurm(job, alone);
+  EXPECT_TRUE(here.srun.empty());
+  EXPECT_EQ(here.announcement, "SLURM job 77 has n4, but --standalone runs the ranks on this host");
+  job.here = "n4";
+  Settings on_node;
+  EXPECT_TRUE(apply_slurm(job, on_node).srun.empty());
+  EXPECT_EQ(apply_slurm(job, on_node).announcement, "SLURM job 77 on n4");
 }
 
 TEST(Cluster, SeveralLaunchersOnAHostAreRefused) {

@@ -47,6 +47,32 @@ TEST(Verdict, TheFirstBadEndIsTheCulprit) {
   EXPECT_EQ(verdict.running, (std::vector<int>{2}));
 }
 
+TEST(Verdict, ARestartHelpsUnlessTheProgramItselfIsAtFault) {
+  const auto may = [](const RankView& view) {
+    const std::vector<RankView> views = {view, alive(1)};
+    return may_change(judge(views, false), views);
+  };
+  for (const int code : {2, 126, 127}) EXPECT_FALSE(may(ended(0, 0, exited(code)))) << code;
+  for (const int code : {1, 3, 255}) EXPECT_TRUE(may(ended(0, 0, exited(code)))) << code;
+  EXPECT_TRUE(may(ended(0, 0, SIGKILL)));
+  for (const Code code : {Code::kUsage, Code::kDeviceSpec, Code::kSplit, Code::kLaunch}) {
+    EXPECT_FALSE(may(with_error(ended(0, 0, exited(2)), code, -1))) << code_name(code);
+  }
+  for (const Code code : {Code::kRendezvous, Code::kFileRead, Code::kFileWrite}) {
+    EXPECT_TRUE(may(with_error(ended(0, 0, exited(2)), code, -1)))
+        << code_name(code) << ": a network or a disk may work the next time";
+  }
+}
+
+TEST(Verdict, NobodyNeedsToExplainARankThatWasKilled) {
+  EXPECT_TRUE(first_was_killed({ended(0, 0, SIGKILL), alive(1)}));
+  EXPECT_TRUE(first_was_killed({alive(0), ended(1, 0, SIGSEGV)}));
+  EXPECT_FALSE(first_was_killed({ended(0, 0, SIGABRT), alive(1)}));
+  EXPECT_FALSE(first_was_killed({ended(0, 0, exited(1)), ended(1, 1, SIGKILL)}));
+  EXPECT_FALSE(first_was_killed({with_error(ended(0, 0, SIGSEGV), Code::kRankFailed, 1), alive(1)}))
+      << "it blamed another rank before it died";
+}
+
 TEST(Verdict, SignalsKeepTheirCode) {
   const Verdict killed = judge({ended(0, 0, SIGKILL), alive(1)}, false);
   EXPECT_EQ(killed.cause, Cause::kSignal);

@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <filesystem>
 #include <set>
 
@@ -30,9 +31,11 @@ using test::start_job;
 
 TEST(NodeLink, TheFirstFailureIsToldToAll) {
   auto links = start_job(3);
-  links[1]->report_failure({.node_rank = 1, .rank = 2, .exit_code = 3, .text = "exit 3\xff"});
+  links[1]->report_failure(
+      {.node_rank = 1, .rank = 2, .exit_code = 3, .text = "exit 3\xff", .permanent = true});
   for (auto& link : links) {
     const RemoteFailure failure = expect_failure(*link);
+    EXPECT_TRUE(failure.permanent);
     EXPECT_EQ(failure.node_rank, 1);
     EXPECT_EQ(failure.rank, 2);
     EXPECT_EQ(failure.exit_code, 3);
@@ -172,6 +175,52 @@ TEST(NodeLink, ASilentNodeZeroIsLostInTime) {
   ::kill(child, SIGKILL);
   ::kill(child, SIGCONT);
   wait_for(child);
+}
+
+// A launcher that finishes when it is told to by a byte in `go`; 2: a failure was told first.
+pid_t fork_patient_host(const RendezvousOptions& options, const NodeOffer& offer, int joined,
+                        int go) {
+  const pid_t child = ::fork();
+  if (child == 0) {
+    int result = 1;
+    try {
+      const auto link = NodeLink::join(options, offer);
+      if (::write(joined, "x", 1) != 1) ::_exit(1);
+      std::array<pollfd, 2> items = {pollfd{link->descriptor(), POLLIN, 0}, pollfd{go, POLLIN, 0}};
+      ::poll(items.data(), items.size(), -1);
+      link->report_finished();
+      const auto event = next_event(*link, 60'000);
+      result = event && event->kind == NodeEvent::Kind::kFinished ? 0 : 2;
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "child: %s\n", error.what());
+    }
+    ::_exit(result);
+  }
+  return child;
+}
+
+TEST(NodeLink, HostsThatWereAllStoppedBlameNobody) {
+  auto options = options_for(2, free_port());
+  options.lost_after_ns = 1'500'000'000;
+  std::array<int, 2> joined{};
+  std::array<int, 2> go{};
+  ASSERT_EQ(::pipe(joined.data()), 0);
+  ASSERT_EQ(::pipe(go.data()), 0);
+  const pid_t one = fork_patient_host(options, offer_of("one", 1), joined[1], go[0]);
+  options.serve = true;
+  const pid_t zero = fork_patient_host(options, offer_of("zero", 0), joined[1], go[0]);
+  char byte = 0;
+  for (int host = 0; host < 2; ++host) ASSERT_EQ(::read(joined[0], &byte, 1), 1);
+  for (const pid_t host : {zero, one}) ::kill(host, SIGSTOP);
+  pause_ms(4000);
+  for (const pid_t host : {one, zero}) {
+    ::kill(host, SIGCONT);
+    pause_ms(100);  // the first one back looks around alone
+  }
+  ASSERT_EQ(::write(go[1], "xx", 2), 2);
+  EXPECT_EQ(wait_for(one), 0) << "nobody ran: nobody was lost";
+  EXPECT_EQ(wait_for(zero), 0);
+  for (const int end : {joined[0], joined[1], go[0], go[1]}) ::close(end);
 }
 
 TEST(NodeLink, AKilledHostIsLostAtOnce) {
