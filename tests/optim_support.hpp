@@ -77,6 +77,15 @@ inline OptimizerPair adamw_pair(const std::string& name, const AdamWOptions& opt
           [=](const Tensors& p) { return std::make_unique<torch::optim::AdamW>(p, theirs); }};
 }
 
+inline OptimizerPair adam_pair(const std::string& name, const AdamOptions& options) {
+  const auto theirs = torch::optim::AdamOptions(options.lr)
+                          .betas({options.beta1, options.beta2})
+                          .eps(options.eps)
+                          .weight_decay(options.weight_decay);
+  return {name, [=](const Tensors& p) { return std::make_unique<Adam>(p, options); },
+          [=](const Tensors& p) { return std::make_unique<torch::optim::Adam>(p, theirs); }};
+}
+
 /// The same parameters twice: lockstep's optimizer updates `actual`, torch's `expected`.
 struct SideBySide {
   /// `make` gives equal parameters in every call.

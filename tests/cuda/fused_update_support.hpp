@@ -32,6 +32,7 @@ inline std::vector<OptimizerPair> sgd_kinds() {
 inline std::vector<OptimizerPair> all_kinds() {
   auto kinds = sgd_kinds();
   kinds.push_back(adamw_pair("adamw", {.lr = 0.01}));
+  kinds.push_back(adam_pair("adam", {.lr = 0.01, .weight_decay = 0.1}));
   return kinds;
 }
 

@@ -32,10 +32,11 @@ Tensors make_parameters() {
 // Each kind of update, over parameters of its own.
 template <class Body>
 void for_each_kind(Body&& body) {
-  for (const auto& pair : {sgd_pair("plain", {.lr = 0.01}),
-                           sgd_pair("momentum", {.lr = 0.01, .momentum = 0.9, .weight_decay = 0.1}),
-                           sgd_pair("nesterov", {.lr = 0.01, .momentum = 0.9, .nesterov = true}),
-                           adamw_pair("adamw", {})}) {
+  for (const auto& pair :
+       {sgd_pair("plain", {.lr = 0.01}),
+        sgd_pair("momentum", {.lr = 0.01, .momentum = 0.9, .weight_decay = 0.1}),
+        sgd_pair("nesterov", {.lr = 0.01, .momentum = 0.9, .nesterov = true}),
+        adamw_pair("adamw", {}), adam_pair("adam", {.lr = 0.01, .weight_decay = 0.1})}) {
     SCOPED_TRACE(pair.name);
     body(SideBySide(pair, make_parameters));
   }

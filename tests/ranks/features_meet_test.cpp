@@ -717,6 +717,24 @@ TEST_P(FeaturesMeet, AWrappedModuleLoadsWeights) {
   });
 }
 
+TEST(FeaturesMeeting, TheWrapperHasTheModulesEverydayCalls) {
+  run_ranks(2, [](const Communicator& comm) {
+    TwoLayers net;
+    DistributedDataParallel ddp(net, comm);
+    ddp.eval();
+    EXPECT_FALSE(net->is_training());
+    ddp.train();
+    EXPECT_TRUE(ddp.is_training() && net->is_training());
+    EXPECT_EQ(ddp.named_parameters().size(), 4U);
+    EXPECT_TRUE(ddp.named_parameters()["first.weight"].is_same(net->first->weight));
+    ddp(rows(2, 6, 0)).sum().backward();
+    ddp.zero_grad(/*set_to_none=*/false);
+    EXPECT_EQ(net->first->weight.grad().abs().sum().item<float>(), 0);
+    ddp.zero_grad();
+    EXPECT_FALSE(net->first->weight.grad().defined());
+  });
+}
+
 // As CLIP returns its logit scale.
 struct ReturnsParameterImpl : torch::nn::Module {
   ReturnsParameterImpl() { scale = register_parameter("scale", torch::ones({1})); }

@@ -39,6 +39,9 @@ inline std::vector<OptimizerPair> all_pairs() {
       adamw_pair("adamw, other numbers",
                  {.lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-6, .weight_decay = 0.3}),
       adamw_pair("adamw, no decay", {.lr = 0.01, .weight_decay = 0}),
+      adam_pair("adam", {}),
+      adam_pair("adam, other numbers",
+                {.lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-6, .weight_decay = 0.3}),
   };
 }
 
