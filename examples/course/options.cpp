@@ -58,6 +58,7 @@ void check_model(const Options& options) {
 // Before any rank waits for another, so that a mistake costs nothing.
 void check_ranks(const Options& options) {
   require_one_of("--backend", options.backend, {"auto", "self", "shm", "gloo", "nccl", "ipc"});
+  require_one_of("--nonfinite", options.nonfinite, {"warn", "stop", "ignore"});
   if (!options.has_pipeline) {
     require_one_of("--compress", options.compress, {"off", "bf16", "fp16"});
     require_range("--check-replicas", options.check_replicas, 0, 100'000'000);
@@ -192,6 +193,9 @@ void add_rank_flags(CLI::App& app, Options& options) {
                  "seconds to wait for other ranks (default: the launcher's, or 300)");
   app.add_option("--bucket-mib", options.bucket_mib, "gradients that travel together, in MiB")
       ->capture_default_str();
+  app.add_option("--nonfinite", options.nonfinite,
+                 "where a gradient of a rank is infinite or not a number: warn, stop or ignore")
+      ->capture_default_str();
   if (options.has_pipeline) return;
   app.add_option("--check-replicas", options.check_replicas,
                  "compare the weights of all ranks every so many steps; 0: never")
@@ -296,7 +300,8 @@ std::map<std::string, std::string> Options::as_text() const {
   if (has_ranks) {
     text.insert({{"backend", backend},
                  {"timeout", timeout_s ? fmt::format("{}", *timeout_s) : ""},
-                 {"bucket-mib", fmt::format("{}", bucket_mib)}});
+                 {"bucket-mib", fmt::format("{}", bucket_mib)},
+                 {"nonfinite", nonfinite}});
   }
   if (has_ranks && !has_pipeline) {
     text.insert({{"check-replicas", std::to_string(check_replicas)}, {"compress", compress}});

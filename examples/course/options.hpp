@@ -36,6 +36,7 @@ struct Options {
   int64_t check_replicas = 0;            // steps between comparisons of all weights; 0: never
   std::string compress = "off";          // gradients on their way: off, bf16 or fp16
   double bucket_mib = 25;
+  std::string nonfinite = "warn";  // gradients that are not finite: warn, stop or ignore
 
   // Of programs that accumulate gradients.
   int64_t accum_steps = 1;  // micro-steps in one optimizer step

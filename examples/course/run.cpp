@@ -17,11 +17,25 @@
 #include "course/step_facts.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/engine.hpp"
+#include "lockstep/error.hpp"
 #include "lockstep/tensor_file.hpp"
 #include "lockstep/units.hpp"
 #include "lockstep/version.hpp"
 
 namespace course {
+namespace {
+
+// A run that ends with a loss that is not finite has learnt nothing: that must not pass unseen.
+void warn_of_losses(const std::vector<double>& losses) {
+  const auto finite = [](double loss) { return std::isfinite(loss); };
+  const auto last = std::find_if(losses.rbegin(), losses.rend(), finite);
+  if (last == losses.rbegin()) return;
+  std::fflush(stdout);
+  fmt::print(stderr, "warning[{}]: the loss is not finite from step {} to the last\n",
+             lockstep::code_name(lockstep::Code::kNonfinite), losses.rend() - last + 1);
+}
+
+}  // namespace
 
 Run::Run(const Options& options, const lockstep::Devices& devices)
     : Run(options, devices, nullptr) {}
@@ -271,6 +285,7 @@ void Run::finish_process(const torch::nn::Module& net) {
                device_table(record_).terminal(lockstep::may_style(fileno(options_.out()))));
   }
   if (!options_.json.empty()) lockstep::write_record(record_, options_.json);
+  warn_of_losses(record_.losses);
 }
 
 void Run::finish_job(const torch::nn::Module& net) {
@@ -300,6 +315,7 @@ void Run::finish_job(const torch::nn::Module& net) {
     }
   }
   if (!options_.json.empty()) lockstep::write_record(job, options_.json);
+  warn_of_losses(job.losses);
 }
 
 }  // namespace course

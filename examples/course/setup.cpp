@@ -52,11 +52,17 @@ int64_t bucket_cap_bytes(const Options& options) {
   return std::max<int64_t>(1, static_cast<int64_t>(options.bucket_mib * (1 << 20)));
 }
 
+lockstep::Nonfinite nonfinite_answer(const Options& options) {
+  if (options.nonfinite == "stop") return lockstep::Nonfinite::kStop;
+  return options.nonfinite == "warn" ? lockstep::Nonfinite::kWarn : lockstep::Nonfinite::kIgnore;
+}
+
 lockstep::DdpOptions ddp_options(const Options& options) {
   lockstep::DdpOptions ddp;
   ddp.bucket_cap_bytes = bucket_cap_bytes(options);
   ddp.first_bucket_bytes = std::min(ddp.first_bucket_bytes, ddp.bucket_cap_bytes);
   ddp.check_replicas_every = options.check_replicas;
+  ddp.nonfinite = nonfinite_answer(options);
   if (options.compress != "off") {
     ddp.hook =
         lockstep::compress_gradients(options.compress == "bf16" ? torch::kBFloat16 : torch::kHalf);

@@ -35,6 +35,9 @@ lockstep::WorldOptions world_options(const Options& options, int devices_per_ran
 /// --bucket-mib in bytes.
 int64_t bucket_cap_bytes(const Options& options);
 
+/// --nonfinite.
+lockstep::Nonfinite nonfinite_answer(const Options& options);
+
 /// --bucket-mib, --check-replicas and --compress.
 lockstep::DdpOptions ddp_options(const Options& options);
 

@@ -45,6 +45,14 @@ using CommHook = std::function<std::unique_ptr<BucketWork>(
 /// Sends gradients in half the bytes: rounded to bf16 or fp16, averaged, widened again.
 CommHook compress_gradients(torch::ScalarType dtype);
 
+/// What to do when this rank's gradients are infinite or not a number, which the mean would pass on
+/// to all ranks. Nothing is done while an enabled GradScaler is there: it skips such steps.
+enum class Nonfinite {
+  kIgnore,
+  kWarn,  ///< names rank, step and parameter on standard error
+  kStop,  ///< ends the step on all ranks with kNonfinite; on a GPU a few steps later
+};
+
 struct DdpOptions {
   int64_t first_bucket_bytes = int64_t{1} << 20;
   int64_t bucket_cap_bytes = int64_t{25} << 20;
@@ -58,6 +66,7 @@ struct DdpOptions {
   bool check_unaveraged_updates = true;
 
   CommHook hook = {};  ///< empty: the communicator's mean
+  Nonfinite nonfinite = Nonfinite::kWarn;
 };
 
 /// When a bucket travelled in the last synchronised step. Times are monotonic_ns(); on a GPU those
@@ -81,6 +90,12 @@ struct DdpStats {
   int64_t backward_started_ns = 0;   ///< of the last synchronised step
   int64_t backward_finished_ns = 0;  ///< when its last gradient was there
   std::vector<BucketTiming> last_step;
+
+  /// Synchronised steps in which this rank's own gradients were found to be infinite or not a
+  /// number, and the first of them, counted from 1. Nothing is found where Nonfinite is kIgnore.
+  int64_t nonfinite_steps = 0;
+  int64_t first_nonfinite_step = 0;
+  std::string first_nonfinite_parameter = {};
 };
 
 struct JoinOptions {

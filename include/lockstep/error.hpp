@@ -41,6 +41,7 @@ enum class Code : int {
   kStageFailed = 29,      ///< an exception inside a stage of a pipeline
   kStageMismatch = 30,    ///< stages, micro-batches or ranks of a pipeline that do not fit together
   kCapture = 31,          ///< a training step that cannot be captured into a CUDA graph
+  kNonfinite = 32,        ///< gradients or losses that are infinite or not a number
 };
 
 /// What one code means, for `lockstep explain`.

@@ -84,6 +84,9 @@ class GradScaler {
 
   bool is_enabled() const;
 
+  /// Whether this process has an enabled scaler: then gradients may overflow as a matter of course.
+  static bool any_enabled();
+
   /// These wait for what the thread's current stream holds.
   double get_scale() const;
   std::vector<SkippedStep> skipped_steps() const;

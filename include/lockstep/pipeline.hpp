@@ -12,6 +12,7 @@
 
 #include "lockstep/communicator.hpp"
 #include "lockstep/device.hpp"
+#include "lockstep/distributed_data_parallel.hpp"
 #include "lockstep/schedule.hpp"
 
 namespace lockstep {
@@ -44,6 +45,8 @@ struct PipelineOptions {
   /// Refuses weights that changed after steps whose gradients were not averaged over `data`. False
   /// for methods that change weights on purpose and change them back, such as SAM.
   bool check_unaveraged_updates = true;
+
+  Nonfinite nonfinite = Nonfinite::kWarn;  ///< gradients that `data` would average
 };
 
 /// For PipelineOptions::loss_weight: counts the targets that are not `ignore_index`, which are

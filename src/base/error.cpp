@@ -227,6 +227,12 @@ const std::vector<CodeInfo>& all_codes() {
        "printing a tensor), decides by its values, or uses another stream has no place in it. The "
        "message names the operation. Move it out of the step function, or run the step without "
        "capture (--capture off, CaptureOptions::enabled)."},
+      {Code::kNonfinite, "a gradient or a loss is not finite",
+       "A gradient of this rank has an element that is infinite or not a number. The mean would "
+       "pass it on, and all weights of all ranks would follow. The message names rank, step and "
+       "parameter. Look at that rank's batch first (a row of NaN, a logarithm or a square root of "
+       "0, a division by 0); then try a smaller learning rate, clipping, or a GradScaler with "
+       "fp16. DdpOptions::nonfinite chooses between a warning, a stop and silence."},
   };
   return codes;
 }
@@ -251,6 +257,7 @@ int exit_code(Code code) {
     case Code::kStageFailed:
     case Code::kStageMismatch:
     case Code::kCapture:
+    case Code::kNonfinite:
       return 1;
     default:
       return 2;

@@ -45,6 +45,7 @@ Reducer::Reducer(std::vector<TrainedParameter> parameters, const Communicator& c
       streams_(parameters_),
       tally_(parameters_.size(), options_.static_graph),
       order_(parameters_.size(), learns_order(comm_, options_)),
+      nonfinite_(parameters_, comm_, options_.nonfinite, stats_),
       flight_(comm_, options_.hook, stats_) {
   for (const auto& [name, tensor] : parameters_) {
     owners_.push_back(owners_of(tensor));
@@ -208,6 +209,7 @@ void Reducer::launch_ready_buckets() {
 
 void Reducer::launch(size_t bucket, double weight) {
   const PlannedBucket& plan = buckets_->plan(bucket);
+  nonfinite_.look(*buckets_, bucket);
   flight_.launch(buckets_->bucket(bucket), plan.bytes(),
                  static_cast<int64_t>(plan.gradients.size()), weight);
 }
@@ -279,6 +281,7 @@ void Reducer::settle_unused() {
 
 const DdpStats& Reducer::stats() {
   flight_.settle();
+  nonfinite_.settle();
   return stats_;
 }
 

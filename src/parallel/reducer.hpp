@@ -16,6 +16,7 @@
 #include "parallel/gradient_tally.hpp"
 #include "parallel/launch_order.hpp"
 #include "parallel/model_tensors.hpp"
+#include "parallel/nonfinite_gradients.hpp"
 
 namespace lockstep {
 
@@ -169,6 +170,7 @@ class Reducer final : public GradientListener {
   LaunchOrder order_;    // which bucket is next
 
   DdpStats stats_;
+  NonfiniteGradients nonfinite_;
   BucketFlight flight_;
 
   std::optional<GradientHooks> hooks_;  // last: nothing is called before all else is ready

@@ -18,6 +18,7 @@ StageSync::StageSync(int stage, torch::nn::Sequential module, const Communicator
       parameters_(trained_in(*module_)),
       forms_(forms_of(parameters_)),
       frozen_(parameters_.size(), 0),
+      nonfinite_(parameters_, comm_, options.nonfinite, stats_, fmt::format("stage {}: ", stage)),
       flight_(comm_, {}, stats_),
       window_(parameters_) {
   if (comm_.size() == 1) return;
@@ -117,6 +118,7 @@ void StageSync::launch(bool synchronise, double weight) {
   span_.emplace(SyncSpan{.stage = stage_});
   for (size_t i = 0; i < buckets_->size(); ++i) {
     const PlannedBucket& plan = buckets_->plan(i);
+    nonfinite_.look(*buckets_, i);
     flight_.launch(buckets_->bucket(i), plan.bytes(), static_cast<int64_t>(plan.gradients.size()),
                    weight);
     span_->bytes += plan.bytes();

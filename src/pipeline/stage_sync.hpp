@@ -9,6 +9,7 @@
 #include "parallel/bucket_flight.hpp"
 #include "parallel/gradient_buckets.hpp"
 #include "parallel/model_tensors.hpp"
+#include "parallel/nonfinite_gradients.hpp"
 
 namespace lockstep {
 
@@ -61,6 +62,7 @@ class StageSync {
   std::vector<uint8_t> frozen_;               // [parameter] since then
   std::optional<GradientBuckets> buckets_;  // none where nothing is trained or nobody else is there
   DdpStats stats_;
+  NonfiniteGradients nonfinite_;
   BucketFlight flight_;
   AccumulationWindow window_;
   std::optional<SyncSpan> span_;  // of this step; its times come from the flight

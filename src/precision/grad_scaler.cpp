@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
 #include <utility>
 
 #include "device/capture.hpp"
@@ -33,6 +34,9 @@ GradScalerState initial(const GradScalerOptions& options) {
 Error misuse(const std::string& message, const std::string& help) {
   return {Code::kScalerMisuse, "GradScaler: " + message, help};
 }
+
+// Enabled scalers of this process.
+std::atomic<int64_t> enabled_scalers{0};
 
 bool asks_for_anything(const StepExtras& extras) {
   return extras.max_norm.has_value() || extras.zero_grad;
@@ -66,7 +70,14 @@ void drop_gradients(torch::optim::Optimizer& optimizer) {
 
 struct GradScaler::State {
   explicit State(const GradScalerOptions& given)
-      : options(given), scale(initial(given)), log(std::make_shared<SkipLog>(given.on_skip)) {}
+      : options(given), scale(initial(given)), log(std::make_shared<SkipLog>(given.on_skip)) {
+    if (options.enabled) ++enabled_scalers;
+  }
+  ~State() {
+    if (options.enabled) --enabled_scalers;
+  }
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
 
   OptimizerState& of(const torch::optim::Optimizer& optimizer);
   void require_scaled_loss(const char* call) const;
@@ -322,6 +333,10 @@ void GradScaler::update(std::optional<double> new_scale) {
 
 bool GradScaler::is_enabled() const {
   return state_->options.enabled;
+}
+
+bool GradScaler::any_enabled() {
+  return enabled_scalers > 0;
 }
 
 double GradScaler::get_scale() const {

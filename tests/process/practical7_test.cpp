@@ -137,6 +137,22 @@ TEST(Practical7, WithoutAScalerAnOverflowSpoilsTheTraining) {
   EXPECT_EQ(record.nonfinite, 2);
 }
 
+TEST(Practical7, WithoutAScalerTheRankThatOverflowsIsNamed) {
+  const Arguments spoiled = {"--overflow-at", "2", "--no-scaler", "--devices", "cpu:2"};
+  const ChildResult warned = run_ranks(2, "practical7_amp", spoiled);
+  const std::string said = warned.output + warned.errors;
+  EXPECT_EQ(warned.exit_code, 0) << said;
+  EXPECT_NE(said.find("warning[LS0032]: rank 1, step 2: the gradient of layers."),
+            std::string::npos)
+      << said;
+  EXPECT_NE(said.find("the loss is not finite from step 3"), std::string::npos) << said;
+  const ChildResult stopped =
+      run_ranks(2, "practical7_amp", join(spoiled, {"--nonfinite", "stop"}));
+  EXPECT_EQ(stopped.exit_code, 1);
+  EXPECT_NE((stopped.output + stopped.errors).find("LS0032"), std::string::npos)
+      << stopped.output << stopped.errors;
+}
+
 TEST(Practical7, SaysThatAStepWasSkipped) {
   const ChildResult result = run_ranks(2, "practical7_amp", {"--overflow-at", "3"});
   EXPECT_NE(result.output.find("step 3 skipped: the gradient of layers."), std::string::npos)
@@ -154,6 +170,7 @@ TEST(Practical7, RefusesBadFlagsBeforeAnythingStarts) {
   refused("practical7_accumulation", {"--accum-steps", "0"}, "--accum-steps 0");
   refused("practical7_accumulation", {"--amp", "bf16"}, "--amp");
   refused("practical7_amp", {"--amp", "fp8"}, "\"fp8\"");
+  refused("practical7_amp", {"--nonfinite", "perhaps"}, "\"perhaps\"");
   refused("practical7_amp", {"--overflow-at", "5"}, "--overflow-at 5");
   refused("practical7_amp", {"--accum-steps", "2"}, "--accum-steps");
   refused("practical7_amp", {"--amp", "off", "--master-weights"}, "--master-weights");

@@ -11,6 +11,7 @@
 #include "lockstep/grad_scaler.hpp"
 #include "lockstep/sgd.hpp"
 #include "ranks/pipeline_support.hpp"
+#include "ranks/rank_threads.hpp"
 
 namespace lockstep {
 namespace {
@@ -177,6 +178,33 @@ TEST(Pipeline, DropoutIsTheSameAfterEverySeeding) {
   EXPECT_EQ(two_losses(), expected) << "nothing drawn in between";
   torch::rand({4});
   EXPECT_EQ(two_losses(), expected) << "numbers drawn in between";
+}
+
+// As DistributedDataParallel does: the data axis would pass one rank's NaN on to all.
+TEST(Pipeline, AGradientThatIsNotFiniteIsNamedBeforeItIsAveraged) {
+  for (const auto nonfinite : {Nonfinite::kWarn, Nonfinite::kStop}) {
+    testing::internal::CaptureStderr();
+    const auto outcomes = test::outcomes_of_ranks(2, [&](const Communicator& comm) {
+      torch::nn::Sequential net(torch::nn::Linear(test::kWidth, test::kWidth),
+                                torch::nn::Linear(test::kWidth, test::kWidth));
+      Pipeline pipeline(test::cut(net, 2), Devices("cpu:2"), gpipe(2, 2),
+                        {.loss = test::mse, .data = comm, .nonfinite = nonfinite});
+      const auto x = torch::ones({4, test::kWidth});
+      pipeline.step(x, x);
+      pipeline.step(x, comm.rank() == 1 ? x / 0 : x);
+    });
+    const std::string said = testing::internal::GetCapturedStderr();
+    if (nonfinite == Nonfinite::kWarn) {
+      EXPECT_NE(said.find("rank 1, step 2: stage 1: the gradient of 0."), std::string::npos)
+          << said;
+      EXPECT_EQ(said.find("rank 0"), std::string::npos) << said;
+    } else {
+      for (const auto& outcome : outcomes) {
+        EXPECT_NE(outcome.text().find("rank 1, step 2: stage"), std::string::npos)
+            << outcome.text();
+      }
+    }
+  }
 }
 
 // BatchNorm sees micro-batches: its statistics are those of running them one after the other, and a
