@@ -9,7 +9,7 @@ namespace lockstep {
 
 /// Every failure lockstep reports has one of these codes; `lockstep explain LS0002` tells more.
 enum class Code : int {
-  kInternal = 0,          ///< a bug in lockstep, or an exception nobody translated
+  kInternal = 0,          ///< a bug in lockstep
   kUsage = 1,             ///< an unknown flag, or a value out of range
   kDeviceSpec = 2,        ///< a --devices text that does not follow the grammar
   kDeviceMissing = 3,     ///< a device this machine does not have
@@ -24,7 +24,7 @@ enum class Code : int {
   kEngine = 12,           ///< a libtorch that is mixed, too old, or lacks what is asked of it
   kBoard = 13,            ///< a board that cannot be made, opened or trusted
   kRecord = 14,           ///< a result record that is damaged or of another schema
-  kProgramFailed = 15,    ///< a program started by lockstep that did not succeed
+  kProgramFailed = 15,    ///< a program that did not succeed, or threw an exception of its own
   kOutOfMemory = 16,      ///< memory that the system did not give
   kWorld = 17,            ///< variables of a launcher that contradict each other
   kBackend = 18,          ///< a communication backend that is missing or cannot reach all ranks
@@ -98,8 +98,9 @@ class RankError : public Error {
 /// The text of any exception, without the stack trace libtorch appends to its own.
 std::string describe(const std::exception& error);
 
-/// Runs a program's body: prints an escaping error to standard error and turns it into an exit
-/// code.
+/// Runs a program's body: prints an escaping error to standard error, as far as that can be
+/// written, and turns it into an exit code. Before that it fills standard streams that are closed,
+/// makes standard output line-buffered where it is a pipe, and ignores SIGXFSZ.
 int run_program(int (*body)(int argc, char** argv), int argc, char** argv);
 
 /// The candidate closest to `word`, or "" when none is close enough to be meant.

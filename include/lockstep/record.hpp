@@ -189,7 +189,7 @@ struct RunRecord {
 
 nlohmann::json to_json(const RunRecord& record);
 
-/// Refuses another schema, a missing field or one of the wrong type, by name.
+/// Refuses another schema, a missing field, or one of the wrong type or out of range, by name.
 RunRecord record_from_json(const nlohmann::json& json);
 
 RunRecord read_record(const std::string& path);
