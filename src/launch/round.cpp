@@ -189,15 +189,16 @@ void Round::advance(int64_t now_ns) {
   if (group_.lost()) state_ = State::kDone;
   switch (state_) {
     case State::kRunning:
-      if (any_bad_) {
-        output_.silence_others();
-        settling_since_ns_ = now_ns;
-        state_ = State::kSettling;
-      } else if (all_ended()) {
+      if (!any_bad_) {
+        if (!all_ended()) return;
         state_ = context_.link == nullptr ? State::kDone : State::kWaitingForHosts;
         if (context_.link != nullptr) context_.link->report_finished();
+        return;
       }
-      return;
+      output_.silence_others();
+      settling_since_ns_ = now_ns;
+      state_ = State::kSettling;
+      [[fallthrough]];
     case State::kSettling: {
       const auto views = look_at_ranks();
       const int64_t patience = first_was_killed(views)       ? 0

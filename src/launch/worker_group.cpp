@@ -24,7 +24,7 @@ namespace {
 
 constexpr int64_t kSweepNs = 10'000'000'000;
 constexpr int64_t kKeeperNs = 12'000'000'000;  // the keeper's own sweep may take ten seconds
-constexpr int kForever = -1;
+constexpr int kStartLookMs = 250;
 
 void close_write_ends(const std::vector<WorkerStart>& workers) {
   for (const auto& worker : workers) {
@@ -78,9 +78,15 @@ WorkerGroup::WorkerGroup(std::vector<WorkerStart> workers, const Leftovers& left
   }
 }
 
+// A keeper that somebody stops now must not keep the launcher here, where no signal is taken.
 void WorkerGroup::wait_until_started(const std::vector<WorkerStart>& workers) {
   while (pids_.size() < workers.size()) {
-    const auto message = receive(kForever);
+    const auto message = receive(kStartLookMs);
+    if (!message && !lost_) {
+      ::kill(guard_, SIGCONT);
+      if (keeper_ > 0) ::kill(keeper_, SIGCONT);
+      continue;
+    }
     if (!message) {
       throw Error(Code::kLaunch, "the process that was to start the ranks was killed",
                   "start the job again; nothing is left of it");
