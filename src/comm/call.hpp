@@ -78,6 +78,29 @@ void require_same_message(const Group& group, int sender, const Call& sent, int 
 [[noreturn]] void throw_absent(const Group& group, const Call& call,
                                std::span<const MissingRank> missing, int64_t waited_ns);
 
+/// What one rank of a group does while others wait for it, as far as they can tell.
+struct RankActivity {
+  struct Waiting {
+    Call call;
+    int peer = -1;  ///< of a message: the place of its other side; -1: a collective
+  };
+
+  bool silent = false;           ///< its process is stopped, or does not answer
+  int64_t arrived = 0;           ///< the last collective to which it has come
+  int64_t finished = 0;          ///< the last collective with which it is done
+  std::vector<Waiting> waiting;  ///< the calls in which it waits; none: it does something else
+  std::string state;             ///< for a note: "process 1234 is stopped by a signal", or ""
+};
+
+/// The error of a call that was not done at its deadline. It follows who waits for whom, from the
+/// places that the call awaits to the cause, so that every rank of the group names the same one: a
+/// rank that is silent or waits in no call is absent (kRankAbsent), and ranks that wait for each
+/// other made different calls (kCallMismatch). A rank that only waits in an earlier call, because
+/// of another one, is not to blame. `awaited` empty: as this rank's own activity tells.
+/// activities[place].
+[[noreturn]] void throw_stalled(const Group& group, const Call& call, std::span<const int> awaited,
+                                std::span<const RankActivity> activities, int64_t waited_ns);
+
 /// kRankFailed: a peer died, left or gave up; `reason` continues "rank 2 …".
 [[noreturn]] void throw_rank_failed(const Group& group, const Call& call, int place,
                                     std::string_view reason);

@@ -143,6 +143,151 @@ TEST(Call, AbsenceNamesTheCallTheRanksAndTheirState) {
   EXPECT_EQ(blamed_by(absent), 2);
 }
 
+// Ranks of a stalled group.
+
+RankActivity waits_in(const Call& call, int peer = -1) {
+  RankActivity activity;
+  activity.arrived = peer < 0 ? call.sequence : 0;
+  activity.finished = peer < 0 ? call.sequence - 1 : 0;
+  activity.waiting = {{call, peer}};
+  return activity;
+}
+
+RankActivity computes_after(int64_t collectives) {
+  RankActivity activity;
+  activity.arrived = activity.finished = collectives;
+  return activity;
+}
+
+RankActivity silent_after(int64_t collectives) {
+  RankActivity activity = computes_after(collectives);
+  activity.silent = true;
+  activity.state = "process 7 is stopped by a signal (state T)";
+  return activity;
+}
+
+Call numbered(int64_t sequence) {
+  Call call = all_reduce_call();
+  call.sequence = sequence;
+  return call;
+}
+
+Call message(Operation operation, int64_t sequence = 1) {
+  Call call = numbered(sequence);
+  call.operation = operation;
+  call.root = 0;
+  call.set_label("");
+  return call;
+}
+
+// What the rank at `place` throws, and whom it blames.
+struct Stalled {
+  Code code;
+  int blamed;
+  std::string block;
+};
+
+Stalled stalled_at(int place, const std::vector<RankActivity>& activities,
+                   const std::vector<int>& awaited = {}) {
+  Group group = world(static_cast<int>(activities.size()));
+  group.rank = place;
+  const auto& waiting = activities[static_cast<size_t>(place)].waiting;
+  try {
+    throw_stalled(group, waiting.empty() ? numbered(9) : waiting[0].call, awaited, activities,
+                  1'000'000'000);
+  } catch (const RankError& error) {
+    return {error.code(), error.blamed_rank(), error.block()};
+  }
+}
+
+TEST(Stalled, ARankOneCallAheadBlamesTheStoppedRankAndNotThoseThatWaitForItToo) {
+  // Ranks 1 and 2 are still in #6, because of rank 3; rank 0 has its part of #6 and waits in #7.
+  const std::vector<RankActivity> activities = {waits_in(numbered(7)), waits_in(numbered(6)),
+                                                waits_in(numbered(6)), silent_after(5)};
+  for (const int place : {0, 1, 2}) {
+    const Stalled stalled = stalled_at(place, activities);
+    EXPECT_EQ(stalled.code, Code::kRankAbsent);
+    EXPECT_EQ(stalled.blamed, 3) << stalled.block;
+    EXPECT_NE(stalled.block.find("rank 3 of 4 absent after 1.00 s"), std::string::npos)
+        << stalled.block;
+  }
+  EXPECT_EQ(stalled_at(0, activities, {1, 2, 3}).blamed, 3);
+}
+
+TEST(Stalled, ARankThatNeverComesIsFoundThroughThoseThatWaitForIt) {
+  const std::vector<RankActivity> activities = {
+      waits_in(message(Operation::kRecv), 1), waits_in(message(Operation::kRecv), 2),
+      computes_after(4), waits_in(numbered(5)), computes_after(5)};
+  EXPECT_EQ(stalled_at(0, activities).blamed, 2) << stalled_at(0, activities).block;
+  EXPECT_EQ(stalled_at(1, activities).blamed, 2);
+  EXPECT_NE(stalled_at(3, activities).block.find("rank 2 of 5 absent"), std::string::npos)
+      << stalled_at(3, activities).block << "\nrank 4 has come";
+}
+
+TEST(Stalled, WhoIsStoppedButHasComeIsNotToBlame) {
+  std::vector<RankActivity> activities = {waits_in(numbered(7)), computes_after(6),
+                                          waits_in(numbered(7))};
+  activities[2].silent = true;
+  EXPECT_EQ(stalled_at(0, activities).blamed, 1);
+}
+
+TEST(Stalled, AReceiveAgainstAnAllReduceNamesBothCallsOnEveryRank) {
+  const std::vector<RankActivity> two = {waits_in(message(Operation::kRecv), 1),
+                                         waits_in(numbered(1))};
+  const std::string sides =
+      "ranks made different calls and wait for each other: rank 0 called recv #1: 1024 x F32, tag "
+      "0, from rank 1; rank 1 called all_reduce #1 (bucket 3): 1024 x F32, sum";
+  for (const int place : {0, 1}) {
+    const Stalled stalled = stalled_at(place, two);
+    EXPECT_EQ(stalled.code, Code::kCallMismatch);
+    EXPECT_EQ(stalled.blamed, -1) << "between two nobody can tell";
+    EXPECT_NE(stalled.block.find(sides), std::string::npos) << stalled.block;
+  }
+  const std::vector<RankActivity> three = {
+      waits_in(numbered(1)), waits_in(message(Operation::kRecv), 0), waits_in(numbered(1))};
+  for (const int place : {0, 1, 2}) {
+    const Stalled stalled = stalled_at(place, three);
+    EXPECT_EQ(stalled.blamed, 1);
+    EXPECT_NE(stalled.block.find("rank 1 called recv #1: 1024 x F32, tag 0, from rank 0; ranks 0, "
+                                 "2 called all_reduce #1"),
+              std::string::npos)
+        << stalled.block;
+  }
+}
+
+TEST(Stalled, SendsThatAllWaitForEachOtherAreTold) {
+  const std::vector<RankActivity> ring = {waits_in(message(Operation::kSend), 1),
+                                          waits_in(message(Operation::kSend), 2),
+                                          waits_in(message(Operation::kSend), 0)};
+  const Stalled stalled = stalled_at(1, ring);
+  EXPECT_EQ(stalled.code, Code::kCallMismatch);
+  for (const char* side : {"rank 0 called send #1: 1024 x F32, tag 0, to rank 1",
+                           "rank 1 called send #1: 1024 x F32, tag 0, to rank 2",
+                           "rank 2 called send #1: 1024 x F32, tag 0, to rank 0"}) {
+    EXPECT_NE(stalled.block.find(side), std::string::npos) << stalled.block;
+  }
+}
+
+TEST(Stalled, WhereAllDoTheSameNobodyIsBlamed) {
+  const std::vector<RankActivity> collective(3, waits_in(numbered(4)));
+  EXPECT_EQ(stalled_at(1, collective).blamed, -1);
+  EXPECT_NE(stalled_at(1, collective).block.find("though no rank is missing"), std::string::npos);
+  const std::vector<RankActivity> pair = {waits_in(message(Operation::kSend), 1),
+                                          waits_in(message(Operation::kRecv), 0)};
+  EXPECT_EQ(stalled_at(0, pair).code, Code::kRankAbsent);
+  EXPECT_NE(stalled_at(0, pair).block.find("though no rank is missing"), std::string::npos);
+}
+
+TEST(Stalled, ARankThatCameTooLateLearnsWhoWaitedForIt) {
+  const std::vector<RankActivity> activities = {waits_in(numbered(9)), computes_after(8)};
+  const Stalled stalled = stalled_at(1, activities, {1});
+  EXPECT_EQ(stalled.code, Code::kRankFailed);
+  EXPECT_EQ(stalled.blamed, 0);
+  EXPECT_NE(stalled.block.find("rank 0 of 2 waited 1.00 s for this rank in all_reduce #9"),
+            std::string::npos)
+      << stalled.block;
+}
+
 TEST(Call, GroupsAreNamedByWorldRanks) {
   const Group group{.rank = 0, .world_ranks = {1, 5}, .name = "dp 1"};
   const auto failed = [&] { throw_rank_failed(group, all_reduce_call(), 1, "died"); };

@@ -10,7 +10,6 @@
 #include "comm/gloo/gloo_meeting.hpp"
 #include "comm/make_call.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/units.hpp"
 #include "net/quiet_thread.hpp"
 
 namespace lockstep {
@@ -19,7 +18,7 @@ namespace {
 // After a transfer broke: how long until some rank's last words tell why.
 constexpr int64_t kExplainNs = 2'000'000'000;
 
-// After a transfer was late: how long a rank that lives takes to answer the roll call.
+// After a call was not done in time: how long a rank that lives takes to answer the roll call.
 constexpr int64_t kRollCallNs = 1'000'000'000;
 
 constexpr std::string_view kEnded = "ended: its connection closed without a word";
@@ -53,6 +52,7 @@ GlooCore::GlooCore(Group group, Store& store, const std::string& address, int64_
     link_->on_failure([data = data_.get()] { data->abort(); });
   }
   worker_ = start_quiet_thread([this] { work(); });
+  if (link_) link_->on_roll_call([this] { return activity(); });
 }
 
 std::shared_ptr<GlooCore::Task> GlooCore::begin(Call call, const CallContext& context, Body body) {
@@ -156,6 +156,25 @@ void GlooCore::message(Action&& action) {
   }
 }
 
+// Shows a message to those who ask what this rank waits in.
+class GlooCore::MessageUnderWay {
+ public:
+  MessageUnderWay(GlooCore& core, const Call& call, int peer) : core_(core) {
+    const std::lock_guard lock(core_.mutex_);
+    at_ = core_.messages_.insert(core_.messages_.end(), {call, peer});
+  }
+  ~MessageUnderWay() {
+    const std::lock_guard lock(core_.mutex_);
+    core_.messages_.erase(at_);
+  }
+  MessageUnderWay(const MessageUnderWay&) = delete;
+  MessageUnderWay& operator=(const MessageUnderWay&) = delete;
+
+ private:
+  GlooCore& core_;
+  std::list<RankActivity::Waiting>::iterator at_;
+};
+
 void GlooCore::send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) {
   check_message(group_, buffer.count, to);
   message([&] {
@@ -165,6 +184,7 @@ void GlooCore::send(const ConstBuffer& buffer, int to, int tag, const CallContex
                                   context.label);
     task.begun_ns = running_ns();
     task.deadline_ns = context.deadline_ns;
+    const MessageUnderWay shown(*this, task.call, to);
     link_->send(to, GlooLink::Frame::kMessage, as_bytes(task.call));
     if (buffer.count == 0) return;
     const auto outcome = data_->run(
@@ -186,6 +206,7 @@ void GlooCore::recv(const Buffer& buffer, int from, int tag, const CallContext& 
                                   {nullptr, buffer.count, buffer.dtype}, tag, context.label);
     task.begun_ns = running_ns();
     task.deadline_ns = context.deadline_ns;
+    const MessageUnderWay shown(*this, task.call, from);
     const auto gathered =
         link_->gather(GlooLink::Frame::kMessage, std::span(&from, 1), task.deadline_ns);
     if (const auto* trouble = std::get_if<GlooLink::Trouble>(&gathered)) fail(task, *trouble);
@@ -211,7 +232,7 @@ void GlooCore::recv(const Buffer& buffer, int from, int tag, const CallContext& 
 
 void GlooCore::check(const Task& task, const GlooData::Outcome& outcome) {
   if (outcome.status == LOCKSTEP_GLOO_OK) return;
-  if (outcome.status == LOCKSTEP_GLOO_LATE) fail_by_roll_call(task);
+  if (outcome.status == LOCKSTEP_GLOO_LATE) fail_late(task, {});
   const auto trouble = link_->find_trouble(running_ns() + kExplainNs);
   if (trouble.kind != GlooLink::Trouble::Kind::kLate) fail(task, trouble);
   throw RankError(Code::kRankFailed, -1,
@@ -240,24 +261,39 @@ void GlooCore::fail(const Task& task, const GlooLink::Trouble& trouble) {
   fail_late(task, trouble.missing);
 }
 
-void GlooCore::fail_late(const Task& task, const std::vector<int>& missing) {
-  Farewell farewell;
-  farewell.kind = Farewell::Kind::kAbsent;
-  farewell.waited_ns = running_ns() - task.begun_ns;
-  farewell.places.assign(missing.begin(), missing.end());
-  farewell.calls = {task.call};
-  link_->say_farewell(farewell);
-  throw_farewell(group_, task.call, group_.rank, farewell);
+// What this rank does, for peers that wait for it.
+RankActivity GlooCore::activity() {
+  const std::lock_guard lock(mutex_);
+  RankActivity activity;
+  activity.arrived = activity.finished = collectives_;
+  activity.waiting.assign(messages_.begin(), messages_.end());
+  if (!queue_.empty()) {
+    const Call& call = queue_.front()->call;
+    activity.arrived = call.sequence;
+    activity.finished = call.sequence - 1;
+    activity.waiting.push_back({call, -1});
+  }
+  return activity;
 }
 
-// All ranks came to this call, and then the data did not: a rank stopped in the middle. Whoever
-// lives answers; who does not is absent.
-void GlooCore::fail_by_roll_call(const Task& task) {
-  Farewell roll_call;
-  roll_call.kind = Farewell::Kind::kStuck;
+// This rank's call was not done in time, because of those it awaits or of others that they wait
+// for. `awaited` empty: all ranks came to this call, and then the data did not.
+void GlooCore::fail_late(const Task& task, const std::vector<int>& awaited) {
+  Farewell roll_call = Farewell::of(activity());
+  roll_call.waited_ns = std::max<int64_t>(running_ns() - task.begun_ns, 1);
+  roll_call.places.assign(awaited.begin(), awaited.end());
   link_->say_farewell(roll_call);
-  const std::vector<int> silent = link_->silent_peers(running_ns() + kRollCallNs);
-  const int64_t waited_ns = running_ns() - task.begun_ns;
+  fail_by_roll_call(task);
+}
+
+// Whoever lives has answered, or answers now, with what it does. All ranks judge by these answers.
+void GlooCore::fail_by_roll_call(const Task& task) {
+  GlooLink::RollCall roll_call = link_->take_roll_call(running_ns() + kRollCallNs);
+  for (RankActivity& activity : roll_call.activities) {
+    activity.state = fmt::format("it {}; it has begun {} collective{}",
+                                 activity.silent ? "does not answer" : "is alive", activity.arrived,
+                                 activity.arrived == 1 ? "" : "s");
+  }
   if (const int gone = link_->first_gone(); gone >= 0) {
     throw_rank_failed(group_, task.call, gone, kEnded);
   }
@@ -266,17 +302,7 @@ void GlooCore::fail_by_roll_call(const Task& task) {
       trouble.farewell.kind != Farewell::Kind::kStuck) {
     throw_farewell(group_, task.call, trouble.place, trouble.farewell);
   }
-  if (silent.empty()) {
-    throw RankError(
-        Code::kRankAbsent, -1,
-        fmt::format("{}: not done after {}, though no rank is missing", describe(task.call),
-                    format_seconds(static_cast<double>(waited_ns) * 1e-9)),
-        "the network is too slow for this much data: give it more time with --timeout "
-        "of `lockstep run` or LOCKSTEP_TIMEOUT_S");
-  }
-  std::vector<MissingRank> missing;
-  for (const int place : silent) missing.push_back({place, ""});
-  throw_absent(group_, task.call, missing, waited_ns);
+  throw_stalled(group_, task.call, roll_call.awaited, roll_call.activities, roll_call.waited_ns);
 }
 
 // What was not said yet is said now; the connections that still stand are of no more use.

@@ -4,6 +4,7 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -76,10 +77,12 @@ class GlooCore {
   void check(const Task& task, const GlooData::Outcome& outcome);
   template <class Action>
   void message(Action&& action);
+  class MessageUnderWay;
 
   [[noreturn]] void fail(const Task& task, const GlooLink::Trouble& trouble);
+  [[noreturn]] void fail_late(const Task& task, const std::vector<int>& awaited);
   [[noreturn]] void fail_by_roll_call(const Task& task);
-  [[noreturn]] void fail_late(const Task& task, const std::vector<int>& missing);
+  RankActivity activity();
   std::exception_ptr break_down(std::exception_ptr error) noexcept;
   void throw_if_broken();
 
@@ -95,8 +98,9 @@ class GlooCore {
   std::exception_ptr broken_;                // the first error; every later call throws it
   bool stopping_ = false;
   int64_t collectives_ = 0;
-  std::vector<int64_t> sent_;      // [place], messages
-  std::vector<int64_t> received_;  // [place], messages
+  std::list<RankActivity::Waiting> messages_;  // under way, of any thread
+  std::vector<int64_t> sent_;                  // [place], messages
+  std::vector<int64_t> received_;              // [place], messages
   std::thread worker_;
 };
 

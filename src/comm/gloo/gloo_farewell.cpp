@@ -5,18 +5,19 @@
 #include <algorithm>
 #include <cstring>
 
-#include "lockstep/units.hpp"
-
 namespace lockstep {
 namespace {
 
 constexpr size_t kMaxReasonBytes = 4096;
 
-// Fixed part of an encoded farewell; places, calls and the reason follow it.
+// Fixed part of an encoded farewell; places, calls, peers and the reason follow it.
 struct Head {
   int64_t waited_ns = 0;
+  int64_t arrived = 0;
+  int64_t finished = 0;
   uint32_t places = 0;
   uint32_t calls = 0;
+  uint32_t peers = 0;
   uint32_t reason_bytes = 0;
   Farewell::Kind kind = Farewell::Kind::kLeft;
 };
@@ -49,9 +50,34 @@ Group only(const Group& group, const std::vector<int32_t>& places) {
 
 }  // namespace
 
+Farewell Farewell::of(const RankActivity& activity) {
+  Farewell farewell;
+  farewell.kind = Kind::kStuck;
+  farewell.arrived = activity.arrived;
+  farewell.finished = activity.finished;
+  for (const auto& [call, peer] : activity.waiting) {
+    farewell.calls.push_back(call);
+    farewell.peers.push_back(peer);
+  }
+  return farewell;
+}
+
+RankActivity Farewell::activity() const {
+  RankActivity activity;
+  activity.arrived = arrived;
+  activity.finished = finished;
+  for (size_t i = 0; i < calls.size(); ++i) {
+    activity.waiting.push_back({calls[i], i < peers.size() ? peers[i] : -1});
+  }
+  return activity;
+}
+
 std::string Farewell::encode() const {
   Head head;
   head.waited_ns = waited_ns;
+  head.arrived = arrived;
+  head.finished = finished;
+  head.peers = static_cast<uint32_t>(peers.size());
   head.places = static_cast<uint32_t>(places.size());
   head.calls = static_cast<uint32_t>(calls.size());
   head.reason_bytes = static_cast<uint32_t>(std::min(reason.size(), kMaxReasonBytes));
@@ -60,6 +86,7 @@ std::string Farewell::encode() const {
   append(text, &head, 1);
   append(text, places.data(), places.size());
   append(text, calls.data(), calls.size());
+  append(text, peers.data(), peers.size());
   append(text, reason.data(), head.reason_bytes);
   return text;
 }
@@ -67,14 +94,20 @@ std::string Farewell::encode() const {
 std::optional<Farewell> Farewell::decode(std::string_view bytes) {
   Head head;
   if (!take(bytes, &head, 1) || head.kind > Kind::kStuck) return std::nullopt;
-  if (head.places > bytes.size() || head.calls > bytes.size()) return std::nullopt;
+  for (const uint32_t count : {head.places, head.calls, head.peers}) {
+    if (count > bytes.size()) return std::nullopt;
+  }
   Farewell farewell;
   farewell.kind = head.kind;
   farewell.waited_ns = head.waited_ns;
+  farewell.arrived = head.arrived;
+  farewell.finished = head.finished;
   farewell.places.resize(head.places);
   farewell.calls.resize(head.calls);
+  farewell.peers.resize(head.peers);
   if (!take(bytes, farewell.places.data(), head.places)) return std::nullopt;
   if (!take(bytes, farewell.calls.data(), head.calls)) return std::nullopt;
+  if (!take(bytes, farewell.peers.data(), head.peers)) return std::nullopt;
   if (head.reason_bytes > bytes.size()) return std::nullopt;
   farewell.reason = bytes.substr(0, head.reason_bytes);
   return farewell;
@@ -93,17 +126,6 @@ void throw_farewell(const Group& group, const Call& call, int from, const Farewe
   switch (farewell.kind) {
     case Farewell::Kind::kMismatch:
       throw_mismatch(only(group, farewell.places), farewell.calls);
-    case Farewell::Kind::kAbsent: {
-      if (blames_us) {
-        const double waited_s = static_cast<double>(farewell.waited_ns) * 1e-9;
-        throw_rank_failed(group, call, from,
-                          fmt::format("waited {} for this rank in {} and gave up",
-                                      format_seconds(waited_s), describe(farewell.calls.at(0))));
-      }
-      std::vector<MissingRank> missing;
-      for (const int32_t place : farewell.places) missing.push_back({place, ""});
-      throw_absent(group, call, missing, farewell.waited_ns);
-    }
     case Farewell::Kind::kFailed:
       if (blames_us) {
         throw_rank_failed(group, call, from, "lost its connection to this rank");

@@ -17,16 +17,22 @@ struct Farewell {
     kLeft,      ///< the communicator was destroyed with nothing wrong
     kAborted,   ///< this rank gave up: `reason`
     kFailed,    ///< the rank at places[0] failed: `reason`
-    kAbsent,    ///< the ranks at `places` did not come to calls[0] for waited_ns
     kMismatch,  ///< calls[i] is what the rank at places[i] called
-    kStuck,     ///< a transfer did not end in time: whoever lives answers with the same
+    kStuck,     ///< a call was not done in time: whoever lives answers with what it does itself
   };
 
   Kind kind = Kind::kLeft;
-  int64_t waited_ns = 0;
-  std::vector<int32_t> places;
-  std::vector<Call> calls;
+  int64_t waited_ns = 0;        ///< kStuck: of the rank whose call it was; 0: an answer
+  std::vector<int32_t> places;  ///< kStuck: for whom that call waits; none: as `calls` tells
+  std::vector<Call> calls;      ///< kStuck: in which this rank waits
+  std::vector<int32_t> peers;   ///< kStuck: [call], as in RankActivity
+  int64_t arrived = 0;          ///< kStuck: as in RankActivity
+  int64_t finished = 0;
   std::string reason;
+
+  /// A kStuck one: what this rank does.
+  static Farewell of(const RankActivity& activity);
+  RankActivity activity() const;
 
   std::string encode() const;
   static std::optional<Farewell> decode(std::string_view bytes);

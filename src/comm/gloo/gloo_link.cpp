@@ -70,15 +70,13 @@ void GlooLink::send_all(Frame frame, std::string_view payload) {
 
 void GlooLink::say_farewell(const Farewell& farewell) {
   const std::string bytes = with_head(Frame::kFarewell, farewell.encode());
-  {
-    const std::lock_guard lock(send_mutex_);
-    if (farewell_said_) return;
-    farewell_said_ = true;
-    for (const Peer& peer : peers_) write_frame(peer.socket, bytes);
-  }
-  if (farewell.kind != Farewell::Kind::kAborted) return;
+  const std::lock_guard send_lock(send_mutex_);
+  if (farewell_said_) return;
+  farewell_said_ = true;
+  for (const Peer& peer : peers_) write_frame(peer.socket, bytes);
+  // Whoever finds that it was said also finds what was said.
   const std::lock_guard lock(mutex_);
-  own_decision_ = farewell;
+  own_farewell_ = farewell;
   changed_.notify_all();
 }
 
@@ -87,7 +85,9 @@ bool GlooLink::has_cause(const Peer& peer) {
 }
 
 std::optional<GlooLink::Trouble> GlooLink::told() const {
-  if (own_decision_) return Trouble{Trouble::Kind::kTold, rank_, false, *own_decision_, {}};
+  if (own_farewell_ && own_farewell_->kind == Farewell::Kind::kAborted) {
+    return Trouble{Trouble::Kind::kTold, rank_, false, *own_farewell_, {}};
+  }
   // A roll call names nobody: whoever knows more comes first.
   std::optional<Trouble> roll_call;
   for (size_t place = 0; place < peers_.size(); ++place) {
@@ -157,18 +157,44 @@ GlooLink::Trouble GlooLink::find_trouble(int64_t deadline_ns) {
   }
 }
 
-std::vector<int> GlooLink::silent_peers(int64_t deadline_ns) {
-  std::unique_lock lock(mutex_);
-  for (;;) {
-    std::vector<int> silent;
-    for (size_t place = 0; place < peers_.size(); ++place) {
-      const Peer& peer = peers_[place];
-      if (static_cast<int>(place) != rank_ && !peer.closed && !peer.farewell) {
-        silent.push_back(static_cast<int>(place));
-      }
-    }
-    if (silent.empty() || !wait(lock, deadline_ns)) return silent;
+void GlooLink::on_roll_call(std::function<RankActivity()> answer) {
+  const std::lock_guard action_lock(action_mutex_);
+  answer_ = std::move(answer);
+}
+
+bool GlooLink::all_have_spoken() const {
+  for (size_t place = 0; place < peers_.size(); ++place) {
+    const Peer& peer = peers_[place];
+    if (static_cast<int>(place) != rank_ && !peer.closed && !peer.farewell) return false;
   }
+  return true;
+}
+
+// For itself a rank has what it told the others, so that all judge by the same.
+GlooLink::RollCall GlooLink::take_roll_call(int64_t deadline_ns) {
+  std::unique_lock lock(mutex_);
+  while (!all_have_spoken() && wait(lock, deadline_ns)) {
+  }
+  RollCall result;
+  for (size_t place = 0; place < peers_.size(); ++place) {
+    const Peer& peer = peers_[place];
+    const auto& said = static_cast<int>(place) == rank_ ? own_farewell_ : peer.farewell;
+    RankActivity activity;
+    if (said && said->kind == Farewell::Kind::kStuck) {
+      activity = said->activity();
+      if (said->waited_ns > 0) {
+        result.waited_ns = std::max(result.waited_ns, said->waited_ns);
+        result.awaited.insert(result.awaited.end(), said->places.begin(), said->places.end());
+        if (said->places.empty()) result.awaited.push_back(static_cast<int>(place));
+      }
+    } else if (static_cast<int>(place) != rank_) {
+      activity.silent = !peer.closed && !said;
+      activity.arrived = peer.calls;
+      activity.finished = peer.calls - 1;
+    }
+    result.activities.push_back(std::move(activity));
+  }
+  return result;
 }
 
 int GlooLink::first_gone() {
@@ -258,6 +284,7 @@ void GlooLink::take_frames(Peer& peer) {
       continue;
     }
     const std::lock_guard lock(mutex_);
+    if (static_cast<Frame>(head.frame) == Frame::kCall) ++peer.calls;
     peer.frames[head.frame].push_back(std::move(payload));
     changed_.notify_all();
   }
@@ -273,9 +300,8 @@ void GlooLink::hear_farewell(Peer& peer, std::string_view payload) {
   }
   if (kind == Farewell::Kind::kLeft) return;
   if (kind == Farewell::Kind::kStuck) {
-    Farewell answer;
-    answer.kind = kind;
-    say_farewell(answer);
+    const std::lock_guard action_lock(action_mutex_);
+    say_farewell(Farewell::of(answer_ ? answer_() : RankActivity{}));
   }
   act_on_failure();
 }

@@ -63,8 +63,18 @@ class GlooLink {
   /// After a transfer failed: why, as soon as any peer's last words or end tell, or kLate.
   Trouble find_trouble(int64_t deadline_ns);
 
-  /// Waits until every peer has said farewell or is gone. Those that did neither.
-  std::vector<int> silent_peers(int64_t deadline_ns);
+  /// How this rank answers a roll call (kStuck) of a peer; called in the thread that reads.
+  void on_roll_call(std::function<RankActivity()> answer);
+
+  /// What came of a roll call, in which this rank has asked or answered.
+  struct RollCall {
+    std::vector<RankActivity> activities;  ///< [place]; silent where no answer came
+    std::vector<int> awaited;              ///< where throw_stalled() begins
+    int64_t waited_ns = 0;                 ///< the longest of them
+  };
+
+  /// Waits until every peer has said farewell or is gone, and gives their answers.
+  RollCall take_roll_call(int64_t deadline_ns);
 
   /// The first peer whose connection ended without a farewell, or -1.
   int first_gone();
@@ -79,6 +89,7 @@ class GlooLink {
     Socket socket;
     std::string input;
     std::array<std::deque<std::string>, 3> frames;  // [Frame]
+    int64_t calls = 0;                              // frames of kCall, taken ones too
     std::optional<Farewell> farewell;
     bool closed = false;
   };
@@ -93,6 +104,7 @@ class GlooLink {
   static bool has_cause(const Peer& peer);
   void act_on_failure();
   bool wait(std::unique_lock<std::mutex>& lock, int64_t deadline_ns);
+  bool all_have_spoken() const;
 
   const int rank_;
   std::mutex send_mutex_;       // held while a frame is written
@@ -100,9 +112,10 @@ class GlooLink {
   std::mutex mutex_;            // guards what follows
   std::condition_variable changed_;
   std::vector<Peer> peers_;               // [place]; sockets and inputs belong to the reader
-  std::optional<Farewell> own_decision_;  // this rank's kAborted
-  std::mutex action_mutex_;               // held while the action runs; guards it
+  std::optional<Farewell> own_farewell_;  // the one that was said
+  std::mutex action_mutex_;               // held while an action runs; guards both
   std::function<void()> on_failure_;
+  std::function<RankActivity()> answer_;
   Wake stop_;
   int64_t act_at_ns_ = 0;  // of the reader: when to act on a peer that ended; 0: not at all
   std::thread reader_;

@@ -47,6 +47,28 @@ std::string retold(const Group& group, const Call& why, const std::string& text)
   return describe_in(group, why) + rest;
 }
 
+int own_rank(const Group& group) {
+  return group.world_ranks.at(static_cast<size_t>(group.rank));
+}
+
+// Rank `by` missed this one and gave up, with this text. A rank does not blame itself: it was in
+// another call, of which `by` does not know, or comes only now.
+[[noreturn]] void throw_accused(const Group& group, const Call& why, int by,
+                                const std::string& text, Accused accused) {
+  if (accused == Accused::kWaitedToo) {
+    throw RankError(
+        Code::kCallMismatch, -1,
+        fmt::format("ranks made different calls and wait for each other: rank {} called "
+                    "{}; rank {} gave up in {}",
+                    own_rank(group), describe_in(group, why), by, text),
+        "make the same calls in the same order on every rank");
+  }
+  throw RankError(Code::kRankFailed, by,
+                  fmt::format("{}: rank {} missed this rank and gave up: {}",
+                              describe_in(group, why), by, text),
+                  "make the same calls in the same order and in time on every rank");
+}
+
 }  // namespace
 
 GpuExchange::GpuExchange(Backend& channel, const Call& why, std::span<const std::byte> own,
@@ -74,7 +96,7 @@ bool GpuExchange::advance() {
   try {
     return !pending_ || pending_->advance();
   } catch (const Error&) {
-    rethrow_as_part_of(channel_.group(), why_);
+    rethrow_as_part_of(channel_.group(), why_, Accused::kWaitedToo);
   }
 }
 
@@ -82,7 +104,7 @@ void GpuExchange::wait() {
   try {
     if (pending_) pending_->wait();
   } catch (const Error&) {
-    rethrow_as_part_of(channel_.group(), why_);
+    rethrow_as_part_of(channel_.group(), why_, Accused::kWaitedToo);
   }
 }
 
@@ -120,7 +142,7 @@ void GpuAgreement::compare() {
   calls_ = std::move(calls);
 }
 
-void rethrow_as_part_of(const Group& group, const Call& why) {
+void rethrow_as_part_of(const Group& group, const Call& why, Accused accused) {
   try {
     throw;
   } catch (const RankError& error) {
@@ -128,6 +150,9 @@ void rethrow_as_part_of(const Group& group, const Call& why) {
     if (!read_farewell(error.message(), farewell)) {
       throw RankError(error.code(), error.blamed_rank(), retold(group, why, error.message()),
                       error.help(), error.notes());
+    }
+    if (farewell.code == Code::kRankAbsent && farewell.blamed == own_rank(group)) {
+      throw_accused(group, why, error.blamed_rank(), farewell.text, accused);
     }
     const bool mismatch = farewell.code == Code::kCallMismatch;
     throw RankError(farewell.code, farewell.blamed,

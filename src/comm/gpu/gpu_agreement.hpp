@@ -73,9 +73,16 @@ class GpuAgreement final : public Awaited {
   std::vector<Call> calls_;
 };
 
+/// What a rank did whose absence made another one give up.
+enum class Accused {
+  kMayBeLate,  ///< it may have come to its call only afterwards
+  kWaitedToo   ///< it waited in a call itself, which therefore is another one
+};
+
 /// Rethrows the exception being handled, an error of a host communicator, as one of the GPU call
 /// `why`.
-[[noreturn]] void rethrow_as_part_of(const Group& group, const Call& why);
+[[noreturn]] void rethrow_as_part_of(const Group& group, const Call& why,
+                                     Accused accused = Accused::kMayBeLate);
 
 /// What a rank says of its own error when it gives up, so that its peers throw the same:
 /// rethrow_as_part_of() understands it.

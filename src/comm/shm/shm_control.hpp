@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "base/cell.hpp"
 #include "comm/call.hpp"
 #include "comm/shm/shm_memory.hpp"
 
@@ -20,6 +21,8 @@
 //   finished  the last collective this rank is done with: it reads nothing of it any more
 //   staged    pieces this rank has put into its staging slots
 //   consumed  pieces this rank has taken from all slots
+//   waiting   the call in which this rank waits now: whoever gives up tells from it who waits for
+//   whom
 //
 // Pieces are counted over all collectives, by the same rule on every rank, so that the numbers need
 // no reset.
@@ -48,6 +51,13 @@ struct AbortRecord {
   char text[1008];
 };
 
+/// A call in which a rank waits.
+struct WaitingCall {
+  int64_t waits;  // 0: in none
+  int64_t peer;   // of a message: the place of its other side; -1: a collective
+  Call call;
+};
+
 struct RankControl {
   OwnLine<int64_t> arrived;
   OwnLine<int64_t> finished;
@@ -55,6 +65,7 @@ struct RankControl {
   OwnLine<int64_t> consumed;
   OwnLine<int64_t> reducing;  // the collective of which it reduces a chunk now; 0: none
   OwnLine<uint32_t> left;     // 1: destroyed its communicator
+  alignas(64) Cell<WaitingCall> waiting;
 };
 
 /// One rank's part in one collective.

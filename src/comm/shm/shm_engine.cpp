@@ -170,9 +170,25 @@ void ShmEngine::wait_until(const std::function<bool()>& ready,
     ::sched_yield();
   }
   while (!look_around(ready, blocker, deadline_ns)) {
+    tell_waiting(blocker());
     const int64_t left_ns = std::max<int64_t>(deadline_ns - running_ns(), 1'000);
-    if (control_.sleep(std::min(left_ns, kNapNs), ready)) return;
+    if (control_.sleep(std::min(left_ns, kNapNs), ready)) break;
   }
+  tell_not_waiting();
+}
+
+// Only a rank that sleeps says so: what takes no longer than the looks before costs nothing. After
+// an error it stays said, for peers whose deadline comes a little later.
+void ShmEngine::tell_waiting(const ShmTask& task) {
+  if (told_waiting_ == &task) return;
+  told_waiting_ = &task;
+  control_.rank(rank()).waiting.store({.waits = 1, .peer = task.peer(), .call = task.call});
+}
+
+void ShmEngine::tell_not_waiting() {
+  if (told_waiting_ == nullptr) return;
+  told_waiting_ = nullptr;
+  control_.rank(rank()).waiting.store({});
 }
 
 // Looks for what may end the wait: true when it is over, an Error when it is in vain. Whatever a
@@ -205,7 +221,7 @@ bool ShmEngine::look_around(const std::function<bool()>& ready,
       fail_rank(task, place, how);
     }
   }
-  if (now_ns >= deadline_ns) fail_absent(task, awaited);
+  if (now_ns >= deadline_ns) fail_stalled(task, awaited);
   return false;
 }
 

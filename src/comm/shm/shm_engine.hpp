@@ -32,6 +32,9 @@ class ShmTask {
   /// The places without which it cannot go on.
   virtual std::vector<int> awaited() const = 0;
 
+  /// Of a message: the place of its other side.
+  virtual int peer() const { return -1; }
+
   Call call;
   int64_t begun_ns;
   int64_t deadline_ns;
@@ -136,8 +139,12 @@ class ShmEngine {
                   const std::function<const ShmTask&()>& blocker, int64_t deadline_ns);
   bool look_around(const std::function<bool()>& ready,
                    const std::function<const ShmTask&()>& blocker, int64_t deadline_ns);
+  void tell_waiting(const ShmTask& task);
+  void tell_not_waiting();
+  std::string state_of(int place) const;
+  RankActivity activity_of(int place) const;
   [[noreturn]] void fail_rank(const ShmTask& task, int place, const std::string& reason);
-  [[noreturn]] void fail_absent(const ShmTask& task, const std::vector<int>& places) const;
+  [[noreturn]] void fail_stalled(const ShmTask& task, const std::vector<int>& awaited) const;
   [[noreturn]] void throw_recorded(const ShmTask& task) const;
   void record(Code code, int blamed, std::string_view text) noexcept;
   void record_current_exception() noexcept;
@@ -161,7 +168,8 @@ class ShmEngine {
   std::vector<Segment> segments_;
   int64_t swept_segments_ = 0;
   int64_t processes_seen_ns_ = 0;
-  mutable std::mutex broken_mutex_;  // abort() may come from another thread than a message
+  const ShmTask* told_waiting_ = nullptr;  // the call that the peers see this rank wait in
+  mutable std::mutex broken_mutex_;        // abort() may come from another thread than a message
   std::exception_ptr broken_;
 };
 

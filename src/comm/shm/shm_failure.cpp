@@ -47,15 +47,33 @@ void ShmEngine::fail_rank(const ShmTask& task, int place, const std::string& rea
   throw_rank_failed(group(), task.call, place, reason);
 }
 
-void ShmEngine::fail_absent(const ShmTask& task, const std::vector<int>& places) const {
-  std::vector<MissingRank> missing;
-  for (const int place : places) {
-    const int64_t made = control_.rank(place).arrived.value.load(std::memory_order_relaxed);
-    missing.push_back({place, fmt::format("{}; it has begun {} collective{}",
-                                          membership_.processes[static_cast<size_t>(place)].state(),
-                                          made, made == 1 ? "" : "s")});
+std::string ShmEngine::state_of(int place) const {
+  const int64_t made = control_.rank(place).arrived.value.load(std::memory_order_relaxed);
+  return fmt::format("{}; it has begun {} collective{}",
+                     membership_.processes[static_cast<size_t>(place)].state(), made,
+                     made == 1 ? "" : "s");
+}
+
+RankActivity ShmEngine::activity_of(int place) const {
+  const RankControl& control = control_.rank(place);
+  RankActivity activity;
+  activity.silent = membership_.processes[static_cast<size_t>(place)].stopped();
+  activity.arrived = control.arrived.value.load(std::memory_order_seq_cst);
+  activity.finished = control.finished.value.load(std::memory_order_seq_cst);
+  const WaitingCall waiting = control.waiting.load();
+  if (waiting.waits != 0) {
+    activity.waiting.push_back({waiting.call, static_cast<int>(waiting.peer)});
   }
-  throw_absent(group(), task.call, missing, running_ns() - task.begun_ns);
+  activity.state = state_of(place);
+  return activity;
+}
+
+void ShmEngine::fail_stalled(const ShmTask& task, const std::vector<int>& awaited) const {
+  const int64_t waited_ns = running_ns() - task.begun_ns;
+  std::vector<RankActivity> activities;
+  for (int place = 0; place < size(); ++place) activities.push_back(activity_of(place));
+  activities[static_cast<size_t>(rank())].waiting = {{task.call, task.peer()}};
+  throw_stalled(group(), task.call, awaited, activities, waited_ns);
 }
 
 // The first culprit stays the culprit: those who learn of it second hand blame the same rank.
@@ -68,7 +86,10 @@ void ShmEngine::throw_recorded(const ShmTask& task) const {
                     why.blamed < 0 ? -1 : group().world_ranks.at(static_cast<size_t>(why.blamed)),
                     why.text, "make the same calls in the same order on every rank");
   }
-  if (code == Code::kRankAbsent && blames_other) fail_absent(task, {why.blamed});
+  if (code == Code::kRankAbsent && blames_other) {
+    const MissingRank missing{why.blamed, state_of(why.blamed)};
+    throw_absent(group(), task.call, {&missing, 1}, running_ns() - task.begun_ns);
+  }
   if (code == Code::kRankFailed && blames_other) {
     throw_rank_failed(group(), task.call, why.blamed, why.text);
   }

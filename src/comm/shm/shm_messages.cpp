@@ -78,6 +78,7 @@ class Send final : public ShmTask {
     return true;
   }
   std::vector<int> awaited() const override { return {to_}; }
+  int peer() const override { return to_; }
 
  private:
   const ShmEngine& engine_;
@@ -115,6 +116,7 @@ class Recv final : public ShmTask {
     return true;
   }
   std::vector<int> awaited() const override { return {from_}; }
+  int peer() const override { return from_; }
 
  private:
   // Before any data is taken. The error is recorded, so that the sender learns of it.
