@@ -9,6 +9,7 @@
 #include "base/running_clock.hpp"
 #include "launch/token.hpp"
 #include "lockstep/error.hpp"
+#include "net/connection.hpp"
 #include "net/socket.hpp"
 
 namespace lockstep {
@@ -62,6 +63,41 @@ std::string own_address_of(const RankEnvironment& environment) {
   return environment.one_host() ? "127.0.0.1" : address_towards(environment.master_addr);
 }
 
+// A store that rank 0 serves: whoever does not find it, or loses it, is rank 0's victim.
+class StoreOfRank0 final : public Store {
+ public:
+  StoreOfRank0(const StoreAddress& address, int64_t deadline_ns) {
+    try {
+      store_ = connect_store(address, deadline_ns);
+    } catch (const Error& error) {
+      blame_rank_0(error);
+    }
+  }
+
+  void set(std::string_view key, std::string_view value) override {
+    try {
+      store_->set(key, value);
+    } catch (const ConnectionLost& error) {
+      blame_rank_0(error);
+    }
+  }
+
+  std::string get(std::string_view key, int64_t deadline_ns) override {
+    try {
+      return store_->get(key, deadline_ns);
+    } catch (const ConnectionLost& error) {
+      blame_rank_0(error);
+    }
+  }
+
+ private:
+  [[noreturn]] static void blame_rank_0(const Error& error) {
+    throw RankError(Code::kRendezvous, 0, "the store of rank 0: " + error.message(), error.help());
+  }
+
+  std::shared_ptr<Store> store_;
+};
+
 }  // namespace
 
 WorldStore::WorldStore(const RankEnvironment& environment, int64_t deadline_ns)
@@ -85,7 +121,12 @@ WorldStore::WorldStore(const RankEnvironment& environment, int64_t deadline_ns)
     }
   }
   if (serves && !server_) server_.emplace(address);
-  store_ = make_prefix_store(connect_store(address, deadline_ns), environment.session + "/");
+  const auto connected = [&]() -> std::shared_ptr<Store> {
+    const bool of_rank_0 = environment.store.empty() && !serves;
+    if (of_rank_0) return std::make_shared<StoreOfRank0>(address, deadline_ns);
+    return connect_store(address, deadline_ns);
+  };
+  store_ = make_prefix_store(connected(), environment.session + "/");
 }
 
 }  // namespace lockstep

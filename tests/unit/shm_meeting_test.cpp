@@ -26,7 +26,10 @@ std::future<std::string> meet(const std::string& session, int rank, int size, do
       backend->barrier(within(20));
       return "met";
     } catch (const Error& error) {
-      return error.code() == Code::kRendezvous ? error.block() : "another code: " + error.block();
+      const auto* of_rank = dynamic_cast<const RankError*>(&error);
+      const int blamed = of_rank == nullptr ? -1 : of_rank->blamed_rank();
+      return (error.code() == Code::kRendezvous ? "" : "another code: ") + error.block() +
+             "\nblamed: " + std::to_string(blamed);
     }
   });
 }
@@ -56,6 +59,8 @@ TEST(ShmMeeting, EveryoneLearnsWhoIsMissing) {
   const std::string said_by_third = third.get();
   EXPECT_TRUE(holds(said_by_first, expected)) << said_by_first;
   EXPECT_TRUE(holds(said_by_third, expected)) << said_by_third;
+  EXPECT_TRUE(holds(said_by_first, "blamed: 1")) << said_by_first;
+  EXPECT_TRUE(holds(said_by_third, "blamed: 1")) << said_by_third;
 }
 
 TEST(ShmMeeting, AMemberThatGivesUpFirstKnowsTheMissingToo) {
@@ -66,12 +71,46 @@ TEST(ShmMeeting, AMemberThatGivesUpFirstKnowsTheMissingToo) {
   EXPECT_TRUE(holds(said, "ranks 0, 1 came, missing: 2")) << said;
   const std::string said_by_first = first.get();
   EXPECT_TRUE(holds(said_by_first, "rank 1 (process")) << said_by_first;
-  EXPECT_TRUE(holds(said_by_first, "ended before all ranks had met")) << said_by_first;
+  EXPECT_TRUE(holds(said_by_first, "gave up before all ranks had met")) << said_by_first;
+  EXPECT_TRUE(holds(said_by_first, "ranks 0, 1 came, missing: 2")) << said_by_first;
+  for (const std::string& text : {said, said_by_first}) {
+    EXPECT_TRUE(holds(text, "blamed: 2")) << "who is missing, not who waited for it\n" << text;
+  }
+}
+
+TEST(ShmMeeting, AMemberThatEndsIsNamed) {
+  const std::string session = fresh_session();
+  auto first = meet(session, 0, 4, 20);
+  OwnedDescriptor second;
+  while (!second) second = connect_to(socket_name(session));
+  send_message(second->get(), MessageKind::kHello, {1, 4, 2});
+  auto third = meet(session, 2, 4, 20);
+  SocketMessage present;
+  while (present.numbers.size() < 3) {
+    if (receive_message(second->get(), present) == Received::kNothing) ::usleep(1000);
+  }
+  EXPECT_EQ(present.numbers, (std::vector<int64_t>{0, 1, 2}));
+  second.reset();
+  for (const std::string& said : {first.get(), third.get()}) {
+    EXPECT_TRUE(holds(said, "rank 1 (process")) << said;
+    EXPECT_TRUE(holds(said, "ended before all ranks had met")) << said;
+    EXPECT_TRUE(holds(said, "blamed: 1")) << said;
+  }
+}
+
+// As where rank 0's process is stopped: the system takes connections in its name.
+TEST(ShmMeeting, ARankZeroThatDoesNotAnswerIsNamed) {
+  const std::string session = fresh_session();
+  const OwnedDescriptor listener = listen_at(socket_name(session));
+  const std::string said = meet(session, 1, 3, 0.2).get();
+  EXPECT_TRUE(holds(said, "rank 0 does not answer")) << said;
+  EXPECT_TRUE(holds(said, "blamed: 0")) << said;
 }
 
 TEST(ShmMeeting, WithoutRankZeroNobodyMeets) {
   const std::string said = meet(fresh_session(), 1, 2, 0.1).get();
   EXPECT_TRUE(holds(said, "rank 1 of 2 found no rank 0")) << said;
+  EXPECT_TRUE(holds(said, "blamed: 0")) << said;
 }
 
 TEST(ShmMeeting, WhoeverDoesNotFitIsRefusedAndTheJobGoesOn) {

@@ -14,10 +14,21 @@ namespace {
 // All ranks have met when Gloo connects: what takes longer than this will not come.
 constexpr int64_t kConnectTimeoutMs = 30'000;
 
+constexpr const char* kHelp =
+    "see whether all ranks still run, and whether a firewall stands between the hosts: ranks "
+    "connect to each other at ports that the system chooses";
+
 [[noreturn]] void fail(const std::string& what, const std::string& why) {
-  throw Error(Code::kRendezvous, fmt::format("gloo {}: {}", what, why),
-              "see whether all ranks still run, and whether a firewall stands between the hosts: "
-              "ranks connect to each other at ports that the system chooses");
+  throw Error(Code::kRendezvous, fmt::format("gloo {}: {}", what, why), kHelp);
+}
+
+// The rank at `place` ended, or did not come in time, before all were connected.
+[[noreturn]] void fail_rank(const Group& group, int place, const std::string& what) {
+  const int rank = group.world_ranks.at(static_cast<size_t>(place));
+  throw RankError(Code::kRendezvous, rank,
+                  fmt::format("gloo, group {}: rank {} {} before all ranks were connected",
+                              group.name, rank, what),
+                  kHelp);
 }
 
 }  // namespace
@@ -54,9 +65,12 @@ void GlooData::connect(const Group& group, GlooLink& link, int64_t deadline_ns) 
   }
   const auto notes_of_all = [&] {
     auto gathered = link.gather(GlooLink::Frame::kNote, peers, deadline_ns);
-    auto* notes = std::get_if<std::vector<std::string>>(&gathered);
-    if (notes == nullptr) fail("cannot connect", "a rank ended, or did not come in time");
-    return std::move(*notes);
+    if (const auto* trouble = std::get_if<GlooLink::Trouble>(&gathered)) {
+      const bool late = trouble->kind == GlooLink::Trouble::Kind::kLate;
+      fail_rank(group, late ? trouble->missing.front() : trouble->place,
+                late ? "did not come in time" : "ended");
+    }
+    return std::get<std::vector<std::string>>(std::move(gathered));
   };
   const std::vector<std::string> addresses = notes_of_all();
   for (size_t i = 0; i < peers.size(); ++i) {

@@ -123,11 +123,11 @@ class Meeting {
       error = ECONNRESET;
     }
     if (error != 0) {
-      throw Error(Code::kRendezvous,
-                  fmt::format("gloo cannot connect to rank {} at {}: {}", world_rank(place),
-                              endpoint_text(there.host, there.port), std::strerror(error)),
-                  "see whether that rank still runs, and whether a firewall stands between the "
-                  "hosts: ranks connect to each other at ports that the system chooses");
+      throw RankError(Code::kRendezvous, world_rank(place),
+                      fmt::format("gloo cannot connect to rank {} at {}: {}", world_rank(place),
+                                  endpoint_text(there.host, there.port), std::strerror(error)),
+                      "see whether that rank still runs, and whether a firewall stands between the "
+                      "hosts: ranks connect to each other at ports that the system chooses");
     }
     met_.sockets[static_cast<size_t>(place)] = std::move(socket);
   }

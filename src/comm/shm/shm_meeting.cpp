@@ -17,14 +17,33 @@
 namespace lockstep {
 namespace {
 
-constexpr int64_t kLayoutVersion = 1;  // of the control block and of the messages
+constexpr int64_t kLayoutVersion = 2;  // of the control block and of the messages
 
 constexpr const char* kHelp =
     "start all ranks of the job within the deadline, with one session and one world size; "
     "`lockstep run` does that";
 
-[[noreturn]] void fail_meeting(const std::string& message, std::vector<std::string> notes = {}) {
-  throw Error(Code::kRendezvous, message, kHelp, std::move(notes));
+[[noreturn]] void fail_meeting(const std::string& message) {
+  throw Error(Code::kRendezvous, message, kHelp);
+}
+
+// The launcher follows `blamed`: the rank that is at fault, and not one of those that waited for
+// it.
+[[noreturn]] void fail_meeting_of(int64_t blamed, const std::string& message,
+                                  std::vector<std::string> notes = {}) {
+  throw RankError(Code::kRendezvous, static_cast<int>(blamed), message, kHelp, std::move(notes));
+}
+
+bool holds(const std::vector<int64_t>& ranks, int64_t rank) {
+  return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+}
+
+std::vector<int64_t> missing_beside(const std::vector<int64_t>& present, int64_t size) {
+  std::vector<int64_t> missing;
+  for (int64_t rank = 0; rank < size; ++rank) {
+    if (!holds(present, rank)) missing.push_back(rank);
+  }
+  return missing;
 }
 
 [[noreturn]] void fail_held_by_another_user(const std::string& session) {
@@ -35,12 +54,8 @@ constexpr const char* kHelp =
 }
 
 std::string who_came(const std::vector<int64_t>& present, int64_t size) {
-  std::vector<int64_t> missing;
-  for (int64_t rank = 0; rank < size; ++rank) {
-    if (std::find(present.begin(), present.end(), rank) == present.end()) missing.push_back(rank);
-  }
   return fmt::format("rank{} {} came, missing: {}", present.size() == 1 ? "" : "s",
-                     fmt::join(present, ", "), fmt::join(missing, ", "));
+                     fmt::join(present, ", "), fmt::join(missing_beside(present, size), ", "));
 }
 
 Group world_group(int rank, int size) {
@@ -146,12 +161,14 @@ class Host {
     for (size_t rank = 1; rank < members_.size(); ++rank) {
       if (!members_[rank]) continue;
       SocketMessage message;
-      if (receive_message(members_[rank]->get(), message) == Received::kNothing) continue;
-      const std::string what =
-          fmt::format("rank {} (process {}) ended before all ranks had met", rank, pids_[rank]);
+      const Received received = receive_message(members_[rank]->get(), message);
+      if (received == Received::kNothing) continue;
+      const std::string who = fmt::format("rank {} (process {})", rank, pids_[rank]);
+      if (received == Received::kMessage && message.kind == MessageKind::kGaveUp) {
+        fail_missing(fmt::format("{} gave up before all ranks had met", who));
+      }
       members_[rank].reset();
-      tell(MessageKind::kRefused, {}, what);
-      fail_meeting(what);
+      fail_all(static_cast<int64_t>(rank), who + " ended before all ranks had met", {});
     }
   }
 
@@ -162,12 +179,21 @@ class Host {
   }
 
   [[noreturn]] void give_up() {
-    const std::string what =
-        fmt::format("not all {} ranks met within {}: {}", options_.size,
-                    format_seconds(static_cast<double>(running_ns() - begun_ns_) * 1e-9),
-                    who_came(present(), options_.size));
-    tell(MessageKind::kRefused, {}, what);
-    fail_meeting(what, refused_);
+    fail_missing(
+        fmt::format("not all {} ranks met within {}", options_.size,
+                    format_seconds(static_cast<double>(running_ns() - begun_ns_) * 1e-9)));
+  }
+
+  [[noreturn]] void fail_missing(const std::string& what) {
+    const std::vector<int64_t> here = present();
+    fail_all(missing_beside(here, options_.size).front(),
+             fmt::format("{}: {}", what, who_came(here, options_.size)), refused_);
+  }
+
+  [[noreturn]] void fail_all(int64_t blamed, const std::string& what,
+                             std::vector<std::string> notes) {
+    tell(MessageKind::kRefused, {blamed}, what);
+    fail_meeting_of(blamed, what, std::move(notes));
   }
 
   ShmMembership welcome() {
@@ -210,12 +236,25 @@ OwnedDescriptor find_host(const ShmOptions& options) {
     }
     if (connection) return connection;
     if (running_ns() >= options.deadline_ns) {
-      fail_meeting(fmt::format("rank {} of {} found no rank 0 of session {}", options.rank,
-                               options.size, options.session));
+      fail_meeting_of(0, fmt::format("rank {} of {} found no rank 0 of session {}", options.rank,
+                                     options.size, options.session));
     }
     std::this_thread::sleep_for(pause);
     pause = std::min(pause * 2, std::chrono::microseconds(10'000));
   }
+}
+
+// A member's deadline has come. Rank 0 is at fault where it took no notice of this rank, or of all.
+[[noreturn]] void give_up(const ShmOptions& options, const Descriptor& host,
+                          const std::vector<int64_t>& present) {
+  send_message(host.get(), MessageKind::kGaveUp, {});
+  const std::vector<int64_t> missing = missing_beside(present, options.size);
+  if (missing.empty() || !holds(present, options.rank)) {
+    fail_meeting_of(0, fmt::format("rank {}: rank 0 does not answer: not all {} ranks met",
+                                   options.rank, options.size));
+  }
+  fail_meeting_of(missing.front(), fmt::format("rank {}: not all {} ranks met: {}", options.rank,
+                                               options.size, who_came(present, options.size)));
 }
 
 ShmMembership join(const ShmOptions& options) {
@@ -226,13 +265,13 @@ ShmMembership join(const ShmOptions& options) {
     SocketMessage message;
     const Received received = receive_message(host->get(), message);
     if (received == Received::kNothing) {
-      if (running_ns() >= options.deadline_ns) {
-        fail_meeting(fmt::format("rank {}: not all {} ranks met: {}", options.rank, options.size,
-                                 who_came(present, options.size)));
-      }
+      if (running_ns() >= options.deadline_ns) give_up(options, *host, present);
       wait_readable({host->get()}, options.deadline_ns);
     } else if (received != Received::kMessage) {
-      fail_meeting(fmt::format("rank {}: rank 0 ended before all ranks had met", options.rank));
+      fail_meeting_of(0,
+                      fmt::format("rank {}: rank 0 ended before all ranks had met", options.rank));
+    } else if (message.kind == MessageKind::kRefused && message.numbers.size() == 1) {
+      fail_meeting_of(message.numbers[0], message.text);
     } else if (message.kind == MessageKind::kRefused) {
       fail_meeting(message.text);
     } else if (message.kind == MessageKind::kPresent) {

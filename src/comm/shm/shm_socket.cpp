@@ -89,7 +89,7 @@ std::vector<OwnedDescriptor> take_descriptors(msghdr& header) {
 
 bool well_formed(const Wire& wire, size_t bytes) {
   const WireHeader& header = wire.header;
-  return bytes >= sizeof header && header.magic == kMagic && header.kind <= MessageKind::kChild &&
+  return bytes >= sizeof header && header.magic == kMagic && header.kind <= MessageKind::kGaveUp &&
          header.number_count <= kNumbers && header.text_bytes <= kTextBytes &&
          bytes == wire.bytes();
 }

@@ -18,9 +18,10 @@ enum class MessageKind : uint32_t {
   kHello,    ///< a member to rank 0: [rank, size, layout version]
   kPresent,  ///< rank 0 to members: the ranks that are here
   kWelcome,  ///< rank 0 to members, when all are here: their process ids; the control block
-  kRefused,  ///< rank 0 to a member: why, as text
+  kRefused,  ///< rank 0 to a member: why, as text; [the rank at fault], where one is
   kSegment,  ///< allocate: [sequence]; the memory
   kChild,    ///< split: [sequence]; the child's control block and connections
+  kGaveUp,   ///< a member to rank 0: its deadline came before all ranks had
 };
 
 struct SocketMessage {
