@@ -144,8 +144,8 @@ Line device_line(const DeviceView& view, const Columns& columns, int64_t scale_b
 }
 
 std::string collective_name(const CollectiveStatus& collective, bool utf8) {
-  std::string text =
-      fmt::format("{} #{}", printable(collective.operation, utf8), collective.sequence);
+  std::string text = printable(collective.operation, utf8);
+  if (collective.sequence > 0) text += fmt::format(" #{}", collective.sequence);
   if (collective.bucket >= 0) text += fmt::format(" bucket {}", collective.bucket);
   return text;
 }

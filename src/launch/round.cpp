@@ -20,10 +20,14 @@ namespace {
 
 constexpr int64_t kMillisecond = 1'000'000;
 // After the first bad end the others get this long to end too, since one of them may report what
-// really happened; longer where the culprit that is named has not ended yet. None where the first
-// rank was killed: no other rank can know more about that.
+// really happened; longer where the culprit that is named has not ended yet, and longest where
+// others say that it has given up: its own error is about to come, and tells most. None where the
+// first rank was killed: no other rank can know more about that.
 constexpr int64_t kSettleNs = 50 * kMillisecond;
 constexpr int64_t kSettleForCulpritNs = 200 * kMillisecond;
+constexpr int64_t kSettleForEndingCulpritNs = 3'000 * kMillisecond;
+// A rank that ended well may be missed in a rendezvous that the others have yet to begin.
+constexpr int64_t kLookForWaitingNs = 50 * kMillisecond;
 constexpr int64_t kKillNs = 2'000 * kMillisecond;
 constexpr int64_t kListenNs = 2'000 * kMillisecond;
 constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
@@ -32,6 +36,18 @@ std::vector<std::string> own_environment() {
   std::vector<std::string> entries;
   for (char** entry = environ; *entry != nullptr; ++entry) entries.emplace_back(*entry);
   return entries;
+}
+
+int64_t settling_time(Patience patience) {
+  switch (patience) {
+    case Patience::kNone:
+      return kSettleNs;
+    case Patience::kForLivingCulprit:
+      return kSettleForCulpritNs;
+    case Patience::kForEndingCulprit:
+      return kSettleForEndingCulpritNs;
+  }
+  return kSettleNs;
 }
 
 // 'R', 'S', 'T', ... from /proc; ' ' where the process is gone.
@@ -112,6 +128,7 @@ void Round::wait() {
 // -1 where only an event can change anything.
 int Round::wait_ms() const {
   int64_t left = kForever;
+  if (state_ == State::kRunning && look_for_waiting_) left = kLookForWaitingNs;
   if (state_ == State::kSettling) left = 10 * kMillisecond;
   if (state_ == State::kStopping || state_ == State::kKilling) {
     left = all_ended() ? 0 : deadline_ns_ - running_ns();
@@ -181,7 +198,9 @@ void Round::take_node_events() {
         event->failure && event->failure->node_rank == context_.environment.layout.node_rank;
     if (!event->failure || own || remote_) continue;
     remote_ = event->failure;
-    if (state_ == State::kRunning || state_ == State::kWaitingForHosts) stop(SIGTERM);
+    if (state_ != State::kRunning && state_ != State::kWaitingForHosts) continue;
+    judge_if_accused();
+    stop(SIGTERM);
   }
 }
 
@@ -190,7 +209,10 @@ void Round::advance(int64_t now_ns) {
   switch (state_) {
     case State::kRunning:
       if (!any_bad_) {
-        if (!all_ended()) return;
+        if (!all_ended()) {
+          if (order_ > 0) look_for_early_leaver();
+          return;
+        }
         state_ = context_.link == nullptr ? State::kDone : State::kWaitingForHosts;
         if (context_.link != nullptr) context_.link->report_finished();
         return;
@@ -201,9 +223,7 @@ void Round::advance(int64_t now_ns) {
       [[fallthrough]];
     case State::kSettling: {
       const auto views = look_at_ranks();
-      const int64_t patience = first_was_killed(views)       ? 0
-                               : blames_a_living_rank(views) ? kSettleForCulpritNs
-                                                             : kSettleNs;
+      const int64_t patience = first_was_killed(views) ? 0 : settling_time(patience_with(views));
       if (all_ended() || now_ns - settling_since_ns_ >= patience) decide();
       return;
     }
@@ -215,6 +235,7 @@ void Round::advance(int64_t now_ns) {
       if (all_ended() || now_ns >= deadline_ns_) finish_stopping(now_ns);
       return;
     case State::kListening:
+      if (!remote_ && now_ns >= deadline_ns_) report_verdict();
       if (remote_ || now_ns >= deadline_ns_) state_ = State::kDone;
       return;
     case State::kWaitingForHosts:
@@ -233,13 +254,33 @@ void Round::finish_stopping(int64_t now_ns) {
 void Round::decide() {
   views_ = look_at_ranks();
   verdict_ = judge(views_, oom_.happened());
-  if (context_.link != nullptr && verdict_->cause != Cause::kRemote) {
-    const auto& layout = context_.environment.layout;
-    context_.link->report_failure({layout.node_rank, verdict_->root, verdict_->exit_code,
-                                   failure_line(*verdict_, views_, {}),
-                                   !may_change(*verdict_, views_)});
-  }
+  if (verdict_->cause != Cause::kRemote) report_verdict();
   stop(SIGTERM);
+}
+
+void Round::report_verdict() {
+  if (context_.link == nullptr) return;
+  context_.link->report_failure({context_.environment.layout.node_rank, verdict_->root,
+                                 verdict_->exit_code, failure_line(*verdict_, views_, {}),
+                                 !may_change(*verdict_, views_)});
+}
+
+// Nobody would end badly before the whole timeout has passed.
+void Round::look_for_early_leaver() {
+  views_ = look_at_ranks();
+  look_for_waiting_ = may_have_left_early(views_);
+  verdict_ = judge_early_leaver(views_);
+  if (!verdict_) return;
+  report_verdict();
+  stop(SIGTERM);
+}
+
+// Another host misses a rank of this one: what became of it is seen here, before it is stopped.
+void Round::judge_if_accused() {
+  const int worker = remote_->rank - context_.environment.layout.first_rank();
+  if (worker < 0 || worker >= group_.size()) return;
+  views_ = look_at_ranks();
+  verdict_ = judge_accused(views_, remote_->rank, oom_.happened());
 }
 
 void Round::stop(int signal) {

@@ -70,6 +70,9 @@ class Round {
   void take_node_events();
   void advance(int64_t now_ns);
   void decide();
+  void report_verdict();
+  void look_for_early_leaver();
+  void judge_if_accused();
   void finish_stopping(int64_t now_ns);
   void stop(int signal);
   void kill();
@@ -90,6 +93,7 @@ class Round {
   std::vector<int> orders_;                     // [worker] place among the ends
   int order_ = 0;                               // ends so far
   bool any_bad_ = false;
+  bool look_for_waiting_ = false;  // a rank ended well that others may come to miss
   int interrupted_by_ = 0;
   std::optional<Verdict> verdict_;
   std::vector<RankView> views_;  // when the verdict was given

@@ -19,20 +19,24 @@ struct RankView {
 };
 
 enum class Cause {
-  kExit,         ///< ended with an exit code
-  kSignal,       ///< ended by a signal
-  kOutOfMemory,  ///< ended by the system's SIGKILL, for lack of memory
-  kHalted,       ///< alive, stopped by SIGSTOP
-  kMissing,      ///< alive, did not come to a collective
-  kLeft,         ///< ended well while others needed it
-  kRemote        ///< a rank of another host
+  kExit,          ///< ended with an exit code
+  kSignal,        ///< ended by a signal
+  kOutOfMemory,   ///< ended by the system's SIGKILL, for lack of memory
+  kHalted,        ///< alive, stopped by SIGSTOP
+  kMissing,       ///< alive, did not come to a collective
+  kLate,          ///< was elsewhere while others waited for it; it has ended since
+  kLeft,          ///< ended well while others needed it
+  kDisagreement,  ///< ranks made different calls, or wait for each other: nobody can tell who is
+                  ///< wrong
+  kRemote         ///< a rank of another host
 };
 
 /// Who is to blame and who suffered.
 struct Verdict {
   Cause cause = Cause::kExit;
-  int root = -1;     ///< rank of the world at fault
+  int root = -1;  ///< rank of the world at fault; kDisagreement: the first of those that disagree
   int witness = -1;  ///< the first of this host to end badly; the root itself, or its victim
+  bool before_rendezvous = false;  ///< the ranks had not met yet
   int exit_code = 1;
   std::vector<int> gave_up;  ///< ranks that ended badly by themselves, the root excluded
   std::vector<int> running;  ///< ranks that were still alive, the root excluded: to be stopped
@@ -50,7 +54,22 @@ bool may_change(const Verdict& verdict, const std::vector<RankView>& views);
 /// Not SIGABRT: a program may end so because another rank has failed.
 bool first_was_killed(const std::vector<RankView>& views);
 
-/// Whether a moment's patience may tell more: the rank that is blamed has not ended yet.
-bool blames_a_living_rank(const std::vector<RankView>& views);
+/// The verdict where another host says that a rank of this host is at fault.
+Verdict judge_accused(const std::vector<RankView>& views, int root, bool out_of_memory);
+
+/// Whether a rank has ended well without coming to the rendezvous that others may still begin.
+bool may_have_left_early(const std::vector<RankView>& views);
+
+/// The verdict where it has, and others wait there for it: nobody has ended badly, but nobody ever
+/// will end well.
+std::optional<Verdict> judge_early_leaver(const std::vector<RankView>& views);
+
+/// What a moment's patience may tell.
+enum class Patience {
+  kNone,
+  kForLivingCulprit,  ///< the rank that is blamed has not ended yet
+  kForEndingCulprit   ///< the rank that is blamed has given up, and is about to end
+};
+Patience patience_with(const std::vector<RankView>& views);
 
 }  // namespace lockstep

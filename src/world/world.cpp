@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "base/board_layout.hpp"
 #include "base/running_clock.hpp"
 #include "base/standard_streams.hpp"
 #include "comm/backends.hpp"
@@ -190,7 +191,13 @@ World World::from_env(const WorldOptions& options) {
     state->page = BoardPage::attach(environment.board, environment.local_rank);
     state->page->start(program_invocation_short_name);
   }
+  // The launcher learns from it which ranks wait here for one that has ended and will never come.
+  const bool shown = state->page && environment.world_size > 1;
+  if (shown)
+    state->page->begin_collective(board_layout::kRendezvousSequence, board_layout::kRendezvousName,
+                                  0);
   state->comm.emplace(connect(asked, environment, state->devices[0], timeout, state->store));
+  if (shown) state->page->finish_collective(board_layout::kRendezvousSequence);
   if (state->page) state->comm->show_on(*state->page);
   return World(std::move(state));
 }

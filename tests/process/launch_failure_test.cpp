@@ -147,6 +147,143 @@ TEST_F(LaunchFailure, AStoppedRankIsNamedAtTheDeadline) {
   EXPECT_TRUE(processes().empty());
 }
 
+// Whom the block names must not depend on the backend, on the number of ranks, or on which rank was
+// the first to notice.
+class LaunchBlame : public LaunchFailure {
+ protected:
+  JobResult run_over(const std::string& backend, int ranks, const Texts& words,
+                     const std::string& timeout = "2") {
+    Texts all = {"-n", std::to_string(ranks), "--timeout", timeout, "--backend", backend, worker()};
+    all.insert(all.end(), words.begin(), words.end());
+    return run(all, {{"LOCKSTEP_MODULE_PATH", std::string(LOCKSTEP_BIN) + "/../lib/lockstep"}});
+  }
+
+  template <class Check>
+  void everywhere(Check&& check) {
+    for (const std::string backend : {"shm", "gloo"}) {
+      for (const int ranks : {2, 3, 5}) {
+        SCOPED_TRACE(backend + ", " + std::to_string(ranks) + " ranks");
+        check(backend, ranks);
+      }
+    }
+    EXPECT_TRUE(processes().empty());
+  }
+
+  static std::string of(int rank, const std::string& action) {
+    return std::to_string(rank) + ":" + action;
+  }
+};
+
+TEST_F(LaunchBlame, ARankThatNeverComesToTheRendezvousIsNamed) {
+  for (const std::string backend : {"shm", "gloo"}) {
+    // Over Gloo the worker's rank 0 serves the store itself.
+    for (const int absent : backend == "shm" ? std::vector{0, 1, 2} : std::vector{1, 2}) {
+      for (const std::string away : {"sleep:100", "kill:19"}) {
+        SCOPED_TRACE(backend + ", " + of(absent, away));
+        const JobResult result = run_over(backend, 3, {of(absent, away), "meet", "barrier"});
+        EXPECT_EQ(result.exit_code, 1);
+        EXPECT_TRUE(blames(result, absent)) << result.errors;
+        expect_block(result,
+                     {away == "kill:19" ? "is stopped (SIGSTOP)" : "did not come to the rendezvous",
+                      "error[LS0021]: rank " + std::to_string(absent), "victims: rank"});
+      }
+    }
+  }
+  EXPECT_TRUE(processes().empty());
+}
+
+// The timeout is longer than this test may take.
+TEST_F(LaunchBlame, ARankThatEndsWellBeforeTheRendezvousEndsTheJobAtOnce) {
+  everywhere([&](const std::string& backend, int ranks) {
+    const int gone = ranks - 1;
+    // The others come to the rendezvous after it has ended, or before.
+    for (const std::string when : {"sleep:0", "sleep:0.2"}) {
+      const JobResult result =
+          run_over(backend, ranks, {of(gone, when), of(gone, "exit:0"), "meet", "barrier"}, "300");
+      EXPECT_EQ(result.exit_code, 1);
+      expect_block(result, {"error[LS0022]: rank " + std::to_string(gone) +
+                                " ended with exit code 0 and never came to the rendezvous",
+                            " stopped by lockstep"});
+      EXPECT_EQ(result.errors.find("gave up"), std::string::npos) << result.errors;
+    }
+  });
+}
+
+TEST_F(LaunchBlame, AReceiveAgainstAnAllReduceNamesBothSides) {
+  everywhere([&](const std::string& backend, int ranks) {
+    const int odd = ranks - 1;
+    const JobResult result =
+        run_over(backend, ranks, {"meet", "barrier", of(odd, "recv:0"), "reduce"});
+    EXPECT_EQ(result.exit_code, 1);
+    expect_block(result, {"error[LS0020]: ", "made different calls and wait for each other: ",
+                          "rank " + std::to_string(odd) +
+                              " called recv #1: 4194304 x F32, tag 0, "
+                              "from rank 0",
+                          " called all_reduce #2: 4194304 x F32, sum"});
+    EXPECT_EQ(blames(result, odd), ranks > 2) << "between two nobody can tell\n" << result.errors;
+    EXPECT_EQ(result.errors.find("victims"),
+              ranks > 2 ? result.errors.rfind("victims") : std::string::npos);
+  });
+}
+
+TEST_F(LaunchBlame, ASendAgainstABroadcastNamesBothSides) {
+  everywhere([&](const std::string& backend, int ranks) {
+    const JobResult result =
+        run_over(backend, ranks, {"meet", "barrier", "0:send:1", "broadcast:0"});
+    expect_block(result, {"error[LS0020]: ", "rank 0 called send #1", ", to rank 1",
+                          " called broadcast #2: 4194304 x F32, root 0"});
+    EXPECT_EQ(blames(result, 0), ranks > 2) << result.errors;
+  });
+}
+
+TEST_F(LaunchBlame, ARankThatLeavesBetweenTwoCollectivesIsNamed) {
+  everywhere([&](const std::string& backend, int ranks) {
+    const int gone = ranks - 1;
+    Texts returns = {"meet", "barrier"};
+    for (int rank = 0; rank < gone; ++rank) returns.push_back(of(rank, "barrier"));
+    for (const Texts& words : {returns, Texts{"meet", "barrier", of(gone, "exit:0"), "barrier"}}) {
+      const JobResult result = run_over(backend, ranks, words, "300");
+      EXPECT_EQ(result.exit_code, 1);
+      expect_block(result, {"error[LS0022]: rank " + std::to_string(gone) +
+                            " ended with exit code 0 while others needed it"});
+    }
+  });
+}
+
+TEST_F(LaunchBlame, AnExceptionBeforeTheFirstCollectiveIsTheCause) {
+  everywhere([&](const std::string& backend, int ranks) {
+    const int odd = ranks - 1;
+    const std::string cause = "rank " + std::to_string(odd) + ": no such data file";
+    for (const Texts& words : {Texts{of(odd, "throw:no such data file"), "meet", "barrier"},
+                               Texts{"meet", of(odd, "throw:no such data file"), "barrier"}}) {
+      expect_block(run_over(backend, ranks, words, "300"), {cause});
+    }
+  });
+}
+
+// The programs of the course, as in practice.
+TEST_F(LaunchBlame, ATrainingThatARankNeverJoinsNamesIt) {
+  const std::string program = std::string(LOCKSTEP_BIN) + "/practical6_ddp";
+  const auto start_all_but = [&](const std::string& rank, const std::string& instead,
+                                 const std::string& backend, const std::string& timeout) {
+    return run({"-n", "3", "--timeout", timeout, "--backend", backend, "bash", "-c",
+                "[ $RANK = " + rank + " ] && " + instead + "; exec " + program + " --steps 2 # " +
+                    worker()});
+  };
+  for (const std::string backend : {"shm", "gloo"}) {
+    for (const std::string rank : {"0", "2"}) {
+      SCOPED_TRACE(backend + ", rank " + rank);
+      const JobResult asleep = start_all_but(rank, "exec sleep 100", backend, "5");
+      expect_block(asleep,
+                   {"error[LS0021]: rank " + rank + " did not come to the rendezvous", " gave up"});
+      const JobResult left = start_all_but(rank, "exit 0", backend, "300");
+      expect_block(left, {"error[LS0022]: rank " + rank +
+                          " ended with exit code 0 and never came to the rendezvous"});
+    }
+  }
+  EXPECT_TRUE(processes().empty());
+}
+
 TEST_F(LaunchFailure, RanksThatIgnoreSigtermAreKilledAfterTheGracePeriod) {
   const JobResult result =
       run({"-n", "3", "--grace", "0.5", worker(), "ignore-term", "1:exit:3", "sleep:100"});

@@ -11,11 +11,14 @@
 #include <cstdlib>
 #include <fstream>
 #include <map>
+#include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "base/board_layout.hpp"
 #include "base/running_clock.hpp"
 #include "comm/backends.hpp"
 #include "lockstep/board.hpp"
@@ -83,24 +86,65 @@ void print_cores(const std::string&) {
   fmt::print("cores{}\n", list);
 }
 
-// All-reduces without end, as training does.
-void reduce_forever(const std::string& list) {
-  const auto deadline = [] {
-    return running_ns() + static_cast<int64_t>(place().timeout_s.value_or(20) * 1e9);
-  };
-  const auto backend = make_shm_backend({.session = place().session,
-                                         .rank = place().rank,
-                                         .size = place().world_size,
-                                         .deadline_ns = deadline()});
+int64_t deadline() {
+  return running_ns() + static_cast<int64_t>(place().timeout_s.value_or(20) * 1e9);
+}
+
+// The ranks meet over the backend that the launcher was given.
+std::unique_ptr<Backend> meet_over_backend() {
+  if (place().backend != "gloo") {
+    return make_shm_backend({.session = place().session,
+                             .rank = place().rank,
+                             .size = place().world_size,
+                             .deadline_ns = deadline()});
+  }
+  StoreAddress address;
+  address.unix_name = "worker-" + place().session;
+  static std::optional<StoreServer> server;
+  if (place().rank == 0) server.emplace(address);
+  return make_gloo_backend({.store = connect_store(address, deadline()),
+                            .rank = place().rank,
+                            .size = place().world_size,
+                            .address = "127.0.0.1",
+                            .deadline_ns = deadline()});
+}
+
+// As a World does.
+std::unique_ptr<Backend> meet() {
   BoardPage board = page();
   board.start("launch_worker");
+  board.begin_collective(board_layout::kRendezvousSequence, board_layout::kRendezvousName, 0);
+  auto backend = meet_over_backend();
+  board.finish_collective(board_layout::kRendezvousSequence);
+  return backend;
+}
+
+std::unique_ptr<Backend> comm;  // from "meet" to the end of the body
+
+// Too large to be on its way before the other side comes.
+std::vector<float>& much() {
+  static std::vector<float> values(4 << 20, 1.0F);
+  return values;
+}
+
+Buffer all_of(std::vector<float>& values) {
+  return {values.data(), static_cast<int64_t>(values.size()), Dtype::kF32};
+}
+
+ConstBuffer read_all_of(const std::vector<float>& values) {
+  return {values.data(), static_cast<int64_t>(values.size()), Dtype::kF32};
+}
+
+// All-reduces without end, as training does.
+void reduce_forever(const std::string& list) {
+  const auto backend = meet();
+  BoardPage board = page();
   std::vector<float> values(1 << 16, 1.0F);
   std::ofstream(list, std::ios::app) << ::getpid() << std::endl;
   for (int64_t step = 1;; ++step) {
     board.set_step(step);
     board.begin_collective(step, "all_reduce", static_cast<int64_t>(values.size()) * 4);
-    const Buffer buffer{values.data(), static_cast<int64_t>(values.size()), Dtype::kF32};
-    backend->all_reduce(buffer, ReduceOp::kMax, 1, {deadline(), "test"})->wait();
+    backend->all_reduce(all_of(values), ReduceOp::kMax, 1, {deadline(), "test"})->wait();
     board.finish_collective(step);
   }
 }
@@ -165,6 +209,35 @@ const std::map<std::string, Action>& actions() {
          page().begin_collective(std::stoll(number), "all_reduce", 24 << 20, 3);
        }},
       {"all-reduce", reduce_forever},
+      {"meet",
+       [](const std::string&) {
+         much();
+         comm = meet();
+       }},
+      {"reduce",
+       [](const std::string&) {
+         comm->all_reduce(all_of(much()), ReduceOp::kSum, 1, {deadline(), ""})->wait();
+       }},
+      {"barrier",
+       [](const std::string&) {
+         comm->barrier({deadline(), ""});
+       }},
+      {"split",
+       [](const std::string&) {
+         comm->split(0, 0, "part", {deadline(), ""});
+       }},
+      {"broadcast",
+       [](const std::string& root) {
+         comm->broadcast(all_of(much()), std::stoi(root), {deadline(), ""});
+       }},
+      {"send",
+       [](const std::string& to) {
+         comm->send(read_all_of(much()), std::stoi(to), 0, {deadline(), ""});
+       }},
+      {"recv",
+       [](const std::string& from) {
+         comm->recv(all_of(much()), std::stoi(from), 0, {deadline(), ""});
+       }},
       {"catch", [](const std::string& n) { ::signal(std::stoi(n), [](int s) { caught = s; }); }},
       {"await",
        [](const std::string& number) {
@@ -188,6 +261,9 @@ void perform(std::string word) {
 }
 
 int body(int argc, char** argv) {
+  struct Leaving {
+    ~Leaving() { comm.reset(); }
+  } leaving;
   for (int i = 1; i < argc; ++i) perform(argv[i]);
   return 0;
 }

@@ -40,10 +40,10 @@ def remove_hosts():
         subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
-def on_host(host, program, token, *flags):
-    """Starts one host's half of a job of two hosts with two ranks each."""
+def on_host(host, program, token, *flags, ranks=2):
+    """Starts one host's half of a job of two hosts with as many ranks each."""
     command = ["ip", "netns", "exec", NAMES[host], str(BIN / "lockstep"), "run", "--nnodes", "2", "--node-rank", str(host),
-               "--rdzv-endpoint", ADDRESSES[0] + ":29477", "-n", "2", *flags, *program]
+               "--rdzv-endpoint", ADDRESSES[0] + ":29477", "-n", str(ranks), *flags, *program]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                             env=dict(os.environ, LOCKSTEP_TOKEN=token), start_new_session=True)
 
@@ -61,8 +61,8 @@ class TwoHosts(unittest.TestCase):
                 os.killpg(job.pid, signal.SIGKILL)
             job.communicate()
 
-    def start(self, program, *flags, tokens=("0123456789abcdef",) * 2):
-        self.jobs = [on_host(host, program, tokens[host], *flags) for host in (0, 1)]
+    def start(self, program, *flags, tokens=("0123456789abcdef",) * 2, ranks=2):
+        self.jobs = [on_host(host, program, tokens[host], *flags, ranks=ranks) for host in (0, 1)]
         return self.jobs
 
     def wait(self, jobs):
@@ -88,11 +88,11 @@ class TwoHosts(unittest.TestCase):
         for ours, alone in zip(ddp["losses"], one["losses"]):
             self.assertAlmostEqual(ours, alone, delta=1e-5 * abs(alone))
 
-    def long_job(self, *flags):
+    def long_job(self, *flags, ranks=2):
         jobs = self.start([str(BIN / "practical6_ddp"), "--steps", "100000", *TRAIN[2:], "--json", "/dev/null"],
-                          "--ranks", "all", *flags)
+                          "--ranks", "all", *flags, ranks=ranks)
         begin = time.monotonic()
-        while "Rank: 2" not in (line := jobs[1].stdout.readline()):
+        while f"Rank: {ranks}" not in (line := jobs[1].stdout.readline()):
             self.assertTrue(line, "host 1 ended without training")
             self.assertLess(time.monotonic() - begin, 60)
         time.sleep(1)  # into the loop
@@ -107,6 +107,34 @@ class TwoHosts(unittest.TestCase):
         for code, out, err in self.wait(jobs):
             self.assertEqual(code, 137, err)
             self.assertRegex(err, "rank [23]")
+
+    def ranks_of(self, job):
+        """The processes of a launcher's ranks, by rank."""
+        waiting, found = [str(job.pid)], {}
+        while waiting:
+            children = subprocess.run(["pgrep", "-P", waiting.pop()], capture_output=True, text=True).stdout.split()
+            waiting += children
+            for child in children:
+                words = pathlib.Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+                variables = pathlib.Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+                rank = [int(entry[5:]) for entry in variables if entry.startswith(b"RANK=")]
+                if rank and words[0].endswith(b"practical6_ddp"):
+                    found[rank[0]] = int(child)
+        return found
+
+    def test_a_stopped_rank_is_named_on_both_hosts(self):
+        # Where the ranks are when one stops is chance: some are a call ahead, and must not blame each other.
+        for ranks, victim in ((2, 3), (2, 0), (2, 2), (2, 1), (1, 1), (1, 0)):
+            with self.subTest(ranks_per_host=ranks, stopped=victim):
+                jobs = self.long_job("--timeout", "2", ranks=ranks)
+                os.kill(self.ranks_of(jobs[victim // ranks])[victim], signal.SIGSTOP)
+                results = self.wait(jobs)
+                for code, out, err in results:
+                    self.assertEqual(code, 1, err)
+                    # A host without another rank that could miss it learns of it from the other host.
+                    self.assertRegex(err, rf"\n(error\S+: rank {victim} (is stopped|of another host is at fault))")
+                err = results[victim // ranks][2]
+                self.assertIn(f"]: rank {victim} is stopped (SIGSTOP) and did not come", err)
 
     def keeper_of(self, job):
         """The process whose children are a launcher's ranks: the deepest with such children."""

@@ -112,7 +112,7 @@ TEST(Verdict, ALivingCulpritHasTheVictimsCode) {
   EXPECT_EQ(judge(views('R'), false).root, 1);
   EXPECT_EQ(judge(views('R'), false).exit_code, 1);
   EXPECT_TRUE(judge(views('R'), false).running.empty()) << "the root is no victim";
-  EXPECT_TRUE(blames_a_living_rank(views('R')));
+  EXPECT_EQ(patience_with(views('R')), Patience::kForLivingCulprit);
 }
 
 TEST(Verdict, ARankThatLeftWellCanBeTheCulprit) {
@@ -128,7 +128,100 @@ TEST(Verdict, ARankOfAnotherHost) {
                                        alive(1)};
   EXPECT_EQ(judge(views, false).cause, Cause::kRemote);
   EXPECT_EQ(judge(views, false).root, 5);
-  EXPECT_TRUE(blames_a_living_rank(views));
+  EXPECT_EQ(patience_with(views), Patience::kForLivingCulprit);
+}
+
+TEST(Verdict, ARankThatHasGivenUpIsAwaitedLonger) {
+  const std::vector<RankView> views = {with_error(ended(0, 0, exited(1)), Code::kRankFailed, 1),
+                                       alive(1)};
+  EXPECT_EQ(patience_with(views), Patience::kForEndingCulprit);
+}
+
+TEST(Verdict, ARankThatCameTooLateIsTheCulpritAndNotTheOneThatGaveUpFirst) {
+  // Rank 0 missed rank 1; rank 1 came then, and found that rank 0 had given up.
+  for (const int late_ends : {0, 1}) {
+    const Verdict verdict = judge(
+        {with_error(ended(0, 1 - late_ends, exited(1)), Code::kRankAbsent, 1, "rank 1 absent"),
+         with_error(ended(1, late_ends, exited(1)), Code::kRankFailed, 0, "rank 0 gave up")},
+        false);
+    EXPECT_EQ(verdict.root, 1);
+    EXPECT_EQ(verdict.cause, Cause::kLate);
+    EXPECT_EQ(verdict.witness, 0);
+    EXPECT_EQ(verdict.gave_up, (std::vector<int>{0}));
+  }
+}
+
+TEST(Verdict, RanksThatMissEachOtherDisagree) {
+  const std::vector<RankView> views = {
+      with_error(ended(0, 1, exited(1)), Code::kRankAbsent, 1, "barrier #1: rank 1 absent"),
+      with_error(ended(1, 0, exited(1)), Code::kRankAbsent, 0,
+                 "recv #1 in group dp: rank 0 absent"),
+      alive(2)};
+  const Verdict verdict = judge(views, false);
+  EXPECT_EQ(verdict.cause, Cause::kDisagreement);
+  EXPECT_EQ(verdict.root, 0) << "whichever ended first";
+  const Error error = failure_error(verdict, views, {});
+  EXPECT_EQ(error.code(), Code::kCallMismatch);
+  EXPECT_EQ(error.message(), "ranks wait for each other: rank 0: barrier #1: rank 1 absent");
+  EXPECT_NE(error.block().find("rank 1 reported: recv #1 in group dp: rank 0 absent"),
+            std::string::npos)
+      << error.block();
+}
+
+TEST(Verdict, ADisagreementHasNoVictims) {
+  const std::string said =
+      "ranks made different calls: rank 0 called recv #1; rank 1 called split #1";
+  for (const int first : {0, 1}) {
+    const std::vector<RankView> views = {
+        with_error(ended(0, first, exited(1)), Code::kCallMismatch, -1, said),
+        with_error(ended(1, 1 - first, exited(1)), Code::kCallMismatch, -1, said)};
+    const Verdict verdict = judge(views, false);
+    EXPECT_EQ(verdict.cause, Cause::kDisagreement);
+    EXPECT_EQ(verdict.root, 0);
+    const Error error = failure_error(verdict, views, {});
+    EXPECT_EQ(error.message(), said) << "in the name of neither";
+    EXPECT_EQ(error.block().find("victims"), std::string::npos) << error.block();
+  }
+}
+
+RankView in_rendezvous(RankView view) {
+  view.board.pid = view.pid;
+  view.board.collective.sequence = -1;
+  view.board.collective.operation = "rendezvous";
+  view.board.collective.started_ns = 5;
+  return view;
+}
+
+TEST(Verdict, ARankThatEndedWellBeforeTheRendezvousIsTheCulprit) {
+  const std::vector<RankView> views = {in_rendezvous(alive(0)), alive(1), ended(2, 0, exited(0))};
+  EXPECT_TRUE(may_have_left_early(views));
+  const auto verdict = judge_early_leaver(views);
+  ASSERT_TRUE(verdict);
+  EXPECT_EQ(verdict->root, 2);
+  EXPECT_EQ(verdict->cause, Cause::kLeft);
+  EXPECT_EQ(verdict->exit_code, 1);
+  EXPECT_EQ(verdict->running, (std::vector<int>{0, 1}));
+  EXPECT_EQ(failure_line(*verdict, views, {}),
+            "rank 2 ended with exit code 0 and never came to the rendezvous of all ranks");
+}
+
+TEST(Verdict, ARankMayEndWellWhereNobodyMissesIt) {
+  EXPECT_FALSE(judge_early_leaver({alive(0), ended(1, 0, exited(0))})) << "no rendezvous";
+  RankView met = in_rendezvous(alive(0));
+  met.board.collective.finished_ns = 6;
+  EXPECT_FALSE(judge_early_leaver({met, ended(1, 0, exited(0))})) << "they have met";
+  RankView came = in_rendezvous(ended(1, 0, exited(0)));
+  EXPECT_FALSE(judge_early_leaver({in_rendezvous(alive(0)), came}))
+      << "it came, and its communicator tells the others that it left";
+  EXPECT_FALSE(may_have_left_early({in_rendezvous(alive(0)), came}));
+}
+
+TEST(Verdict, AnotherHostAccusesARankOfThisOne) {
+  const Verdict verdict = judge_accused({alive(2, 'T'), alive(3)}, 2, false);
+  EXPECT_EQ(verdict.root, 2);
+  EXPECT_EQ(verdict.cause, Cause::kHalted);
+  EXPECT_EQ(verdict.exit_code, 1);
+  EXPECT_EQ(verdict.running, (std::vector<int>{3}));
 }
 
 TEST(Verdict, RanksThatBlameEachOtherOrThemselvesEndTheSearch) {

@@ -179,9 +179,8 @@ class Host {
   }
 
   [[noreturn]] void give_up() {
-    fail_missing(
-        fmt::format("not all {} ranks met within {}", options_.size,
-                    format_seconds(static_cast<double>(running_ns() - begun_ns_) * 1e-9)));
+    fail_missing(fmt::format("not all {} ranks met within {}", options_.size,
+                             format_seconds(static_cast<double>(running_ns() - begun_ns_) * 1e-9)));
   }
 
   [[noreturn]] void fail_missing(const std::string& what) {
