@@ -72,7 +72,7 @@ int start_by_srun(ClusterStart start, const Settings& settings,
     fmt::print("{}\n", fmt::join(srun, " "));
     return 0;
   }
-  if (!settings.contains("quiet")) fmt::print(stderr, "lockstep: {}\n", start.announcement);
+  if (!settings.contains("quiet")) print_error(fmt::format("lockstep: {}\n", start.announcement));
   ::setenv("LOCKSTEP_TOKEN", load_or_make_token().c_str(), 1);  // srun hands it to every host
   std::vector<char*> argv;
   for (auto& word : srun) argv.push_back(word.data());

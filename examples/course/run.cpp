@@ -31,8 +31,10 @@ void warn_of_losses(const std::vector<double>& losses) {
   const auto last = std::find_if(losses.rbegin(), losses.rend(), finite);
   if (last == losses.rbegin()) return;
   std::fflush(stdout);
-  fmt::print(stderr, "warning[{}]: the loss is not finite from step {} to the last\n",
-             lockstep::code_name(lockstep::Code::kNonfinite), losses.rend() - last + 1);
+  const std::string text =
+      fmt::format("warning[{}]: the loss is not finite from step {} to the last\n",
+                  lockstep::code_name(lockstep::Code::kNonfinite), losses.rend() - last + 1);
+  std::fputs(text.c_str(), stderr);  // where nobody reads it, training has ended all the same
 }
 
 }  // namespace

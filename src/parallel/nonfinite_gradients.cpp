@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdio>
 
+#include "base/standard_streams.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad_scaler.hpp"
 #include "precision/gradient_scan.hpp"
@@ -172,12 +173,12 @@ void NonfiniteGradients::warn(const std::string& message, bool weights_finite) {
   } else {
     told_of_weights_ = true;
   }
-  fmt::print(stderr,
-             "warning[{}]: {}; the mean passes it on to all ranks\n"
-             "help: look at the batch and the loss of this rank; nonfinite = Nonfinite::kStop in "
-             "the options of DistributedDataParallel or Pipeline ends the job here, kIgnore says "
-             "nothing\n",
-             code_name(Code::kNonfinite), message);
+  print_error(fmt::format(
+      "warning[{}]: {}; the mean passes it on to all ranks\n"
+      "help: look at the batch and the loss of this rank; nonfinite = Nonfinite::kStop in "
+      "the options of DistributedDataParallel or Pipeline ends the job here, kIgnore says "
+      "nothing\n",
+      code_name(Code::kNonfinite), message));
 }
 
 }  // namespace lockstep

@@ -4,6 +4,7 @@
 
 #include <exception>
 
+#include "base/standard_streams.hpp"
 #include "lockstep/error.hpp"
 #include "parallel/model_tensors.hpp"
 #include "pipeline/pipeline_state.hpp"
@@ -30,10 +31,10 @@ Pipeline::Pipeline(std::vector<torch::nn::Sequential> stages, const Communicator
 Pipeline::~Pipeline() {
   const int64_t steps = state_->spoiled_steps();
   if (std::uncaught_exceptions() > 0 || steps == 0) return;
-  fmt::print(stderr,
-             "warning[{}]: the last update used the gradients of {} steps with synchronise = false "
-             "that were not averaged: the data ranks' weights differ\n",
-             code_name(Code::kSyncMisuse), steps);
+  print_error(fmt::format(
+      "warning[{}]: the last update used the gradients of {} steps with synchronise = false "
+      "that were not averaged: the data ranks' weights differ\n",
+      code_name(Code::kSyncMisuse), steps));
 }
 
 torch::Tensor Pipeline::step(const torch::Tensor& x, const torch::Tensor& y,

@@ -13,6 +13,7 @@
 #include <numeric>
 #include <unordered_map>
 
+#include "base/standard_streams.hpp"
 #include "lockstep/autocast.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad_scaler.hpp"
@@ -41,12 +42,12 @@ torch::Device host() {
 }
 
 void warn_of_mean(const std::string& what) {
-  fmt::print(stderr,
-             "warning[{}]: {}. A micro-batch's loss counts by its rows; where the loss leaves out "
-             "targets, that is not the loss of the whole batch\n"
-             "help: set PipelineOptions::loss_weight, for cross_entropy to "
-             "count_targets(ignore_index)\n",
-             code_name(Code::kStageMismatch), what);
+  print_error(fmt::format(
+      "warning[{}]: {}. A micro-batch's loss counts by its rows; where the loss leaves out "
+      "targets, that is not the loss of the whole batch\n"
+      "help: set PipelineOptions::loss_weight, for cross_entropy to "
+      "count_targets(ignore_index)\n",
+      code_name(Code::kStageMismatch), what));
 }
 
 }  // namespace

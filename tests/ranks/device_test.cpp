@@ -178,6 +178,8 @@ int64_t resident_bytes() {
   return resident_pages * sysconf(_SC_PAGESIZE);
 }
 
+#if !defined(__SANITIZE_ADDRESS__)
+
 // What is allocated once and freed goes back to the system, inside a device and outside.
 TEST(Memory, WhatWasNeededOnceIsNotKept) {
   constexpr int64_t kBlock = int64_t{40} << 20;
@@ -195,8 +197,6 @@ TEST(Memory, WhatWasNeededOnceIsNotKept) {
   fill();
   EXPECT_LT(resident_bytes() - before, 2 * kBlock);
 }
-
-#if !defined(__SANITIZE_ADDRESS__)
 
 // Blocks of a step are kept for the next; when no step needs them any more, they go back.
 TEST(Memory, KeptBlocksThatNobodyAsksForGoBack) {
