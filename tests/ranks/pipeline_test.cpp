@@ -195,7 +195,7 @@ TEST(Pipeline, AGradientThatIsNotFiniteIsNamedBeforeItIsAveraged) {
     });
     const std::string said = testing::internal::GetCapturedStderr();
     if (nonfinite == Nonfinite::kWarn) {
-      EXPECT_NE(said.find("rank 1, step 2: stage 1: the gradient of 0."), std::string::npos)
+      EXPECT_NE(said.find("rank 1, step 2: stage 1: the gradient of 1."), std::string::npos)
           << said;
       EXPECT_EQ(said.find("rank 0"), std::string::npos) << said;
     } else {
