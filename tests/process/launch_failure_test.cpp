@@ -253,7 +253,8 @@ TEST_F(LaunchBlame, ARankThatLeavesBetweenTwoCollectivesIsNamed) {
 TEST_F(LaunchBlame, AnExceptionBeforeTheFirstCollectiveIsTheCause) {
   everywhere([&](const std::string& backend, int ranks) {
     const int odd = ranks - 1;
-    const std::string cause = "rank " + std::to_string(odd) + ": no such data file";
+    const std::string cause =
+        "rank " + std::to_string(odd) + ": the program threw std::runtime_error: no such data file";
     for (const Texts& words : {Texts{of(odd, "throw:no such data file"), "meet", "barrier"},
                                Texts{"meet", of(odd, "throw:no such data file"), "barrier"}}) {
       expect_block(run_over(backend, ranks, words, "300"), {cause});

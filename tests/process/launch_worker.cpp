@@ -102,11 +102,17 @@ std::unique_ptr<Backend> meet_over_backend() {
   address.unix_name = "worker-" + place().session;
   static std::optional<StoreServer> server;
   if (place().rank == 0) server.emplace(address);
-  return make_gloo_backend({.store = connect_store(address, deadline()),
-                            .rank = place().rank,
-                            .size = place().world_size,
-                            .address = "127.0.0.1",
-                            .deadline_ns = deadline()});
+  try {
+    return make_gloo_backend({.store = connect_store(address, deadline()),
+                              .rank = place().rank,
+                              .size = place().world_size,
+                              .address = "127.0.0.1",
+                              .deadline_ns = deadline()});
+  } catch (const RankError&) {
+    throw;
+  } catch (const Error& error) {  // whoever loses the store is rank 0's victim
+    throw RankError(error.code(), 0, error.message(), error.help());
+  }
 }
 
 // As a World does.
