@@ -244,7 +244,11 @@ void GlooCore::check(const Task& task, const GlooData::Outcome& outcome) {
 void GlooCore::fail(const Task& task, const GlooLink::Trouble& trouble) {
   switch (trouble.kind) {
     case GlooLink::Trouble::Kind::kTold:
-      if (trouble.farewell.kind == Farewell::Kind::kStuck) fail_by_roll_call(task);
+      if (trouble.farewell.kind == Farewell::Kind::kStuck) {
+        // The link answers roll calls as well; this thread may be the first to hear of one.
+        link_->say_farewell(Farewell::of(activity()));
+        fail_by_roll_call(task);
+      }
       link_->say_farewell(pass_on(trouble.farewell, trouble.place));
       throw_farewell(group_, task.call, trouble.place, trouble.farewell);
     case GlooLink::Trouble::Kind::kGone: {
