@@ -129,12 +129,12 @@ TEST(MasterWeightsChanges, WhatALoadWritesIsTakenOver) {
   torch::save(other, file);
 
   MasterWeights masters(*net);
-  Sgd optimizer(net->parameters(), {.lr = 0.1, .masters = masters});
+  Sgd optimizer(net->parameters(), {.lr = 1e-6, .masters = masters});
   torch::load(net, file);
   net(rows(4, 6, 0).to(torch::kBFloat16)).sum().backward();
   const auto loaded = flat_weights(net->parameters());
   optimizer.step();
-  EXPECT_LT((flat_weights(net->parameters()) - loaded).abs().max().item<double>(), 1.0)
+  EXPECT_TRUE(torch::allclose(flat_weights(net->parameters()), loaded, 1e-2, 1e-4))
       << "the update went back to the weights before the load";
   EXPECT_TRUE(torch::allclose(flat_weights(net->parameters()),
                               flat_weights(masters_of(*net, masters)), 1e-2));
