@@ -128,8 +128,8 @@ TEST_P(FeaturePairs, TrainAsOneProcessDoes) {
 }
 
 INSTANTIATE_TEST_SUITE_P(All, FeaturePairs, testing::Range(0, 1 << kFeatures),
-                         [](const auto& info) {
-                           return name_of(Features(static_cast<unsigned long>(info.param)));
+                         [](const auto& combination) {
+                           return name_of(Features(static_cast<unsigned long>(combination.param)));
                          });
 
 }  // namespace

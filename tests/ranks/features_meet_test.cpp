@@ -3,7 +3,7 @@
 
 #include <torch/torch.h>
 
-#include <filesystem>
+#include <limits>
 #include <sstream>
 
 #include "ddp_nets.hpp"
@@ -615,6 +615,26 @@ TEST_P(FeaturesMeet, ATensorParallelModelIsClippedByTheNormOfTheWhole) {
       }
     });
   }
+}
+
+// Only one rank's slice overflows, and nobody was told of a model-parallel group.
+TEST_P(FeaturesMeet, ATensorParallelStepIsSkippedByAllRanksOrNone) {
+  run_ranks(GetParam(), [](const Communicator& axis) {
+    auto block = divided_block(axis);
+    Sgd optimizer(block->parameters(), {.lr = 1});
+    GradScaler scaler({.init_scale = 1024});
+    for (int step = 0; step < 3; ++step) {
+      const auto before = flat_weights(block->parameters()).clone();
+      scaler.scale(block_loss(block->forward(rows(5, 6, step)))).backward();
+      if (step == 1 && axis.rank() == axis.size() - 1) {
+        block->parameters()[0].grad().fill_(std::numeric_limits<float>::infinity());
+      }
+      scaler.step(optimizer, {.zero_grad = true});
+      scaler.update();
+      EXPECT_EQ(torch::equal(flat_weights(block->parameters()), before), step == 1) << step;
+    }
+    EXPECT_EQ(scaler.get_scale(), 512);
+  });
 }
 
 // Parts that are not equally long, so that each rank's own norm is another.
