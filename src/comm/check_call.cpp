@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "comm/reduce/reduce_kernels.hpp"
+#include "kernels/reduce_kernels.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {

@@ -14,7 +14,7 @@
 #include "lockstep/trace.hpp"
 
 #if LOCKSTEP_CUDA
-#include "device/cuda_support.hpp"
+#include "device/cuda/support.hpp"
 #endif
 
 namespace lockstep {

@@ -4,7 +4,7 @@
 
 #include "lockstep/clock.hpp"
 #if LOCKSTEP_CUDA
-#include "device/cuda_time.hpp"
+#include "device/cuda/time.hpp"
 #endif
 
 namespace lockstep {

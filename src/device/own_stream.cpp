@@ -3,7 +3,7 @@
 #include "lockstep/error.hpp"
 
 #if LOCKSTEP_CUDA
-#include "device/cuda_support.hpp"
+#include "device/cuda/support.hpp"
 #endif
 
 namespace lockstep {

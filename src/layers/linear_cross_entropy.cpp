@@ -5,7 +5,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/fused_layers.hpp"
 #if LOCKSTEP_CUDA
-#include "layers/cuda_layers.hpp"
+#include "layers/cuda/layers.hpp"
 #endif
 
 namespace lockstep {

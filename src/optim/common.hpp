@@ -7,9 +7,9 @@
 #include <optional>
 #include <vector>
 
+#include "kernels/update_kernels.hpp"
 #include "lockstep/fused_step.hpp"
 #include "optim/step_items.hpp"
-#include "optim/update_kernels.hpp"
 
 namespace lockstep {
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "device/parallel_ranges.hpp"
-#include "optim/update_kernels.hpp"
+#include "kernels/update_kernels.hpp"
 
 namespace lockstep {
 

@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "buckets/bucket_plan.hpp"
 #include "lockstep/communicator.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
-#include "parallel/bucket_plan.hpp"
 
 namespace lockstep {
 

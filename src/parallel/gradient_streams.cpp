@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #if LOCKSTEP_CUDA
-#include "parallel/cuda_accumulators.hpp"
+#include "parallel/cuda/accumulators.hpp"
 #endif
 
 namespace lockstep {

@@ -7,14 +7,14 @@
 #include <optional>
 #include <vector>
 
+#include "buckets/bucket_order.hpp"
+#include "buckets/ready_tracker.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
 #include "parallel/accumulation_window.hpp"
 #include "parallel/bucket_flight.hpp"
 #include "parallel/gradient_buckets.hpp"
 #include "parallel/gradient_hooks.hpp"
 #include "parallel/gradient_streams.hpp"
-#include "parallel/gradient_tally.hpp"
-#include "parallel/launch_order.hpp"
 #include "parallel/model_tensors.hpp"
 #include "parallel/nonfinite_gradients.hpp"
 

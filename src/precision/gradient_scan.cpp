@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "device/parallel_ranges.hpp"
-#include "precision/scan_kernels.hpp"
+#include "kernels/scan_kernels.hpp"
 
 namespace lockstep {
 namespace {

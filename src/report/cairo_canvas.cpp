@@ -5,7 +5,7 @@
 #include <numbers>
 #include <string>
 
-#include "report/utf8.hpp"
+#include "base/utf8.hpp"
 
 namespace lockstep {
 namespace {

@@ -1,8 +1,8 @@
 #include <fmt/format.h>
 
+#include "base/utf8.hpp"
 #include "report/document.hpp"
 #include "report/draw_chart.hpp"
-#include "report/utf8.hpp"
 
 namespace lockstep {
 namespace {

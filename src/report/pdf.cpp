@@ -2,11 +2,11 @@
 #include <fmt/chrono.h>
 #include <fmt/format.h>
 
+#include "base/utf8.hpp"
 #include "lockstep/error.hpp"
 #include "report/cairo_canvas.hpp"
 #include "report/document.hpp"
 #include "report/pages.hpp"
-#include "report/utf8.hpp"
 
 namespace lockstep {
 namespace {

@@ -2,8 +2,8 @@
 
 #include <fmt/format.h>
 
+#include "base/utf8.hpp"
 #include "report/draw_chart.hpp"
-#include "report/utf8.hpp"
 
 namespace lockstep {
 namespace {

@@ -5,9 +5,9 @@
 #include <algorithm>
 #include <memory>
 
+#include "base/utf8.hpp"
 #include "lockstep/error.hpp"
 #include "report/cairo_handle.hpp"
-#include "report/utf8.hpp"
 
 namespace lockstep {
 namespace {

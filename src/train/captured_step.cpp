@@ -6,7 +6,7 @@
 
 #include "lockstep/error.hpp"
 #if LOCKSTEP_CUDA
-#include "train/cuda_captured_graphs.hpp"
+#include "train/cuda/captured_graphs.hpp"
 #endif
 
 namespace lockstep {

@@ -9,8 +9,8 @@
 
 #if LOCKSTEP_CUDA
 #include "comm/gpu/nccl_backend.hpp"
-#include "device/cuda_support.hpp"
-#include "world/cuda_gpu.hpp"
+#include "device/cuda/support.hpp"
+#include "world/cuda/gpu.hpp"
 #endif
 
 namespace lockstep {

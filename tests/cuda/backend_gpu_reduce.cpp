@@ -4,7 +4,7 @@
 
 #include "backend_gpu_view.hpp"
 #include "comm/gpu/gpu_reduce.hpp"
-#include "comm/reduce/reduce_kernels.hpp"
+#include "kernels/reduce_kernels.hpp"
 #include "ranks/backend_elements.hpp"
 #include "ranks/backend_world.hpp"
 

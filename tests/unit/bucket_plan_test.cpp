@@ -1,4 +1,4 @@
-#include "parallel/bucket_plan.hpp"
+#include "buckets/bucket_plan.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "parallel/gradient_tally.hpp"
+#include "buckets/ready_tracker.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "parallel/launch_order.hpp"
+#include "buckets/bucket_order.hpp"
 
 #include <gtest/gtest.h>
 

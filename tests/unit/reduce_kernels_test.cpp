@@ -1,4 +1,4 @@
-#include "comm/reduce/reduce_kernels.hpp"
+#include "kernels/reduce_kernels.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "precision/scan_kernels.hpp"
+#include "kernels/scan_kernels.hpp"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "optim/update_kernels.hpp"
+#include "kernels/update_kernels.hpp"
 
 #include <gtest/gtest.h>
 

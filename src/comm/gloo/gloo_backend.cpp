@@ -11,7 +11,7 @@
 #include "comm/check_call.hpp"
 #include "comm/gloo/gloo_core.hpp"
 #include "comm/make_call.hpp"
-#include "comm/reduce/reduce_kernels.hpp"
+#include "kernels/reduce_kernels.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
 

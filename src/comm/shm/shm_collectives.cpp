@@ -4,8 +4,8 @@
 #include <cstring>
 
 #include "comm/make_call.hpp"
-#include "comm/reduce/reduce_kernels.hpp"
 #include "comm/shm/stream_copy.hpp"
+#include "kernels/reduce_kernels.hpp"
 
 namespace lockstep {
 namespace {
