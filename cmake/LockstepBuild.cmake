@@ -25,6 +25,32 @@ if(CCACHE_PROGRAM AND NOT CMAKE_CXX_COMPILER_LAUNCHER)
   set(CMAKE_CUDA_COMPILER_LAUNCHER "${CMAKE_CXX_COMPILER_LAUNCHER}")
 endif()
 
+# lockstep_unity(<target>): compiles the files of each folder together, in groups of about 2,500 lines, which takes less than
+# half the processor time of one file after the other. So no two files of a folder may define the same name in an
+# anonymous namespace. The preset dev compiles each file alone, which shows a missing include.
+option(LOCKSTEP_UNITY "compile a folder's files together" ON)
+function(lockstep_unity target)
+  if(NOT LOCKSTEP_UNITY)
+    return()
+  endif()
+  set(limit 100000)  # bytes
+  get_target_property(sources ${target} SOURCES)
+  set(last_folder "")
+  foreach(source ${sources})
+    get_filename_component(path "${source}" ABSOLUTE)
+    get_filename_component(folder "${path}" DIRECTORY)
+    file(SIZE "${path}" bytes)
+    math(EXPR filled "${filled} + ${bytes}")
+    if(NOT folder STREQUAL last_folder OR filled GREATER limit)
+      math(EXPR group "${group} + 1")
+      set(filled ${bytes})
+      set(last_folder "${folder}")
+    endif()
+    set_source_files_properties("${source}" PROPERTIES UNITY_GROUP "group${group}")
+  endforeach()
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
+endfunction()
+
 add_library(lockstep_flags INTERFACE)
 set(warnings -Wall -Wextra -Wpedantic -Wshadow -Wnon-virtual-dtor)
 target_compile_options(lockstep_flags INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:${warnings}>"

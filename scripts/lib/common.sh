@@ -14,6 +14,24 @@ fail() {
   exit 1
 }
 
+# phase NAME: the part of the work that begins now; print_phases tells how long each took. .ci/run
+# collects the phases of all scripts in LOCKSTEP_PHASES.
+phase_name='' phase_begun=0
+phases=''
+phase() {
+  [[ -z $phase_name ]] || phases+="$phase_name $((SECONDS - phase_begun))"$'\n'
+  phase_name=${1:-} phase_begun=$SECONDS
+}
+print_phases() {
+  phase
+  [[ -z ${LOCKSTEP_PHASES:-} ]] || { printf '%s' "$phases" >>"$LOCKSTEP_PHASES" && phases=$(<"$LOCKSTEP_PHASES"); }
+  awk '{ if (!($1 in seconds)) order[++parts] = $1; seconds[$1] += $2; total += $2 }
+    END {
+      for (i = 1; i <= parts; ++i) printf "  %-9s %3d min %02d s\n", order[i], seconds[order[i]] / 60, seconds[order[i]] % 60
+      printf "  %-9s %3d min %02d s\n", "total", total / 60, total % 60
+    }' <<<"${phases%$'\n'}"
+}
+
 usage_error() {
   printf 'error: %s\nhelp: scripts/%s --help\n' "$1" "${0##*/}" >&2
   exit 2
