@@ -1,6 +1,6 @@
-// How long an all_reduce takes between the ranks of `lockstep run`: shared memory without a copy,
-// the same from private memory, Gloo, and the floor that memory bandwidth sets. Interleaved, one
-// table of medians as JSON from rank 0. No libtorch.
+// How long an all_reduce takes between the ranks of `lockstep run`: through shared memory without a
+// copy, the same from private memory, through Gloo, and the floor that memory bandwidth sets. The
+// cases take turns; rank 0 prints a table of medians as JSON. Links no libtorch.
 
 #include <fmt/format.h>
 
@@ -12,7 +12,7 @@
 #include <optional>
 #include <vector>
 
-#include "comm/backends.hpp"
+#include "comm/backend.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/rank_environment.hpp"
@@ -47,7 +47,7 @@ struct Case {
   std::vector<double> microseconds = {};
 };
 
-// All ranks take part in each repetition; several calls are timed together where one is short.
+// All ranks take part in each repetition; several short calls are timed together.
 void measure(Backend& backend, Case& what, int64_t count) {
   const int64_t calls = count >= 1 << 18 ? 1 : (count >= 1 << 13 ? 16 : 64);
   backend.barrier(context());
@@ -66,10 +66,10 @@ int run(int argc, char** argv) {
                                      .size = environment.world_size,
                                      .deadline_ns = deadline_ns});
   std::optional<StoreServer> server;
-  StoreAddress meeting;
-  meeting.unix_name = "bench-" + environment.session;
-  if (environment.rank == 0) server.emplace(meeting);
-  const auto gloo = make_gloo_backend({.store = connect_store(meeting, deadline_ns),
+  StoreAddress rendezvous;
+  rendezvous.unix_name = "bench-" + environment.session;
+  if (environment.rank == 0) server.emplace(rendezvous);
+  const auto gloo = make_gloo_backend({.store = connect_store(rendezvous, deadline_ns),
                                        .rank = environment.rank,
                                        .size = environment.world_size,
                                        .address = "127.0.0.1",
@@ -79,8 +79,8 @@ int run(int argc, char** argv) {
   for (const int64_t bytes : {int64_t{256}, int64_t{4096}, int64_t{65536}, int64_t{1} << 20,
                               int64_t{32} << 20, int64_t{64} << 20}) {
     const int64_t count = bytes / 4;
-    const auto reachable = shm->allocate(bytes, context());
-    auto* shared = static_cast<float*>(reachable->data());
+    const auto registered = shm->allocate(bytes, context());
+    auto* shared = static_cast<float*>(registered->data());
     std::vector<float> own(static_cast<size_t>(count), 0.0F);
     std::vector<Case> cases = {
         {"shm", [&](int64_t n) { all_reduce(*shm, shared, n); }},

@@ -1,6 +1,7 @@
-// How long an all_reduce of a GPU's tensors takes between ranks that share it: from memory that
-// peers can reach, and from any other. Its twin in PyTorch is bench/peers/all_reduce_gpu.py. Of
-// builds with CUDA only; with {"devices": "cpu:2"} it runs anywhere.
+// How long an all_reduce of a GPU's tensors takes between ranks that share it: from registered
+// memory, which peers can read, and from any other. Its counterpart in PyTorch is
+// bench/peers/all_reduce_gpu.py. Only builds with CUDA have it; with {"devices": "cpu:2"} it runs
+// anywhere.
 
 #include <functional>
 #include <nlohmann/json.hpp>
@@ -19,18 +20,18 @@ class Reductions {
   explicit Reductions(const lockstep::World& world)
       : comm_(world.comm()), device_(world.device().torch_device()) {}
 
-  torch::Tensor make(int64_t bytes, bool reachable) const {
+  torch::Tensor make(int64_t bytes, bool registered) const {
     const auto options = torch::TensorOptions(torch::kFloat).device(device_);
-    return reachable ? comm_.allocate(bytes / 4, options) : torch::zeros({bytes / 4}, options);
+    return registered ? comm_.allocate(bytes / 4, options) : torch::zeros({bytes / 4}, options);
   }
 
-  /// Whether every element is the sum over ranks of what each put there.
+  /// Whether every element is the sum over the ranks of what each wrote there.
   bool correct(const torch::Tensor& tensor) const {
-    const auto place = torch::arange(tensor.numel(), tensor.options()).remainder(1000);
-    tensor.copy_(place * (comm_.rank() + 1));
+    const auto index = torch::arange(tensor.numel(), tensor.options()).remainder(1000);
+    tensor.copy_(index * (comm_.rank() + 1));
     comm_.all_reduce(tensor);
     const int ranks = comm_.size();
-    return torch::equal(tensor, place * (ranks * (ranks + 1) / 2));
+    return torch::equal(tensor, index * (ranks * (ranks + 1) / 2));
   }
 
   /// One number for each repetition.
@@ -65,11 +66,11 @@ int run(int, char** argv) {
       {.devices = settings.at("devices"), .backend = settings.at("backend")});
   const lockstep::UseDevice home(world.device());
   const Reductions reductions(world);
-  const bool reachable = settings.value("reachable", false);
+  const bool registered = settings.value("registered", false);
   std::vector<torch::Tensor> tensors;
   bool correct = true;
   for (const auto& bytes : settings.at("sizes")) {
-    tensors.push_back(reductions.make(bytes, reachable));
+    tensors.push_back(reductions.make(bytes, registered));
     correct = reductions.correct(tensors.back()) && correct;
     reductions.microseconds(tensors.back(), 2);  // warm-up
   }

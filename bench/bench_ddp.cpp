@@ -1,5 +1,7 @@
-// One rank of a DDP step on an MLP, as JSON from rank 0: median step, memory, time to the first
-// all_reduce. Its twin in PyTorch is bench/peers/ddp.py; both take the same JSON of settings.
+// One rank of a DDP step on an MLP. Rank 0 prints JSON: the median step, memory, and bytes sent.
+// With
+// {"only_start": true} it ends after the first all_reduce. Its counterpart in PyTorch is
+// bench/peers/ddp.py; both take the same JSON of settings.
 
 #include <fmt/format.h>
 #include <sys/resource.h>
@@ -16,7 +18,7 @@ namespace {
 
 using lockstep::monotonic_ns;
 
-// Memory of this process, shared pages divided among those that map them.
+// Memory of this process; shared pages are divided among the processes that map them.
 double resident_mib() {
   std::ifstream file("/proc/self/smaps_rollup");
   for (std::string word; file >> word;) {
@@ -41,7 +43,7 @@ torch::nn::Sequential make_net(const nlohmann::json& settings) {
   return net;
 }
 
-// Sequential's own forward is a template, which a wrapper cannot name.
+// A wrapper of Sequential, whose own forward is a template that DDP cannot name.
 struct Net : torch::nn::Module {
   explicit Net(const nlohmann::json& settings)
       : layers(register_module("layers", make_net(settings))) {}
@@ -49,7 +51,7 @@ struct Net : torch::nn::Module {
   torch::nn::Sequential layers;
 };
 
-// Without the first quarter, in which caches and allocators warm up.
+// The median without the first quarter, in which caches and allocators warm up.
 double settled_median(std::vector<double> times) {
   times.erase(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 4));
   if (times.empty()) return 0;

@@ -1,5 +1,6 @@
-// Matrix products on the workers of logical devices: how fast, and on how many cores. bench/blas
-// runs this once for each BLAS package to find the one that serves several workers best.
+// Matrix products on the workers of logical devices: how fast they are, and how many cores they
+// use. bench/blas runs this once for each BLAS package to find the one that serves several workers
+// best.
 //
 // usage: bench_gemm DEVICES THREADS   e.g. bench_gemm 2 1: two devices with one thread each
 // prints: GFLOP/s and the processor time used per second

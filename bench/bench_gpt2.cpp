@@ -1,6 +1,7 @@
-// A training step of GPT-2 on one device, in the variant that the settings name. Its twin in
+// A training step of GPT-2 on one device, in the variant that the settings name. Its counterpart in
 // PyTorch is bench/peers/gpt2.py; both take the same JSON of settings, the same weights and the
-// same tokens. Of builds with CUDA only; with {"device": "cpu"} and small sizes it runs anywhere.
+// same tokens. Only builds with CUDA have it; with {"device": "cpu"} and small sizes it runs
+// anywhere.
 //
 //   bench_gpt2 '{"layers": 12, "heads": 12, "width": 768, "positions": 1024, "batch": 32}'
 //
@@ -59,7 +60,7 @@ struct Block : torch::nn::Module {
     return torch::nn::LayerNorm(torch::nn::LayerNormOptions({sizes.width}));
   }
 
-  // {x, branch} of the block before -> those of this one: what is added to x waits for the next
+  // {x, branch} of the block before -> those of this block. The branch is added to x by the next
   // norm.
   std::pair<Tensor, Tensor> forward(const Tensor& x, const Tensor& branch) {
     const auto [before, normed] = lockstep::add_layer_norm(x, branch, ln1->weight, ln1->bias);
@@ -123,7 +124,7 @@ void draw_weights(Gpt2& net) {
   }
 }
 
-// Tokens that follow a rule which a model can learn, the same in both languages.
+// Tokens that follow a rule a model can learn; the peer has the same.
 std::vector<Tensor> batch_of(const Sizes& sizes, int64_t number, torch::Device device) {
   const auto i = torch::arange(sizes.batch * (sizes.positions + 1), torch::kLong);
   const auto tokens = ((i * i).remainder(1009) * 31 + number * 17)
@@ -190,8 +191,8 @@ void synchronize(torch::Device device) {
   if (device.is_cuda()) torch::cuda::synchronize();
 }
 
-// What the GPU holds at most: `allocated` as PyTorch's max_memory_allocated(), `reserved` with the
-// memory that graphs keep.
+// The peak of the GPU's memory: `allocated` as PyTorch's max_memory_allocated(), `reserved` with
+// the memory that graphs keep.
 json gpu_memory(torch::Device device) {
   if (!device.is_cuda()) return nullptr;
   const auto stats = c10::cuda::CUDACachingAllocator::getDeviceStats(device.index());
@@ -214,7 +215,7 @@ json measure(Trainer& trainer, torch::Device device, int64_t steps) {
 int run(int, char** argv) {
   const auto settings = json::parse(argv[1]);
   const torch::Device device(settings.value("device", "cuda:0"));
-  if (settings.contains("save")) {  // the weights that all programs begin with, and no more
+  if (settings.contains("save")) {  // only writes the weights that all programs begin with
     const auto net = std::make_shared<Gpt2>(Sizes(settings));
     draw_weights(*net);
     lockstep::save_weights(*net, settings.at("save"));

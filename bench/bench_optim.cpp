@@ -1,4 +1,4 @@
-// Steps of an optimizer over given tensors, as JSON: the median step. Its twin in PyTorch is
+// Steps of an optimizer over given tensors, as JSON: the median step. Its counterpart in PyTorch is
 // bench/peers/optim.py; both take the same JSON of settings.
 
 #include <fmt/format.h>
@@ -7,11 +7,10 @@
 #include <functional>
 #include <nlohmann/json.hpp>
 
-#include "lockstep/adam.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/sgd.hpp"
-#include "optim/for_each_part.hpp"
+#include "lockstep/optim.hpp"
+#include "optim/step_items.hpp"
 
 namespace {
 
@@ -27,8 +26,8 @@ Tensors make_parameters(const nlohmann::json& settings) {
   return parameters;
 }
 
-// What memory allows: as many arrays read and written as AdamW needs, or SGD with momentum, and one
-// addition for each.
+// What memory allows: reads and writes as many arrays as AdamW needs, or SGD with momentum, with
+// one addition for each.
 std::function<void()> make_floor(const Tensors& parameters, bool adamw) {
   std::vector<lockstep::UpdatePiece> pieces;
   Tensors kept;

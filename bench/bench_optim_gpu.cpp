@@ -1,5 +1,6 @@
-// Steps of an optimizer over given tensors on a GPU. Its twin in PyTorch is
-// bench/peers/optim_gpu.py; both take the same JSON of settings. Of builds with CUDA only; with
+// Steps of an optimizer over given tensors on a GPU. Its counterpart in PyTorch is
+// bench/peers/optim_gpu.py; both take the same JSON of settings. Only builds with CUDA have it;
+// with
 // {"device": "cpu"} it runs anywhere.
 
 #include <fmt/format.h>

@@ -1,6 +1,6 @@
 // A pipelined step on an MLP of two equal stages, as JSON: the span of its actions, what the
 // simulator makes of the stages' times, and the peak memory. Stages are the devices of one process,
-// or, with {"ranks": true}, ranks. Its twin in PyTorch is bench/peers/pipeline.py.
+// or, with {"ranks": true}, ranks. Its counterpart in PyTorch is bench/peers/pipeline.py.
 
 #include <fmt/format.h>
 
@@ -39,7 +39,7 @@ struct Measured {
   std::vector<double> bubble;
   std::map<std::pair<int, char>, std::vector<double>> action_ms;  // [stage, kind]
 
-  void add(const lockstep::StepTrace& trace, int places, double took_ms) {
+  void add(const lockstep::StepTrace& trace, int ranks, double took_ms) {
     double busy_ms = 0;
     int64_t begin_ns = INT64_MAX;
     int64_t end_ns = 0;
@@ -51,11 +51,11 @@ struct Measured {
       end_ns = std::max(end_ns, span.end_ns);
     }
     span_ms.push_back(static_cast<double>(end_ns - begin_ns) * 1e-6);
-    bubble.push_back(1 - busy_ms / (places * span_ms.back()));
+    bubble.push_back(1 - busy_ms / (ranks * span_ms.back()));
     step_ms.push_back(took_ms);
   }
 
-  // Mean, so that the whole of what actions took is played again.
+  // The mean, so that the simulation takes as much time as all actions did.
   double mean(int stage, char kind) const {
     const auto found = action_ms.find({stage, kind});
     if (found == action_ms.end()) return 0;
@@ -82,7 +82,7 @@ json describe(const Measured& measured, const lockstep::Schedule& schedule,
           {"ideal_bubble", ideal.bubble},        {"peak_bytes", peaks}};
 }
 
-// Schedules in turns, so that a slow second hits all alike.
+// Schedules take turns, so that a slow second affects all alike.
 json run_local(const json& settings) {
   const lockstep::Devices devices(settings.value("devices", "cpu:2"));
   const int stages = static_cast<int>(devices.size());

@@ -1,7 +1,8 @@
 // A training step of an MLP on one device, in the variant that the settings name: eager or
 // captured, with float32 weights or master weights, layer by layer or fused, bare or as a rank of
-// DDP. Its twin in PyTorch is bench/peers/step.py; both take the same JSON of settings and draw the
-// same weights and rows. Of builds with CUDA only; with {"device": "cpu"} it runs anywhere.
+// DDP. Its counterpart in PyTorch is bench/peers/step.py; both take the same JSON of settings and
+// draw the same weights and rows. Only builds with CUDA have it; with {"device": "cpu"} it runs
+// anywhere.
 
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <unistd.h>

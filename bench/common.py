@@ -1,4 +1,4 @@
-"""What the benchmarks of ranks share: starting ranks, interleaving, printing."""
+"""What benchmarks share: starting ranks, interleaving, printing."""
 
 import json
 import os
@@ -11,7 +11,7 @@ PEERS = os.path.join(HERE, "peers")
 sys.path.insert(0, os.path.join(HERE, "..", "tests", "parity"))
 import hidden_amx  # noqa: E402
 
-hidden_amx.avoid()  # lockstep does so by itself; the peers must not die
+hidden_amx.avoid()  # lockstep does so by itself; without this the peers would die
 
 
 def arguments():
@@ -20,13 +20,13 @@ def arguments():
     return folder, sys.argv[2:] or ["/usr/bin/python3"]
 
 
-# How ranks are placed, {what a case's name ends with: flags}. Gloo's threads suffer where they share the one core of a
-# pinned rank, and matrix products gain; torchrun does not pin. A peer is measured in both ways and the faster counts.
+# How ranks are bound to cores, {end of a case's name: flags}. Pinning slows Gloo's threads, which then share the one
+# core of their rank, and speeds up products; torchrun does not pin. A peer is measured both ways, and the faster counts.
 PLACEMENTS = {"": (), ", not pinned": ("--no-pin",)}
 
 
 def launch(folder, ranks, command, flags=()):
-    """Runs a command as ranks, on cores of their own unless flags say otherwise; what rank 0 printed, as JSON."""
+    """Runs a command as ranks, on cores of their own unless flags say otherwise. Returns the JSON that rank 0 printed."""
     run = subprocess.run([os.path.join(folder, "lockstep"), "run", "--quiet", "-n", str(ranks), *flags, *command],
                          capture_output=True, text=True)
     if run.returncode != 0:
@@ -40,7 +40,7 @@ def peer(name):
 
 
 def interleave(rounds, cases):
-    """cases: {name: function giving a number}. A B A B, so that a slow minute hits all alike."""
+    """cases: {name: function that returns a number}. Runs A B A B, so that a slow minute affects all alike."""
     values = {name: [] for name in cases}
     for _ in range(rounds):
         for name, measure in cases.items():
@@ -49,7 +49,7 @@ def interleave(rounds, cases):
 
 
 def print_table(title, unit, values, base):
-    """One row a case with its ratio to the case `base` (how many times longer it takes)."""
+    """Prints a row for each case, with its ratio to the case `base` (how many times longer it takes)."""
     print(f"\n{title}")
     print(f"| set-up | {unit} | range | times the first |\n|---|---:|---:|---:|")
     reference = statistics.median(values[base])

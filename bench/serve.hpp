@@ -6,14 +6,15 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-// A program that bench/gpu starts once and measures many times, so that peers can take turns
-// without starting anew: docs/performance.md says how to read the tables.
+// For a program that bench/gpu starts once and measures many times, so that peers can take turns
+// without being restarted. docs/performance.md says how to read the tables.
 
 namespace bench {
 
-/// Writes `ready` as a line, then for each command "go N" the line that `measure(N)` gives, until
-/// the commands end. Every rank gets the commands, in a file of its own where the settings name one
-/// ("{rank}" in it is replaced); rank 0 answers.
+/// Writes `ready` as a line, then for each command "go N" the result of `measure(N)` as a line,
+/// until the commands end. Every rank gets the commands, in a file of its own if the settings name
+/// one
+/// ("{rank}" in the name is replaced); rank 0 answers.
 inline void serve(const nlohmann::json& settings, int rank, const nlohmann::json& ready,
                   const std::function<nlohmann::json(int64_t)>& measure) {
   std::string path = settings.value("commands", "/dev/stdin");

@@ -1,7 +1,7 @@
-"""Programs that are started once and measured in turns: the Python half of bench/serve.hpp.
+"""Programs that are started once and measured in turns: the other side of bench/serve.hpp.
 
 A measured program writes a line of JSON when it is ready, and one for each line "go N" that it reads. Ranks read
-their commands from files of their own, since a launcher has one standard input only; rank 0 answers.
+their commands from files of their own, since a launcher has only one standard input; rank 0 answers.
 """
 
 import json
@@ -20,7 +20,7 @@ class Failed(Exception):
 
 
 class Worker:
-    """`command` gets the settings as its last argument. With `ranks`, it begins with what starts them."""
+    """`command` gets the settings as its last argument. With `ranks`, the command starts that many."""
 
     def __init__(self, command, settings, ranks=0):
         self.folder = tempfile.TemporaryDirectory()
@@ -33,7 +33,7 @@ class Worker:
             for rank in range(ranks):
                 os.mkfifo(commands.replace("{rank}", str(rank)))
             settings = dict(settings, commands=commands, answers=answers)
-            # Opened for both, so that neither side waits here for the other to open.
+            # Opened for reading and writing, so that neither side waits for the other to open it.
             self.answers = os.open(answers, os.O_RDWR)
             self.inputs = [os.open(commands.replace("{rank}", str(rank)), os.O_RDWR) for rank in range(ranks)]
         self.process = subprocess.Popen([*command, json.dumps(settings)], stdin=subprocess.PIPE,
@@ -46,7 +46,7 @@ class Worker:
         self.first = None
 
     def ready(self):
-        """What the program says of itself once it has warmed up."""
+        """The first line of the program, which it writes once it has warmed up."""
         if self.first is None:
             self.first = self._answer(START_S)
         return self.first
@@ -101,7 +101,7 @@ class Worker:
 
 
 def take_turns(workers, repetitions, count):
-    """{name: [answers]}, A B A B; a name whose program failed has its Failed instead."""
+    """Returns {name: [answers]}, measured A B A B; for a program that failed, its Failed instead."""
     found = {name: [] for name in workers}
     for _ in range(repetitions):
         for name, worker in workers.items():

@@ -3,25 +3,50 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cctype>
 #include <cstdio>
 #include <new>
+#include <vector>
 
-#include "base/standard_streams.hpp"
+#include "base/process.hpp"
 #include "cli/child.hpp"
 #include "cli/doctor/doctor.hpp"
-#include "cli/explain.hpp"
 #include "cli/lab/lab_command.hpp"
-#include "cli/program_line.hpp"
 #include "cli/run.hpp"
-#include "cli/slurm_script.hpp"
-#include "cli/top/top_command.hpp"
+#include "cli/top/top.hpp"
 #include "lockstep/cli_parse.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/table.hpp"
 #include "lockstep/version.hpp"
 
 namespace lockstep::cli {
 namespace {
 
-constexpr const char* kExamples =
+std::string upper(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(),
+                 [](unsigned char c) { return static_cast<char>(std::toupper(c)); });
+  return text;
+}
+
+// "2" and "LS2" are short for "LS0002".
+std::string full_name(const std::string& given) {
+  const std::string name = upper(given);
+  const std::string digits = name.starts_with("LS") ? name.substr(2) : name;
+  const bool number = !digits.empty() && digits.size() <= 4 &&
+                      digits.find_first_not_of("0123456789") == std::string::npos;
+  return number ? fmt::format("LS{:0>4}", digits) : name;
+}
+
+std::string list_codes() {
+  std::string text;
+  for (const auto& info : all_codes()) {
+    text += fmt::format("{}  {}\n", code_name(info.code), info.title);
+  }
+  return text + "\n`lockstep explain LS0002` tells more about one of them.\n";
+}
+
+constexpr const char* kAppExamples =
     "Examples:\n"
     "  lockstep doctor                     is this machine ready? what is slow or missing?\n"
     "  lockstep lab 5                      practical 5: DataParallel, measured and explained\n"
@@ -32,9 +57,9 @@ constexpr const char* kExamples =
     "  lockstep run -n 4 ./train           four ranks of a program on this host\n"
     "  lockstep explain LS0002             what an error code means\n";
 
-// A child's exit code 2 is the user's own mistake, found one level down: it stays 2. Nothing but
-// lockstep runs in this process: an exception that is no Error is a mistake of lockstep's, except
-// where the system gives no memory or standard output cannot be written.
+// A child's exit code 2 means that the request was at fault, so it stays 2. Only lockstep's own
+// code runs in this process: an exception that is not an Error is a bug of lockstep, unless memory
+// ran out or standard output cannot be written.
 int run_naming_failures(int argc, char** argv) {
   try {
     return run_command(argc, argv);
@@ -54,6 +79,22 @@ int run_naming_failures(int argc, char** argv) {
 }
 
 }  // namespace
+
+std::string explain(const std::string& code) {
+  if (code.empty()) return list_codes();
+  const std::string wanted = full_name(code);
+  std::vector<std::string> names;
+  for (const auto& info : all_codes()) {
+    names.push_back(code_name(info.code));
+    if (names.back() != wanted) continue;
+    return fmt::format("{}: {}\n\n{}\n", wanted, info.title, wrap_text(info.explanation, 80));
+  }
+  const std::string meant = did_you_mean(wanted, names);
+  throw Error(Code::kUsage, fmt::format("there is no error code \"{}\"", code),
+              meant.empty()
+                  ? "`lockstep explain` lists them all"
+                  : fmt::format("did you mean {}? `lockstep explain` lists them all", meant));
+}
 
 int run_command(int argc, char** argv) {
   CLI::App app("lockstep trains libtorch models in parallel, in C++.", "lockstep");
@@ -81,7 +122,7 @@ int run_command(int argc, char** argv) {
   for (auto* command : {doctor, explain_command, lab, top, run.command(), script}) {
     command->group("Commands");
   }
-  app.footer(kExamples);  // not before: a subcommand would inherit it
+  app.footer(kAppExamples);  // not before: a subcommand would inherit it
   const ProgramLine line = cut_at_program(argc, argv, {run.command(), script});
   parse_or_throw(app, static_cast<int>(line.flags.size()), line.flag_pointers().data());
 

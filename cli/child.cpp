@@ -16,8 +16,8 @@
 #include <cstring>
 #include <filesystem>
 
-#include "base/limits.hpp"
-#include "lockstep/board.hpp"
+#include "base/file.hpp"
+#include "lockstep/detail/board.hpp"
 
 namespace lockstep::cli {
 namespace {
@@ -139,7 +139,7 @@ class Running {
   Running(const Running&) = delete;
   Running& operator=(const Running&) = delete;
 
-  // Waits a moment for output, the end, an interrupt or nothing.
+  // Waits a moment for output, the end or an interrupt.
   void wait(int interrupts) {
     std::array<pollfd, 4> events = {pollfd{interrupts, POLLIN, 0}, pollfd{end_event_, POLLIN, 0},
                                     pollfd{output_.read_end(), POLLIN, 0},
@@ -149,7 +149,7 @@ class Running {
     drain(errors_, errors_text_);
   }
 
-  // True once the child has ended; what it wrote until then has been read.
+  // Returns true once the child has ended and all that it wrote has been read.
   bool ended() {
     siginfo_t info{};
     if (!reaped_ &&
@@ -162,7 +162,8 @@ class Running {
     return reaped_;
   }
 
-  // SIGTERM, a grace period that a second interrupt cuts short, then the destructor's SIGKILL.
+  // Sends SIGTERM and waits for a grace period that a second interrupt cuts short; the destructor
+  // sends SIGKILL.
   void stop(const Interrupts& interrupts) {
     ::kill(-pid_, SIGTERM);
     const auto give_up = Clock::now() + kGrace;
@@ -177,7 +178,7 @@ class Running {
   }
 
  private:
-  // The group is killed while its leader is not yet reaped: until then its number cannot belong to
+  // Kills the group before its leader is reaped: until then its number cannot belong to
   // anyone else.
   void kill_and_reap() {
     ::kill(-pid_, SIGKILL);
@@ -187,7 +188,7 @@ class Running {
     if (WIFSIGNALED(status_)) remove_stale_boards();
   }
 
-  // True where something was read; never blocks, and closes a stream that has ended.
+  // Returns true if something was read. Never blocks; closes a stream that has ended.
   static bool drain(Pipe& pipe, std::string& text) {
     pollfd event{pipe.read_end(), POLLIN, 0};
     if (pipe.read_end() < 0 || ::poll(&event, 1, 0) <= 0) return false;

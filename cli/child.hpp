@@ -9,7 +9,7 @@
 
 namespace lockstep::cli {
 
-/// Thrown when the user or the system asked lockstep to stop; children are gone by then.
+/// Thrown when the user or the system asked lockstep to stop; its children have ended by then.
 struct Interrupted {
   int signal = 0;
 };
@@ -34,13 +34,13 @@ struct ChildCommand {
   std::string program;  ///< path
   std::vector<std::string> arguments;
   std::vector<int> cores = {};         ///< cores it may use; empty: those of lockstep
-  std::chrono::seconds deadline{600};  ///< killed, and an Error, after that
+  std::chrono::seconds deadline{600};  ///< after that it is killed, which is an Error
   std::function<void()> tick = [] {};  ///< called a few times a second while it runs
 };
 
-/// How a child ended and what it said: the last megabyte of each stream.
+/// How a child ended, and the last megabyte of each stream that it wrote.
 struct ChildResult {
-  int exit_code = 0;  ///< 128 + signal where a signal ended it
+  int exit_code = 0;  ///< 128 + signal if a signal ended it
   std::string output;
   std::string errors;
   double seconds = 0;
@@ -65,7 +65,7 @@ ChildResult run_child(const ChildCommand& command, const Interrupts& interrupts)
 /// The same, but an exit code other than 0 is a ChildFailed that quotes the end of its errors.
 ChildResult run_child_or_throw(const ChildCommand& command, const Interrupts& interrupts);
 
-/// The path of a program that is installed beside this one; an Error where it is missing.
+/// The path of a program that is installed beside this one; an Error if it is missing.
 std::string sibling_path(const std::string& name);
 
 }  // namespace lockstep::cli

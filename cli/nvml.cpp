@@ -27,11 +27,11 @@ struct Utilisation {
 };
 struct ProcessInfo {
   unsigned pid;
-  unsigned long long used_memory;  // all ones: not told
+  unsigned long long used_memory;  // all ones: unknown
   unsigned gpu_instance, compute_instance;
 };
 
-// A function of the library; a call of one that an old driver lacks fails like any other.
+// A function of the library. Calling one that an old driver lacks fails as any other call would.
 template <class... Arguments>
 class Function {
  public:
@@ -87,7 +87,7 @@ struct Nvml::Library {
     auto length = static_cast<unsigned>(infos.size());
     int result = running(device, &length, infos.data());
     if (result == kTooSmall) {
-      infos.resize(length + 16);  // more may have come since
+      infos.resize(length + 16);  // more processes may have started since
       length = static_cast<unsigned>(infos.size());
       result = running(device, &length, infos.data());
     }

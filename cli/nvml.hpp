@@ -12,11 +12,11 @@
 namespace lockstep::cli {
 
 struct GpuProcess {
-  pid_t pid = 0;  ///< as the driver counts: inside a container it may be a number of the host
+  pid_t pid = 0;  ///< as the driver sees it: inside a container it may be the host's number
   std::optional<int64_t> memory_bytes = {};
 };
 
-/// One GPU at one moment. What the driver does not tell is empty.
+/// One GPU at one moment. Values that the driver does not report are empty.
 struct GpuSample {
   int index = 0;  ///< the driver's and nvidia-smi's; CUDA_VISIBLE_DEVICES does not change it
   std::string name = {};  ///< "NVIDIA H200"
@@ -41,10 +41,11 @@ class Nvml {
   Nvml(const Nvml&) = delete;
   Nvml& operator=(const Nvml&) = delete;
 
-  bool present() const { return library_ != nullptr; }  ///< a driver is here and answers
+  bool present() const { return library_ != nullptr; }  ///< a driver is installed and answers
   std::string driver_version() const;
-  std::string cuda_version() const;       ///< the newest that the driver serves: "13.0"; or empty
-  std::vector<GpuSample> sample() const;  ///< takes a few milliseconds a GPU
+  std::string cuda_version()
+      const;  ///< the newest that the driver supports, such as "13.0"; or empty
+  std::vector<GpuSample> sample() const;  ///< takes a few milliseconds per GPU
 
  private:
   struct Library;
@@ -52,7 +53,7 @@ class Nvml {
 };
 
 /// The NVIDIA driver's version and its GPUs (name, memory_bytes, compute_capability,
-/// may_be_shared); null where there is no driver.
+/// may_be_shared); null if there is no driver.
 nlohmann::json driver_facts();
 
 }  // namespace lockstep::cli

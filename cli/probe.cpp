@@ -18,9 +18,9 @@
 #include <string>
 #include <string_view>
 
-#include "lockstep/engine.hpp"
+#include "base/machine.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/loaded_libraries.hpp"
+#include "lockstep/version.hpp"
 
 namespace {
 
@@ -55,7 +55,7 @@ double measure_gflops() {
 }
 
 // CPU time of the whole process over CPU time of this thread while it multiplies. Wall time would
-// also count what other programs take; this ratio is 1 when a budget of one thread holds, always.
+// also count what other programs take; this ratio is always 1 if a budget of one thread holds.
 double measure_threads_used() {
   const auto a = torch::rand({512, 512});
   auto c = torch::mm(a, a);
@@ -83,7 +83,7 @@ json ipc_support() {
   return supported;
 }
 
-// What of lockstep was built for GPUs.
+// Which parts of lockstep were built for GPUs.
 json cuda_facts() {
 #if LOCKSTEP_CUDA
   const bool code = true;

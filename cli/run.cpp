@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -12,21 +13,44 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
-#include "base/standard_streams.hpp"
+#include "base/process.hpp"
 #include "cli/nvml.hpp"
-#include "launch/cluster.hpp"
 #include "launch/flags.hpp"
 #include "launch/launcher.hpp"
 #include "launch/plan.hpp"
-#include "launch/program.hpp"
 #include "launch/slurm.hpp"
-#include "launch/token.hpp"
+#include "lockstep/cli_parse.hpp"
 #include "lockstep/error.hpp"
+#include "net/secret.hpp"
 
 namespace lockstep::cli {
 namespace {
 
-constexpr const char* kExamples =
+const CLI::App* find_command(const std::string& name,
+                             const std::vector<const CLI::App*>& commands) {
+  for (const CLI::App* command : commands) {
+    if (command->get_name() == name) return command;
+  }
+  return nullptr;
+}
+
+// A flag's name and the value that its own word holds: "--tee=3", "-t3".
+struct Flag {
+  std::string name;  // "--tee", "-t"
+  std::string value;
+  bool has_value = false;
+};
+
+Flag split_flag(const std::string& word) {
+  if (!word.starts_with("--")) return {word.substr(0, 2), word.substr(2), word.size() > 2};
+  const size_t equals = word.find('=');
+  Flag flag{word.substr(0, equals), "", equals != std::string::npos};
+  if (flag.has_value) flag.value = word.substr(equals + 1);
+  std::replace(flag.name.begin(), flag.name.end(), '_', '-');
+  return flag;
+}
+
+constexpr const char* kRunExamples =
     "Examples:\n"
     "  lockstep run -n 4 ./train --steps 100         four ranks of ./train on this host\n"
     "  lockstep run -n 2 train.py                    a Python program, as torchrun would\n"
@@ -59,8 +83,8 @@ LaunchFacts gather_facts() {
           .lookup = lookup};
 }
 
-// Inside an allocation that is not this host alone: the same command on each host, by srun. The
-// ranks per host are passed on, since a step's tasks are its launchers.
+// Inside an allocation of several hosts, srun starts the same command on each of them. The ranks
+// per host are passed on, since the tasks of a step are its launchers.
 int start_by_srun(ClusterStart start, const Settings& settings,
                   const std::vector<std::string>& words) {
   std::vector<std::string>& srun = start.srun;
@@ -85,11 +109,81 @@ int start_by_srun(ClusterStart start, const Settings& settings,
       "only inherited SLURM's variables, unset SLURM_JOB_ID");
 }
 
+constexpr const char* kSlurmExamples =
+    "Examples:\n"
+    "  lockstep slurm-script --nodes 2 -n 8 --gpus 8 ./train --steps 1000 > job.sh\n"
+    "  sbatch job.sh\n";
+
+CLI::Validator in_range(int64_t first, int64_t last) {
+  return CLI::Range(first, last).description("");
+}
+
+void check(const SlurmScriptOptions& options, const std::vector<std::string>& program) {
+  if (program.empty()) {
+    throw Error(Code::kUsage, "lockstep slurm-script needs a program to start",
+                "write it after the flags: lockstep slurm-script --nodes 2 ./train --steps 100");
+  }
+  const auto ranks = parse_whole_number(options.ranks);
+  if (options.ranks != "auto" && (!ranks || *ranks < 1)) {
+    throw Error(Code::kUsage,
+                fmt::format("--nproc-per-node \"{}\" is neither a number nor auto", options.ranks),
+                "write -n 8, or -n auto for one rank per GPU");
+  }
+  // A line break would start a line of its own in the file.
+  for (const auto* text : {&options.time, &options.partition, &options.account}) {
+    if (text->find_first_of(" \t\n\"'`$;&|") == std::string::npos) continue;
+    throw Error(Code::kUsage, fmt::format("\"{}\" has characters that sbatch does not take", *text),
+                "write --time 02:00:00, --partition NAME, --account NAME");
+  }
+}
+
 }  // namespace
+
+std::vector<const char*> ProgramLine::flag_pointers() const {
+  std::vector<const char*> pointers;
+  pointers.reserve(flags.size());
+  for (const auto& word : flags) pointers.push_back(word.c_str());
+  return pointers;
+}
+
+ProgramLine cut_at_program(int argc, const char* const* argv,
+                           const std::vector<const CLI::App*>& commands) {
+  const std::vector<std::string> words(argv, argv + argc);
+  const CLI::App* command = words.size() < 2 ? nullptr : find_command(words[1], commands);
+  if (command == nullptr) return {words, {}};
+  ProgramLine line{{words[0], words[1]}, {}};
+  size_t at = 2;
+  for (; at < words.size(); ++at) {
+    const std::string& word = words[at];
+    if (word == "--") {
+      ++at;
+      break;
+    }
+    if (word.size() < 2 || word[0] != '-') break;
+    const Flag flag = split_flag(word);
+    const CLI::Option* option = command->get_option_no_throw(flag.name);
+    const bool takes_value = option != nullptr && option->get_items_expected_max() > 0;
+    if (!takes_value) {
+      // A switch, or an unknown flag, which the parser names as it was typed.
+      line.flags.push_back(option != nullptr && !flag.has_value ? flag.name : word);
+      continue;
+    }
+    const std::string name = "--" + option->get_lnames().front();
+    if (flag.has_value) {
+      line.flags.push_back(name + "=" + flag.value);
+    } else if (at + 1 < words.size()) {
+      line.flags.push_back(name + "=" + words[++at]);
+    } else {
+      line.flags.push_back(name);
+    }
+  }
+  line.program.assign(words.begin() + static_cast<long>(std::min(at, words.size())), words.end());
+  return line;
+}
 
 RunFlags::RunFlags(CLI::App& app)
     : command_(app.add_subcommand("run", "start a program as several ranks; none is left behind")) {
-  command_->footer(kExamples);
+  command_->footer(kRunExamples);
   for (const FlagInfo& flag : run_flags()) {
     const std::string name(flag.name);
     std::string names = flag.letter.empty() ? "" : fmt::format("-{},", flag.letter);
@@ -134,6 +228,67 @@ int run_launch(const RunFlags& flags, const std::vector<std::string>& program,
   if (!announcement.empty() && !plan.quiet)
     print_error(fmt::format("lockstep: {}\n", announcement));
   return launch(plan, path);
+}
+
+CLI::App* add_slurm_script_command(CLI::App& app, SlurmScriptOptions& options) {
+  CLI::App* command = app.add_subcommand("slurm-script", "print a batch file for SLURM");
+  command->footer(kSlurmExamples);
+  command->add_option("--nodes", options.nodes, "hosts")
+      ->capture_default_str()
+      ->check(in_range(1, 4096))
+      ->type_name("N");
+  command->add_option("-n,--nproc-per-node", options.ranks, "ranks per host; auto: one per GPU")
+      ->capture_default_str()
+      ->type_name("N|auto");
+  command->add_option("--gpus", options.gpus, "GPUs per host")
+      ->check(in_range(1, 1024))
+      ->type_name("N");
+  command->add_option("--cpus", options.cpus, "cores per host (default: all of them)")
+      ->check(in_range(1, 4096))
+      ->type_name("N");
+  command->add_option("--time", options.time, "longest run")
+      ->capture_default_str()
+      ->type_name("H:M:S");
+  command->add_option("--partition", options.partition, "SLURM's partition")->type_name("NAME");
+  command->add_option("--account", options.account, "who pays")->type_name("NAME");
+  command->add_option("PROGRAM")
+      ->description("what to start, with its own flags after it")
+      ->type_name("")
+      ->expected(0, 1);
+  return command;
+}
+
+std::string slurm_script(const SlurmScriptOptions& options,
+                         const std::vector<std::string>& program) {
+  check(options, program);
+  std::vector<const char*> words;
+  words.reserve(program.size());
+  for (const auto& word : program) words.push_back(word.c_str());
+  const std::string line = shell_line(static_cast<int>(words.size()), words.data());
+  const std::string name = std::filesystem::path(program[0]).stem().string();
+  const std::vector<const char*> job_name = {name.c_str()};
+  std::string text = "#!/bin/bash\n";
+  const auto add = [&text](const std::string& option) { text += "#SBATCH " + option + "\n"; };
+  add(fmt::format("--job-name={}", shell_line(1, job_name.data())));
+  add(fmt::format("--nodes={}", options.nodes));
+  add("--ntasks-per-node=1  # one launcher per host; it starts the ranks");
+  add(options.cpus ? fmt::format("--cpus-per-task={}", *options.cpus) : "--exclusive");
+  if (options.gpus) add(fmt::format("--gpus-per-node={}", *options.gpus));
+  add(fmt::format("--time={}", options.time));
+  if (!options.partition.empty()) add(fmt::format("--partition={}", options.partition));
+  if (!options.account.empty()) add(fmt::format("--account={}", options.account));
+  add("--output=%x-%j.log");
+  text += fmt::format(
+      "\n"
+      "set -eu\n"
+      "# The hosts of this job know each other by a secret of its own.\n"
+      "LOCKSTEP_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')\n"
+      "export LOCKSTEP_TOKEN\n"
+      "# SIGTERM at the time limit reaches the ranks; --grace is how long they may take.\n"
+      "exec srun --ntasks-per-node=1 lockstep run --nproc-per-node={} \\\n"
+      "  --log-dir=\"logs-$SLURM_JOB_ID\" --grace=30 {}\n",
+      options.ranks, line);
+  return text;
 }
 
 }  // namespace lockstep::cli

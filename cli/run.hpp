@@ -1,6 +1,7 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -9,6 +10,20 @@ class App;
 }
 
 namespace lockstep::cli {
+
+/// A command line in two: `lockstep run FLAGS` for the parser, and the program with all that
+/// follows it, which is not lockstep's business.
+struct ProgramLine {
+  std::vector<std::string> flags;    ///< from argv[0] on; each flag as --name=value
+  std::vector<std::string> program;  ///< empty: none was named
+
+  std::vector<const char*> flag_pointers() const;
+};
+
+/// Cuts at the first word that is neither a flag nor a flag's value, or after "--". Underscores in
+/// flags become dashes, as torchrun takes both. Lines of other commands stay as they are.
+ProgramLine cut_at_program(int argc, const char* const* argv,
+                           const std::vector<const CLI::App*>& commands);
 
 /// The flags of `lockstep run` as texts: [name without dashes].
 class RunFlags {
@@ -32,5 +47,22 @@ class RunFlags {
 /// to repeat on every host.
 int run_launch(const RunFlags& flags, const std::vector<std::string>& program,
                const std::vector<std::string>& words);
+
+/// What a batch file for SLURM asks for.
+struct SlurmScriptOptions {
+  int nodes = 1;
+  std::string ranks = "auto";  ///< per host: a number or auto
+  std::optional<int> gpus;     ///< per host
+  std::optional<int> cpus;     ///< per host
+  std::string time = "01:00:00";
+  std::string partition;
+  std::string account;
+};
+
+CLI::App* add_slurm_script_command(CLI::App& app, SlurmScriptOptions& options);
+
+/// A batch file that runs `program` on every host of the job: sbatch takes it as it is.
+std::string slurm_script(const SlurmScriptOptions& options,
+                         const std::vector<std::string>& program);
 
 }  // namespace lockstep::cli

@@ -4,15 +4,8 @@
 #include <torch/torch.h>
 
 #include <optional>
-#include <vector>
 
-#include "course/batches.hpp"
-#include "course/model.hpp"
-#include "course/options.hpp"
-#include "course/precision.hpp"
-#include "course/rank_program.hpp"
-#include "course/run.hpp"
-#include "course/setup.hpp"
+#include "course/course.hpp"
 #include "lockstep/lockstep.hpp"
 
 namespace {
@@ -45,55 +38,36 @@ int train(int argc, char** argv) {
   const course::Batches batches(options, world.device().torch_device());
   const auto rows = course::rows_of_rank(options.batch, world.rank(), world.size());
   ddp.set_weight(static_cast<double>(rows.count));
-  course::MicroBatches micro_batches(batches, rows, options.accum_steps);
   // Gradients add up over the micro-steps: dividing each loss makes their sum a mean.
   const auto divisor = options.no_divide ? 1.0 : static_cast<double>(options.accum_steps);
 
-  course::Run run(options, world);
+  course::Run run(options, world, {rows.count});
   run.watch(ddp);
   run.watch(scaler);
-  run.set_split({rows.count});
+  const course::MseLoss criterion(run);
+  for (int64_t step = 0; step < options.steps; ++step) {
+    run.step(batches.draw(step, rows), [&](const course::StepBatches& micro_batches) {
+      torch::Tensor loss_sum;
+      for (int64_t micro = 0; micro < options.accum_steps; ++micro) {
+        const bool last = micro + 1 == options.accum_steps;
+        std::optional<lockstep::NoSync> no_sync;
+        if (!last && !options.sync_every_step) no_sync.emplace(ddp);  // nothing is sent
 
-  // On a GPU all micro-steps and the update are recorded once and replayed as CUDA graphs.
-  const auto capture = course::capture_options(options, world.device());
-  int64_t step = 0;
-  lockstep::CapturedStep train_step(
-      [&](const std::vector<torch::Tensor>& all) {
-        torch::Tensor loss_sum;
-        for (int64_t micro = 0; micro < options.accum_steps; ++micro) {
-          const bool last = micro + 1 == options.accum_steps;
-          std::optional<lockstep::NoSync> no_sync;
-          if (!last && !options.sync_every_step) no_sync.emplace(ddp);  // nothing is sent
-          const auto [x, y] = micro_batches.get(all, micro);
-
-          run.phase("forward");
-          torch::Tensor loss;
-          {
-            const lockstep::Autocast amp(world.device(), precision.dtype, precision.lower);
-            const auto out = ddp(x);
-            if (last && course::plants_overflow(options, step, world)) course::plant_overflow(out);
-            loss = torch::mse_loss(out, y);
-          }
-          run.note_forward(loss);
-          run.phase("backward");
-          scaler.scale(loss / divisor).backward();  // outside autocast; all-reduces if last
-          loss_sum = loss_sum.defined() ? loss_sum + loss.detach() : loss.detach();
+        const auto [x, y] = micro_batches.get(micro);
+        torch::Tensor loss;
+        {
+          const lockstep::Autocast amp(world.device(), precision.dtype, precision.lower);
+          loss = criterion(ddp(x), y);
         }
-        run.note_gradients(*net);
-        run.phase("optimizer");
-        scaler.step(*optimizer);  // unscales; skips the update where a gradient is not finite
-        scaler.update();
-        net->zero_grad(/*set_to_none=*/true);
-        return loss_sum / options.accum_steps;
-      },
-      capture);
-  run.watch(train_step);
-
-  for (; step < options.steps; ++step) {
-    micro_batches.draw(step);
-    run.begin_step();
-    const auto loss = train_step(micro_batches.all(capture.enabled));
-    run.end_step(loss);
+        scaler.scale(loss / divisor).backward();  // outside autocast; all-reduces if last
+        loss_sum = loss_sum.defined() ? loss_sum + loss.detach() : loss.detach();
+      }
+      run.before_update();
+      scaler.step(*optimizer);  // unscales; skips the update if a gradient is not finite
+      scaler.update();
+      net->zero_grad(/*set_to_none=*/true);
+      return loss_sum / options.accum_steps;
+    });
   }
   run.finish(*net, *optimizer, masters);
   return 0;

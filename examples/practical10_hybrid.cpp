@@ -4,18 +4,11 @@
 #include <torch/torch.h>
 
 #include <memory>
+#include <vector>
 
-#include "course/batches.hpp"
+#include "course/course.hpp"
 #include "course/hybrid.hpp"
-#include "course/hybrid_optimizer.hpp"
-#include "course/hybrid_text.hpp"
-#include "course/layers.hpp"
-#include "course/options.hpp"
 #include "course/pipeline_meter.hpp"
-#include "course/precision.hpp"
-#include "course/rank_program.hpp"
-#include "course/run.hpp"
-#include "course/setup.hpp"
 #include "lockstep/lockstep.hpp"
 
 namespace {
@@ -37,19 +30,17 @@ int train(int argc, char** argv) {
   const lockstep::UseDevice home(world.device());
   const auto precision = course::choose_precision(options, world.device());
   const lockstep::Mesh mesh(world.comm(), plan.axes());
-  const auto links = course::measure_links(plan, world, mesh);
+  const auto links = course::measure_links(plan, world, mesh);  // for the report's predictions
 
-  // The model, a list of layers, is cut into stages. It is made in the host's memory, so that a
-  // device holds its own stage only.
-  auto model = [&] {
-    const lockstep::ChargeHost host;
-    return course::Layers(options, mesh.axis("tp"));
-  }();
+  // Ranks of one pipeline take the same rows.
+  const course::Batches batches(options, world.device().torch_device());
   const auto rows = course::rows_of_rank(options.batch, mesh.coordinate("dp"), plan.data);
-  const auto cut = course::cut_model(options, model, world, precision, rows.count);
-  model.separate_stages(cut.layers_per_stage);
-  const auto stages = lockstep::split_stages(model.layers(), cut.layers_per_stage);
 
+  // The model, a list of layers in the host's memory, is cut into stages. Each stage then moves to
+  // its own device, so that a device holds nothing else.
+  course::Layers model(options, mesh.axis("tp"));
+  const auto cut = course::cut_model(options, model, world, precision, rows.count);
+  const auto stages = lockstep::split_stages(model.layers(), cut.layers_per_stage);
   lockstep::PipelineOptions how{
       .loss = [](const auto& out, const auto& y) { return torch::mse_loss(out, y); },
       .recompute = plan.recompute,
@@ -68,39 +59,35 @@ int train(int argc, char** argv) {
   scaler.name_parameters(*model.net());
   course::HybridOptimizer optimizer(*pipeline, scaler, options);
 
-  // Ranks of one pipeline take the same rows; the first of them answers for the loss.
-  const course::Batches batches(options, world.device().torch_device());
-  course::MicroBatches micro_steps(batches, rows, options.accum_steps);
+  // The first rank of a pipeline answers for its rows and loss.
   const bool first = mesh.coordinate("pp") == 0 && mesh.coordinate("tp") == 0;
-
-  course::Run run(options, world);
+  course::Run run(options, world,
+                  first ? std::vector<int64_t>{rows.count} : std::vector<int64_t>{});
   run.watch(scaler);
   run.watch(*pipeline,
             {plan, cut, links, mesh, rows.count, [&] { return model.tensor_traffic(); }});
-  run.set_split(first ? std::vector<int64_t>{rows.count} : std::vector<int64_t>{});
   for (int64_t step = 0; step < options.steps; ++step) {
-    micro_steps.draw(step);
-    run.begin_step();
-    torch::Tensor loss_sum;
-    for (int64_t micro = 0; micro < options.accum_steps; ++micro) {
-      const auto [x, y] = micro_steps.get(micro);
-      const lockstep::Autocast amp(world.device(), precision.dtype, precision.lower);
-      // Every micro-batch forward and backward through all stages, as the schedule says. Each
-      // stage's gradients are averaged over `dp` once, when its last backward has ended.
-      const auto loss =
-          pipeline->step(x, y,
-                         {.loss_factor = 1.0 / static_cast<double>(options.accum_steps),
-                          .synchronise = micro + 1 == options.accum_steps,
-                          .scaler = &scaler});
-      run.note_call(micro);
-      loss_sum = loss_sum.defined() ? loss_sum + loss : loss;
-    }
-    optimizer.step();  // every stage on its device
-
-    run.end_step(loss_sum / options.accum_steps);
+    run.step(batches.draw(step, rows), [&](const course::StepBatches& micro_steps) {
+      torch::Tensor loss_sum;
+      for (int64_t micro = 0; micro < options.accum_steps; ++micro) {
+        const auto [x, y] = micro_steps.get(micro);
+        const lockstep::Autocast amp(world.device(), precision.dtype, precision.lower);
+        // Every micro-batch goes forward and backward through all stages, as the schedule says.
+        // Each stage's gradients are averaged over `dp` once, when its last backward has ended.
+        const auto loss =
+            pipeline->step(x, y,
+                           {.loss_factor = 1.0 / static_cast<double>(options.accum_steps),
+                            .synchronise = micro + 1 == options.accum_steps,
+                            .scaler = &scaler});
+        run.after_pipeline_step(micro);
+        loss_sum = loss_sum.defined() ? loss_sum + loss : loss;
+      }
+      optimizer.step();  // every stage on its device
+      return loss_sum / options.accum_steps;
+    });
   }
   if (!options.save.empty()) {
-    model.collect(mesh.axis("pp"), cut.layers_per_stage, plan.schedule.place_of_stage);
+    model.collect(mesh.axis("pp"), cut.layers_per_stage, plan.schedule.rank_of_stage);
   }
   run.finish(*model.net());
   return 0;

@@ -2,11 +2,7 @@
 
 #include <torch/torch.h>
 
-#include "course/batches.hpp"
-#include "course/mlp.hpp"
-#include "course/options.hpp"
-#include "course/run.hpp"
-#include "course/setup.hpp"
+#include "course/course.hpp"
 #include "lockstep/lockstep.hpp"
 
 namespace {
@@ -33,17 +29,16 @@ int train(int argc, char** argv) {
 
   course::Run run(options, devices);
   for (int64_t step = 0; step < options.steps; ++step) {
-    const auto [x, y] = batches.get_batch(step);  // the whole batch: DataParallel divides it
-    run.begin_step();
-
-    net->zero_grad(/*set_to_none=*/true);
-    const auto out = parallel(x);               // gathered on device 0
-    const auto loss = torch::mse_loss(out, y);  // so the loss is that of the whole batch
-    loss.backward();                            // gradients are summed onto net's parameters
-    optimizer->step();
-
-    run.end_step(loss);
-    if (step == 0) run.set_split(parallel.split(x));
+    const auto batch = batches.get_batch(step);  // the whole batch: DataParallel divides it
+    run.step(batch, [&](const torch::Tensor& x, const torch::Tensor& y) {
+      net->zero_grad(/*set_to_none=*/true);
+      const auto out = parallel(x);               // gathered on device 0
+      const auto loss = torch::mse_loss(out, y);  // so this is the loss of the whole batch
+      loss.backward();                            // gradients are summed onto net's parameters
+      optimizer->step();
+      return loss;
+    });
+    if (step == 0) run.set_split(parallel.split(batch.x));
   }
   run.finish(*net);
   return 0;

@@ -2,11 +2,7 @@
 
 #include <torch/torch.h>
 
-#include "course/batches.hpp"
-#include "course/mlp.hpp"
-#include "course/options.hpp"
-#include "course/run.hpp"
-#include "course/setup.hpp"
+#include "course/course.hpp"
 #include "lockstep/lockstep.hpp"
 
 namespace {
@@ -29,25 +25,16 @@ int train(int argc, char** argv) {
   const auto optimizer = course::make_optimizer(net->parameters(), options);
   const course::Batches batches(options, devices[0].torch_device());
 
-  // On a GPU the step is recorded once and replayed as a CUDA graph.
-  lockstep::CapturedStep train_step(
-      [&](const torch::Tensor& x, const torch::Tensor& y) {
-        net->zero_grad(/*set_to_none=*/true);
-        const auto out = net->forward(x);
-        const auto loss = torch::mse_loss(out, y);
-        loss.backward();
-        optimizer->step();
-        return loss;
-      },
-      course::capture_options(options, devices[0]));
-
   course::Run run(options, devices);
-  run.watch(train_step);
   for (int64_t step = 0; step < options.steps; ++step) {
-    const auto [x, y] = batches.get_batch(step);
-    run.begin_step();
-    const auto loss = train_step(x, y);
-    run.end_step(loss);
+    run.step(batches.get_batch(step), [&](const torch::Tensor& x, const torch::Tensor& y) {
+      net->zero_grad(/*set_to_none=*/true);
+      const auto out = net->forward(x);
+      const auto loss = torch::mse_loss(out, y);
+      loss.backward();
+      optimizer->step();
+      return loss;
+    });
   }
   run.finish(*net);
   return 0;

@@ -3,12 +3,7 @@
 
 #include <torch/torch.h>
 
-#include "course/batches.hpp"
-#include "course/model.hpp"
-#include "course/options.hpp"
-#include "course/rank_program.hpp"
-#include "course/run.hpp"
-#include "course/setup.hpp"
+#include "course/course.hpp"
 #include "lockstep/lockstep.hpp"
 
 namespace {
@@ -36,35 +31,23 @@ int train(int argc, char** argv) {
 
   // The batch is divided by hand: this rank takes its block of rows and no others.
   const auto rows = course::rows_of_rank(options.batch, world.rank(), world.size());
-  // Each loss is a mean over this rank's rows. Weighted by their number, the ranks' gradients give
-  // that of the whole batch, so that the numbers stay those of one rank for any number of ranks.
+  // Each rank's loss is a mean over its rows. Weighted by the number of rows, the ranks' gradients
+  // average to that of the whole batch, even if some ranks have one row more.
   ddp.set_weight(static_cast<double>(rows.count));
 
-  course::Run run(options, world);
+  course::Run run(options, world, {rows.count});
   run.watch(ddp);
-  run.set_split({rows.count});
-
-  // On a GPU the step is recorded once and replayed as CUDA graphs, with the all-reduces between.
-  lockstep::CapturedStep train_step(
-      [&](const torch::Tensor& x, const torch::Tensor& y) {
-        run.phase("forward");
-        net->zero_grad(/*set_to_none=*/true);
-        const auto out = ddp(x);
-        const auto loss = torch::mse_loss(out, y);  // of this rank's rows
-        run.phase("backward");
-        loss.backward();  // buckets of gradients are all-reduced while this runs
-        run.phase("optimizer");
-        optimizer->step();  // the same update on every rank
-        return loss;
-      },
-      course::capture_options(options, world.device()));
-  run.watch(train_step);
-
+  const course::MseLoss criterion(run);
   for (int64_t step = 0; step < options.steps; ++step) {
-    const auto [x, y] = batches.get_rows(step, rows.first, rows.count);
-    run.begin_step();
-    const auto loss = train_step(x, y);
-    run.end_step(loss);
+    run.step(batches.get_rows(step, rows), [&](const torch::Tensor& x, const torch::Tensor& y) {
+      net->zero_grad(/*set_to_none=*/true);
+      const auto out = ddp(x);
+      const auto loss = criterion(out, y);  // of this rank's rows
+      loss.backward();                      // buckets of gradients are all-reduced while this runs
+      run.before_update();
+      optimizer->step();  // the same update on every rank
+      return loss;
+    });
   }
   run.finish(*net);
   return 0;

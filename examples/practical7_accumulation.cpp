@@ -4,14 +4,8 @@
 #include <torch/torch.h>
 
 #include <optional>
-#include <vector>
 
-#include "course/batches.hpp"
-#include "course/model.hpp"
-#include "course/options.hpp"
-#include "course/rank_program.hpp"
-#include "course/run.hpp"
-#include "course/setup.hpp"
+#include "course/course.hpp"
 #include "lockstep/lockstep.hpp"
 
 namespace {
@@ -39,47 +33,32 @@ int train(int argc, char** argv) {
   const course::Batches batches(options, world.device().torch_device());
   const auto rows = course::rows_of_rank(options.batch, world.rank(), world.size());
   ddp.set_weight(static_cast<double>(rows.count));
-  course::MicroBatches micro_batches(batches, rows, options.accum_steps);
   // Gradients add up over the micro-steps: dividing each loss makes their sum a mean.
   const auto divisor = options.no_divide ? 1.0 : static_cast<double>(options.accum_steps);
 
-  course::Run run(options, world);
+  course::Run run(options, world, {rows.count});
   run.watch(ddp);
-  run.set_split({rows.count});
-
-  // On a GPU all micro-steps and the update are recorded once and replayed as CUDA graphs.
-  const auto capture = course::capture_options(options, world.device());
-  lockstep::CapturedStep train_step(
-      [&](const std::vector<torch::Tensor>& all) {
-        torch::Tensor loss_sum;
-        for (int64_t micro = 0; micro < options.accum_steps; ++micro) {
-          const bool last = micro + 1 == options.accum_steps;
-          std::optional<lockstep::NoSync> no_sync;
-          if (!last && !options.sync_every_step) no_sync.emplace(ddp);  // nothing is sent
-          const auto [x, y] = micro_batches.get(all, micro);
-
-          run.phase("forward");
-          const auto loss = torch::mse_loss(ddp(x), y);
-          run.phase("backward");
-          (loss / divisor).backward();  // adds to the gradients; all-reduces them if last
-          loss_sum = loss_sum.defined() ? loss_sum + loss.detach() : loss.detach();
-        }
-        run.note_gradients(*net);
-        run.phase("optimizer");
-        optimizer->step();  // one update for all micro-steps
-        net->zero_grad(/*set_to_none=*/true);
-        return loss_sum / options.accum_steps;
-      },
-      capture);
-  run.watch(train_step);
-
+  const course::MseLoss criterion(run);
   for (int64_t step = 0; step < options.steps; ++step) {
-    micro_batches.draw(step);
-    run.begin_step();
-    const auto loss = train_step(micro_batches.all(capture.enabled));
-    run.end_step(loss);
+    run.step(batches.draw(step, rows), [&](const course::StepBatches& micro_batches) {
+      torch::Tensor loss_sum;
+      for (int64_t micro = 0; micro < options.accum_steps; ++micro) {
+        const bool last = micro + 1 == options.accum_steps;
+        std::optional<lockstep::NoSync> no_sync;
+        if (!last && !options.sync_every_step) no_sync.emplace(ddp);  // nothing is sent
+
+        const auto [x, y] = micro_batches.get(micro);
+        const auto loss = criterion(ddp(x), y);
+        (loss / divisor).backward();  // adds to the gradients; all-reduces them if last
+        loss_sum = loss_sum.defined() ? loss_sum + loss.detach() : loss.detach();
+      }
+      run.before_update();
+      optimizer->step();  // one update for all micro-steps
+      net->zero_grad(/*set_to_none=*/true);
+      return loss_sum / options.accum_steps;
+    });
   }
-  run.finish(*net, optimizer.get());
+  run.finish(*net, *optimizer);
   return 0;
 }
 

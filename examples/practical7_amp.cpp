@@ -3,13 +3,7 @@
 
 #include <torch/torch.h>
 
-#include "course/batches.hpp"
-#include "course/model.hpp"
-#include "course/options.hpp"
-#include "course/precision.hpp"
-#include "course/rank_program.hpp"
-#include "course/run.hpp"
-#include "course/setup.hpp"
+#include "course/course.hpp"
 #include "lockstep/lockstep.hpp"
 
 namespace {
@@ -40,45 +34,26 @@ int train(int argc, char** argv) {
   const course::Batches batches(options, world.device().torch_device());
   const auto rows = course::rows_of_rank(options.batch, world.rank(), world.size());
   ddp.set_weight(static_cast<double>(rows.count));
-  course::MicroBatches micro_batches(batches, rows, 1);
 
-  course::Run run(options, world);
+  course::Run run(options, world, {rows.count});
   run.watch(ddp);
   run.watch(scaler);
-  run.set_split({rows.count});
-
-  // On a GPU the step is recorded once and replayed as CUDA graphs; the GPU itself decides there
-  // whether an update is skipped.
-  int64_t step = 0;
-  lockstep::CapturedStep train_step(
-      [&](const torch::Tensor& x, const torch::Tensor& y) {
-        run.phase("forward");
-        torch::Tensor loss;
-        {
-          const lockstep::Autocast amp(world.device(), precision.dtype, precision.lower);
-          const auto out = ddp(x);
-          if (course::plants_overflow(options, step, world)) course::plant_overflow(out);
-          loss = torch::mse_loss(out, y);  // in full precision, as autocast decides
-        }
-        run.note_forward(loss);
-        run.phase("backward");
-        scaler.scale(loss).backward();  // small gradients survive a short exponent
-        run.note_gradients(*net);
-        run.phase("optimizer");
-        scaler.step(*optimizer);  // unscales; skips the update where a gradient is not finite
-        scaler.update();          // a smaller scale after a skipped step, a larger one now and then
-        net->zero_grad(/*set_to_none=*/true);
-        return loss;
-      },
-      course::capture_options(options, world.device()));
-  run.watch(train_step);
-
-  for (; step < options.steps; ++step) {
-    micro_batches.draw(step);
-    run.begin_step();
-    const auto [x, y] = micro_batches.get(0);
-    const auto loss = train_step(x, y);
-    run.end_step(loss);
+  const course::MseLoss criterion(run);
+  for (int64_t step = 0; step < options.steps; ++step) {
+    run.step(batches.draw(step, rows), [&](const course::StepBatches& batch) {
+      const auto [x, y] = batch.get(0);
+      torch::Tensor loss;
+      {
+        const lockstep::Autocast amp(world.device(), precision.dtype, precision.lower);
+        loss = criterion(ddp(x), y);  // in full precision, as autocast decides
+      }
+      scaler.scale(loss).backward();  // small gradients survive a short exponent
+      run.before_update();
+      scaler.step(*optimizer);  // unscales; skips the update if a gradient is not finite
+      scaler.update();          // a smaller scale after a skipped step, a larger one now and then
+      net->zero_grad(/*set_to_none=*/true);
+      return loss;
+    });
   }
   run.finish(*net, *optimizer, masters);
   return 0;

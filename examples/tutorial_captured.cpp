@@ -14,7 +14,7 @@ int train(int, char**) {
   net->to(device);
   lockstep::Sgd optimizer(net->parameters(), {.lr = 0.5});
 
-  // Runs as it is at first, then only as a recording: nothing in it may wait for the GPU.
+  // The first calls run this function, later ones replay it: nothing in it may wait for the GPU.
   lockstep::CapturedStep step([&](const torch::Tensor& x, const torch::Tensor& y) {
     const auto loss = torch::mse_loss(net->forward(x), y);
     loss.backward();

@@ -43,7 +43,7 @@ struct LowAndFull {
         ours(make(low->parameters(), masters)),
         expected(make(full->parameters(), std::nullopt)) {}
 
-  /// Of the low net; what is rounded there is rounded in the full one too, after copy_gradients().
+  /// Sets the gradients of the low net; copy_gradients() gives the full net the same, rounded.
   void set_gradients(int step, double scale = 1) const {
     test::set_gradients(low->parameters(), step, scale);
   }
@@ -112,7 +112,7 @@ inline void check_saved_optimizer_goes_on(const MakeNet& make_net, const MakeWit
   const auto second = make(resumed->parameters(), resumed_masters);
   for (int step = 0; step < 10; ++step) {
     if (step == 5) {
-      // The module's own weights come from its file; of norms nobody keeps another copy.
+      // The module's own weights come from its file; norms have no master.
       const torch::NoGradGuard no_grad;
       for (size_t i = 0; i < whole->parameters().size(); ++i) {
         resumed->parameters()[i].copy_(whole->parameters()[i]);

@@ -11,8 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/adam.hpp"
-#include "lockstep/sgd.hpp"
+#include "lockstep/optim.hpp"
 
 namespace lockstep::test {
 

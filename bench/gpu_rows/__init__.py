@@ -1,1 +1,1 @@
-"""The rows of performance.md that bench/gpu measures: a module a row, each with run(bench), and what rows share."""
+"""The rows of performance.md that bench/gpu measures, and what they share: bench, mlp, tables."""

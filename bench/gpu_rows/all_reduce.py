@@ -25,9 +25,9 @@ def all_reduce_cases(bench, ranks, sizes):
     settings = dict(devices=f"cpu:{ranks}" if bench.dry else f"cuda:0*{ranks}", sizes=sizes)
     near = "shm" if bench.dry else "ipc"
 
-    def ours(backend, reachable):
+    def ours(backend, registered):
         return (bench.ranks(ranks, bench.program("bench_all_reduce_gpu")),
-                dict(settings, backend=backend, reachable=reachable), ranks)
+                dict(settings, backend=backend, registered=registered), ranks)
 
     return {f"{near}, allocate()d": ours(near, True), f"{near}, any tensor": ours(near, False),
             "through host memory (shm)": ours("shm", False),

@@ -1,4 +1,4 @@
-"""What every row needs: where programs are, how long to measure, the GPU's ceilings, what has been found."""
+"""What every row needs: where programs are, how long to measure, the GPU's ceilings, the results so far."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ class Bench:
         self.flags = flags
         self.dry = flags.dry_run
         self.repetitions = 2 if flags.dry_run else (10 if flags.quick else 14)
-        self.precision = "bf16" if flags.dry_run else "fp16"  # of autocast; on the CPU it has no fp16
+        self.precision = "bf16" if flags.dry_run else "fp16"  # of autocast, which has no fp16 on the CPU
         self.device = {"device": "cpu"} if flags.dry_run else {}  # programs choose the GPU by themselves
         self.ceilings = None  # the Worker that measures them
         self.rates = {}  # of measure_ceilings(): copy_gbps and tflops

@@ -3,7 +3,7 @@
 import subprocess
 
 import workers
-from gpu_rows import losses, mlp, tables
+from gpu_rows import mlp, tables
 
 SHAPE = (2048, 4096, 4, 128)
 DEFAULT, VIEWS = "PyTorch DDP over Gloo", "PyTorch DDP, bucket views"
@@ -14,7 +14,7 @@ def run(bench):
         print(f"\nRow 11: peak memory of a rank, MiB; two ranks share the GPU, {mlp.text(SHAPE)}, fp32, SGD")
         print("| set-up | lockstep's account | allocator's peak | by nvidia-smi | against default | against views |")
         print("|---|---:|---:|---:|---:|---:|")
-        problems = losses.problems(started, DEFAULT, "fp32")
+        problems = mlp.loss_problems(started, DEFAULT, "fp32")
         peaks = {}
         for name, worker in started.items():
             try:
@@ -45,8 +45,8 @@ def ddp_cases(bench):
 
 
 def print_peak(name, answer, pid, peaks, problem):
-    """One line of the table. Adds to `peaks`, {name: MiB of those before}."""
-    allocated = (answer["memory"] or {"allocated_mib": 1.0})["allocated_mib"]  # the CPU has no such account
+    """Prints one line of the table and adds to `peaks`, {name: MiB}."""
+    allocated = (answer["memory"] or {"allocated_mib": 1.0})["allocated_mib"]  # the CPU has no such allocator
     # Backends allocate buckets without libtorch's allocator: only the account has both.
     peaks[name] = max(allocated, answer.get("account_mib", 0.0))
     ratios = [f"{peaks[name] / peaks[base]:.2f}" if base in peaks and not problem else "-"
@@ -56,7 +56,7 @@ def print_peak(name, answer, pid, peaks, problem):
 
 
 def process_mib(pid):
-    """What the driver says that a process holds of the GPU."""
+    """The GPU memory that a process holds, by the driver's account."""
     query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()

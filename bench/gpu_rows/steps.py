@@ -1,20 +1,45 @@
-"""Rows 7 and 8: a training step of an MLP under AMP, with and without gradient accumulation."""
+"""Rows 6, 7 and 8: a training step of an MLP under AMP. Row 6: what DDP with one rank adds to a step of the bare model.
+Rows 7 and 8: lockstep against PyTorch, with and without gradient accumulation."""
 
 import contextlib
 
 import workers
-from gpu_rows import losses, mlp, tables
+from gpu_rows import mlp, tables
 
-SHAPES = {  # of a row: shape, and steps in one measurement
+SHAPES = {  # of a row: shape, and the steps in one measurement
     "7": [((1024, 1024, 2, 64), 40), ((1024, 4096, 2, 512), 40)],
     "8": [((4096, 4096, 4, 4096), 10)],
 }
 REFERENCE = "PyTorch AMP, eager, foreach SGD"
 
+OVERHEAD_SHAPE = (1024, 4096, 2, 512)
+BARE, WRAPPED = "bare model", "DDP, one rank"
+
+
+def run_ddp_overhead(bench):
+    with bench.running(overhead_cases(bench)) as started:
+        problems = mlp.loss_problems(started, f"{BARE}, eager", bench.precision)
+        answers = workers.take_turns(started, 2 * bench.repetitions, 4 if bench.dry else 60)
+    found = {name: tables.values_of(value, "ms") for name, value in answers.items()}
+    medians = tables.print_times(f"Row 6: DDP with one rank, {mlp.text(OVERHEAD_SHAPE)}, AMP fp16", found, problems,
+                                 {"bare, eager": [f"{BARE}, eager"], "bare, captured": [f"{BARE}, captured"]},
+                                 mlp.floor_ms(bench.rates, OVERHEAD_SHAPE))
+    for mode in ("eager", "captured"):
+        wrapped, bare = medians.get(f"{WRAPPED}, {mode}"), medians.get(f"{BARE}, {mode}")
+        if wrapped and bare:
+            print(f"\nOverhead of DDP, {mode}: {(wrapped / bare - 1) * 100:+.2f} % (target at most 0.5 %)")
+    bench.record["Row 6"] = {"medians": medians, "problems": problems, "answers": found}
+
+
+def overhead_cases(bench):
+    return {f"{what}, {mode}": (bench.program("bench_step"), mlp.settings(bench, OVERHEAD_SHAPE, ddp=ddp, **more), 0)
+            for mode, more in (("eager", {}), ("captured", {"capture": True}))
+            for what, ddp in ((BARE, False), (WRAPPED, True))}
+
 
 def run(bench, rows):
-    """All programs of all rows are started at once: compiling takes longer than measuring. But for those that are tuned:
-    they time kernels while they start, and have the GPU for themselves."""
+    """Starts all programs of all rows at once, since compiling takes longer than measuring. Only tuned ones start alone:
+    they time kernels while they start, and need the GPU to themselves."""
     shapes = [(row, shape, steps) for row in rows for shape, steps in SHAPES[row]]
     for accumulate in (1,) if bench.flags.quick else (1, 4):
         with contextlib.ExitStack() as stack:
@@ -28,7 +53,7 @@ def run(bench, rows):
 
 
 def wait_until_ready(groups):
-    """Nobody compiles while others are timed. A program that failed is reported when it is to be timed."""
+    """No program compiles while others are timed. A program that failed is reported when its turn comes."""
     for started in groups:
         for worker in started.values():
             with contextlib.suppress(workers.Failed):
@@ -65,7 +90,7 @@ def step_cases(bench, shape, accumulate):
 
 
 def time_steps(bench, row, shape, steps, accumulate, started):
-    problems = losses.problems(started, REFERENCE, bench.precision)
+    problems = mlp.loss_problems(started, REFERENCE, bench.precision)
     answers = workers.take_turns(started, bench.repetitions, max(2, steps // accumulate))
     found = {name: tables.values_of(value, "ms") for name, value in answers.items()}
     bases = {"eager": [name for name in found if "eager" in name and "PyTorch" in name]}

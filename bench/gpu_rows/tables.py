@@ -1,4 +1,4 @@
-"""What the tables of several rows share."""
+"""Printing, as several rows need it."""
 
 import statistics
 
@@ -6,7 +6,7 @@ import workers
 
 
 def values_of(answers, key):
-    """One value of each answer; a program that failed keeps its Failed."""
+    """One value of each answer; the Failed of a program that failed."""
     return answers if isinstance(answers, workers.Failed) else [answer[key] for answer in answers]
 
 
@@ -21,9 +21,9 @@ def print_problems(problems):
 
 
 def print_times(title, found, problems, bases, floor_ms):
-    """One line a case: median, spread, how much faster than each base, and its multiple of the floor.
+    """One line a case: median, spread, how much faster than each base, and the multiple of the floor.
 
-    found: {name: times or Failed}; bases: {heading: names, the fastest of which counts}. Gives the medians."""
+    found: {name: times or Failed}; bases: {heading: names, the fastest of which counts}. Returns the medians."""
     print(f"\n{title}")
     print(f"| set-up | ms a step | range | {' | '.join(f'against {base}' for base in bases)} | times the floor |")
     print("|---|---:|---:|" + "---:|" * (len(bases) + 1))

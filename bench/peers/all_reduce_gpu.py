@@ -1,4 +1,4 @@
-"""The twin of bench_all_reduce_gpu in PyTorch: Gloo with CUDA tensors. Started as ranks by `lockstep run`."""
+"""The counterpart of bench_all_reduce_gpu in PyTorch: Gloo with CUDA tensors. Started as ranks by `lockstep run`."""
 
 import time
 
@@ -19,11 +19,11 @@ def synchronize():
 
 
 def correct(tensor):
-    place = torch.arange(tensor.numel(), device=device, dtype=torch.float32).remainder(1000)
-    tensor.copy_(place * (dist.get_rank() + 1))
+    index = torch.arange(tensor.numel(), device=device, dtype=torch.float32).remainder(1000)
+    tensor.copy_(index * (dist.get_rank() + 1))
     dist.all_reduce(tensor)
     ranks = dist.get_world_size()
-    return torch.equal(tensor, place * (ranks * (ranks + 1) // 2))
+    return torch.equal(tensor, index * (ranks * (ranks + 1) // 2))
 
 
 def microseconds(tensor, repetitions):

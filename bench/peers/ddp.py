@@ -1,4 +1,4 @@
-"""The twin of bench_ddp in PyTorch: DistributedDataParallel over Gloo. Started as ranks by `lockstep run`."""
+"""The counterpart of bench_ddp in PyTorch: DistributedDataParallel over Gloo. Started as ranks by `lockstep run`."""
 
 import contextlib
 import json
@@ -63,7 +63,7 @@ for step in range(settings["steps"]):
 
 
 def settled_median(values):
-    """Without the first quarter, in which caches and allocators warm up."""
+    """The median without the first quarter, in which caches and allocators warm up."""
     values = sorted(values[len(values) // 4:])
     return values[len(values) // 2] if values else 0.0
 

@@ -1,9 +1,8 @@
-"""The twin of bench_gpt2 in PyTorch: the same model, weights and tokens, as PyTorch's users write it when it must be
-fast: autocast, scaled_dot_product_attention, cross_entropy on the logits as they are, fused AdamW; eager or compiled.
+"""The counterpart of bench_gpt2 in PyTorch: the same model, weights and tokens, as PyTorch's users write it for speed: autocast, scaled_dot_product_attention, cross_entropy on the logits as they are, fused AdamW; eager or compiled.
 
-"attention": "cudnn" puts cuDNN's attention first; "residual": "bf16" keeps what is added from block to block in bf16, as
+"attention": "cudnn" puts cuDNN's attention first; "residual": "bf16" keeps the residual stream in bf16, as
 lockstep's master weights do; "compile" may be a mode of torch.compile. The softmax includes the rows that pad the
-vocabulary, as everywhere: 47 of 50304, which learn not to be chosen.
+vocabulary, as is usual: 47 of 50304, which learn not to be chosen.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The twin of bench_optim_gpu in PyTorch: torch.optim with the variant named in the settings."""
+"""The counterpart of bench_optim_gpu in PyTorch: torch.optim with the variant named in the settings."""
 
 import time
 

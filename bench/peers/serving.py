@@ -1,4 +1,4 @@
-"""What bench/serve.hpp is in C++: answers the commands of bench/gpu."""
+"""The Python version of bench/serve.hpp: answers the commands of bench/gpu."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ def settings():
 
 
 def serve(options, rank, ready, measure):
-    """Writes `ready`, then what measure(N) gives for each "go N", until the commands end; rank 0 answers."""
+    """Writes `ready`, then the result of measure(N) for each "go N", until the commands end; rank 0 answers."""
     answers = open(options.get("answers", "/dev/stdout"), "a") if rank == 0 else None
 
     def answer(value):

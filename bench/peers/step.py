@@ -1,5 +1,5 @@
-"""The twin of bench_step in PyTorch: AMP with GradScaler and SGD; eager, compiled, or with forward and backward in a CUDA
-graph that the program captures itself; alone or as a rank of DDP."""
+"""The counterpart of bench_step in PyTorch: AMP with GradScaler and SGD; eager, compiled, or with forward and backward in
+a CUDA graph that the program captures itself; alone or as a rank of DDP."""
 
 import contextlib
 import math
@@ -86,8 +86,8 @@ def forward_backward():
 
 
 def capture():
-    """A function that replays forward and backward. As PyTorch's page on CUDA graphs has it: warmed up on another stream,
-    gradients made inside the graph, scaler and optimizer outside."""
+    """Returns a function that replays forward and backward, as PyTorch's page on CUDA graphs shows it: warmed up on another
+    stream, gradients made inside the graph, scaler and optimizer outside."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

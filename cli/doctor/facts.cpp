@@ -19,7 +19,7 @@
 #include <thread>
 
 #include "cli/nvml.hpp"
-#include "lockstep/board.hpp"
+#include "lockstep/detail/board.hpp"
 #include "lockstep/device_plan.hpp"
 #include "lockstep/error.hpp"
 
@@ -68,7 +68,7 @@ std::vector<fs::path> cgroup_folders(const std::string& kind) {
   return folders;
 }
 
-// Cores worth of time per period that the tightest group allows; null without a quota.
+// The cores' worth of time that the tightest group allows; null without a quota.
 json cpu_quota() {
   json quota;
   const auto keep_smaller = [&quota](double cores) {
@@ -126,7 +126,7 @@ json limit_of(__rlimit_resource resource) {
   return static_cast<int64_t>(limit.rlim_cur);
 }
 
-// Resolving may hang in a broken network; the thread is left behind then, and ends with lockstep.
+// Resolving may hang in a broken network. Then the thread is left behind and ends with lockstep.
 json host_name() {
   std::array<char, 256> name{};
   ::gethostname(name.data(), name.size() - 1);
@@ -153,7 +153,7 @@ json environment() {
   return set;
 }
 
-// Ticks of all cores together since the start: those spent, and all.
+// Ticks of all cores since the start: those spent, and all.
 struct Ticks {
   double busy = 0;
   double all = 0;
@@ -173,8 +173,8 @@ Ticks read_ticks() {
   return ticks;
 }
 
-// Boards of this user's runs that were killed, and apart from them what only has a board's name:
-// another user's file, another version's, or one that is no board at all.
+// Boards of this user's runs that were killed; and, separately, files that only have a board's
+// name: another user's, another version's, or no board at all.
 void add_boards(json& facts) {
   facts["leftover_boards"] = json::array();
   facts["unknown_boards"] = json::array();

@@ -7,14 +7,14 @@
 namespace lockstep::cli {
 
 /// What this machine offers: cores, quota, memory, shared memory, limits, host name, environment,
-/// GPUs as the driver counts them, boards left over. Values that cannot be had are null.
+/// GPUs as the driver counts them, leftover boards. Values that cannot be determined are null.
 nlohmann::json machine_facts();
 
-/// What `lockstep-probe` says about libtorch; {"error": text} where it cannot be run.
-/// Measuring takes a second or two; without it only versions, libraries and GPUs are there.
+/// What `lockstep-probe` says about libtorch; {"error": text} if it cannot be run.
+/// Measuring takes a second or two; without it there are only versions, libraries and GPUs.
 nlohmann::json probe_facts(bool measure, const Interrupts& interrupts);
 
-/// How many cores' worth of time this machine spends right now, watched for a moment.
+/// How many cores this machine keeps busy right now, watched for a moment.
 double busy_cores();
 
 }  // namespace lockstep::cli

@@ -1,35 +1,673 @@
+// Practical 10: data, model and pipeline parallelism together.
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <limits>
+
 #include "cli/lab/lab10.hpp"
+#include "cli/lab/lab_charts.hpp"
+#include "cli/lab/lab_plan.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/units.hpp"
 
-#include "cli/lab/lab10_answers.hpp"
-#include "cli/lab/lab10_charts.hpp"
-#include "cli/lab/lab10_plan.hpp"
-#include "cli/lab/lab10_tables.hpp"
+namespace lockstep::cli::practical10 {
+namespace {
 
-namespace lockstep::cli {
+// ---- Plan: "single" is one process with one stage and the whole batch, whose losses the parts
+// must equal. Parts 10.1 to 10.5 are "base", "micro_batches" by their number, "batch" by its rows,
+// "one_process" and "same_device". Schedules that run against each other are named as they are.
 
-LabReport lab10_report(const Lab10Results& results) {
+constexpr int kRanks = 2;
+constexpr int64_t kBaseMicroBatches = 4;
+const std::vector<int> kCourseMicroBatches = {2, 4, 8};
+const std::vector<int> kCourseBatches = {32, 64, 128};
+constexpr const char* kSchedules[] = {"sequential", "gpipe", "1f1b", "zero-bubble"};
+
+// One way to train.
+struct HybridVariant {
+  std::vector<RunKey> keys;
+  std::string name;   // of its record
+  std::string title;  // for people
+  int ranks = kRanks;
+  int stages = 2;
+  int64_t micro_batches = kBaseMicroBatches;
+  int64_t rows = 64;  // of a step, over all ranks
+  std::string schedule = "gpipe";
+  bool same_device = false;
+  double weight = 2;
+};
+
+// Two matrix products in each stage, so that stages take equally long. `batch` is that of the
+// parts; the schedules get so many rows that each micro-batch keeps a device busy.
+struct HybridSizes {
+  Sizes parts;
+  Sizes schedules;
+};
+
+HybridSizes choose_hybrid_sizes(const LabOptions& options, DeviceKind kind, int64_t stages,
+                                int64_t most_micro_batches) {
+  const int64_t depth = 2 * stages - 2;
+  Sizes standard = options.quick ? Sizes{8, 64, 768, 768, depth} : Sizes{20, 64, 1024, 1024, depth};
+  int64_t micro_rows = 64;
+  if (kind == DeviceKind::kCuda) {
+    standard = {options.quick ? 10 : 30, 64, 2048, 4096, depth};
+    micro_rows = 512;
+  }
+  HybridSizes sizes{choose_sizes(options, standard), choose_sizes(options, standard)};
+  sizes.schedules.batch = options.batch.value_or(micro_rows) * most_micro_batches;
+  return sizes;
+}
+
+// The --devices text for so many logical devices on the hardware that --devices names, spread
+// evenly over the GPUs.
+std::string divide_hardware(const std::vector<SlotPlan>& named, int devices) {
+  if (named[0].kind == DeviceKind::kCpu) return fmt::format("cpu:{}", devices);
+  std::vector<int> gpus;
+  for (const auto& slot : named) {
+    if (std::find(gpus.begin(), gpus.end(), slot.gpu) == gpus.end()) gpus.push_back(slot.gpu);
+  }
+  return spread_over_gpus(gpus, devices);
+}
+
+void require_rows(const HybridVariant& variant) {
+  if (variant.rows >= variant.ranks * variant.micro_batches) return;
+  const char* flag = variant.keys.front().what == "batch" ? "--batches" : "--batch";
+  throw Error(Code::kSplit,
+              fmt::format("{} {} cannot be divided over {} ranks and {} micro-batches: each needs "
+                          "a row",
+                          flag, variant.rows, variant.ranks, variant.micro_batches),
+              fmt::format("give a larger {}, or fewer --micro-batches", flag));
+}
+
+// The programs would refuse it too, but only when the first of them runs.
+void require_layers(int64_t stages, int64_t depth) {
+  const int64_t layers = 2 * depth + 3;  // of the mlp, with a ReLU between two linear ones
+  if (stages <= layers) return;
+  throw Error(
+      Code::kUsage,
+      fmt::format("--stages {} is more than the {} layers of --depth {}", stages, layers, depth),
+      fmt::format("give --depth {} or more, or leave it out", (stages - 2) / 2));
+}
+
+Experiment hybrid_experiment(const HybridVariant& variant, Sizes sizes,
+                             const std::vector<SlotPlan>& named) {
+  sizes.batch = variant.rows;
+  Experiment experiment;
+  experiment.keys = variant.keys;
+  experiment.name = variant.name;
+  experiment.title = variant.title;
+  experiment.devices = variant.ranks * variant.stages;
+  experiment.program = "practical10_hybrid";
+  experiment.ranks = variant.ranks;
+  experiment.arguments = program_arguments(sizes, divide_hardware(named, experiment.devices));
+  append(experiment, {"--micro-batches", std::to_string(variant.micro_batches), "--stages",
+                      std::to_string(variant.stages), "--schedule", variant.schedule});
+  if (variant.same_device) append(experiment, {"--place", "same"});
+  experiment.weight = variant.weight;
+  return experiment;
+}
+
+// The parts in the order of the course. `like` has the sizes of the base, which is also one of the
+// runs of 10.2 and of 10.3.
+std::vector<HybridVariant> part_variants(const HybridVariant& like,
+                                         const std::vector<int>& micro_batches,
+                                         const std::vector<int>& batches) {
+  std::vector<HybridVariant> variants;
+  const auto add = [&](std::vector<RunKey> keys, std::string name, std::string title) -> auto& {
+    variants.push_back(like);
+    variants.back().keys = std::move(keys);
+    variants.back().name = std::move(name);
+    variants.back().title = std::move(title);
+    return variants.back();
+  };
+  HybridVariant& single = add({{"single"}}, "single", "one device, the batch whole");
+  single.ranks = single.stages = 1;
+  single.micro_batches = 1;
+  add({{"base"}, {"micro_batches", like.micro_batches}, {"batch", like.rows}}, "base",
+      fmt::format("10.1: {} processes × {} stages, {} micro-batches", like.ranks, like.stages,
+                  like.micro_batches));
+  for (const int count : micro_batches) {
+    if (count == like.micro_batches) continue;
+    add({{"micro_batches", count}}, fmt::format("micro-batches-{}", count),
+        fmt::format("10.2: {} micro-batches", count))
+        .micro_batches = count;
+  }
+  for (const int rows : batches) {
+    if (rows == like.rows) continue;
+    add({{"batch", rows}}, fmt::format("batch-{}", rows),
+        fmt::format("10.3: a batch of {} rows", rows))
+        .rows = rows;
+  }
+  add({{"one_process"}}, "one-process", "10.4: one process").ranks = 1;
+  add({{"same_device"}}, "same-device", "10.5: all stages on one device").same_device = true;
+  return variants;
+}
+
+LabPlan plan(const LabOptions& options, const Hardware& hardware) {
+  const auto named = plan_devices(options.devices, hardware);
+  const auto micro_batches = options.ascending("--micro-batches", kCourseMicroBatches);
+  const auto batches = options.ascending("--batches", kCourseBatches);
+  const int stages = static_cast<int>(options.count("--stages").value_or(2));
+  const auto sizes = choose_hybrid_sizes(options, named[0].kind, stages, micro_batches.back());
+  require_layers(stages, sizes.parts.depth);
+
+  const bool usual = std::find(micro_batches.begin(), micro_batches.end(), kBaseMicroBatches) !=
+                     micro_batches.end();
+  const HybridVariant base{.keys = {},
+                           .name = {},
+                           .title = {},
+                           .stages = stages,
+                           .micro_batches = usual ? kBaseMicroBatches : micro_batches.front(),
+                           .rows = sizes.parts.batch};
+  LabPlan plan{.repetitions = options.repetitions(), .experiments = {}};
+  for (const auto& variant : part_variants(base, micro_batches, batches)) {
+    require_rows(variant);
+    plan.experiments.push_back(hybrid_experiment(variant, sizes.parts, named));
+  }
+  std::vector<Experiment> scheduled;
+  for (const char* schedule : kSchedules) {
+    const HybridVariant variant{.keys = {{schedule}},
+                                .name = schedule,
+                                .title = fmt::format("{}, {} stages, {} micro-batches", schedule,
+                                                     stages, micro_batches.back()),
+                                .ranks = 1,
+                                .stages = stages,
+                                .micro_batches = micro_batches.back(),
+                                .rows = sizes.schedules.batch,
+                                .schedule = schedule,
+                                .weight = 3};
+    scheduled.push_back(hybrid_experiment(variant, sizes.schedules, named));
+  }
+  add_in_turns(plan, scheduled);
+  return plan;
+}
+
+// ---- Tables
+
+const DeviceRecord* device_named(const RunSet& set_up, const std::string& name) {
+  for (const auto& device : set_up.first().devices) {
+    if (device.name == name) return &device;
+  }
+  return nullptr;
+}
+
+Table placement_table(const AnswerContext& context) {
+  struct Row {
+    std::string part;
+    StageRecord stage;
+    const DeviceRecord* device;
+  };
+  std::vector<Row> rows;
+  for (const SetRow& part :
+       {SetRow{"10.1 base", &context.base}, SetRow{"10.4 one process", &context.one_process},
+        SetRow{"10.5 same device", &context.same_device}}) {
+    for (const auto& stage : pipeline_of(*part.set_up).stages) {
+      rows.push_back({part.name, stage, device_named(*part.set_up, stage.device)});
+    }
+  }
+  Table table = make_table<Row>(
+      "Who uses which device",
+      {{"part", [](const Row& row) { return row.part; }, Align::kLeft},
+       {"rank", [](const Row& row) { return std::to_string(row.stage.rank); }},
+       {"stage", [](const Row& row) { return std::to_string(row.stage.stage); }},
+       {"device", [](const Row& row) { return row.stage.device; }, Align::kLeft},
+       {"hardware",
+        [](const Row& row) { return row.device != nullptr ? hardware_of(*row.device) : "—"; },
+        Align::kLeft},
+       {"layers", [](const Row& row) { return std::to_string(row.stage.layers); }},
+       {"parameters", [](const Row& row) { return std::to_string(row.stage.parameters); }},
+       {"forward", [](const Row& row) { return format_ms(row.stage.forward_ms); }},
+       {"backward",
+        [](const Row& row) { return format_ms(row.stage.backward_ms + row.stage.weight_ms); }},
+       {"device peak",
+        [](const Row& row) {
+          return row.device != nullptr ? format_bytes(row.device->peak_bytes) : "—";
+        }}},
+      rows);
+  table.add_note("Forward and backward: mean time of one micro-batch in that stage.");
+  return table;
+}
+
+Table synchronisation_table(const AnswerContext& context) {
+  using Sync = Synchronisation;
+  Table table = make_table<Sync>(
+      "Synchronisation in one step of the base",
+      {{"rank", [](const Sync& sync) { return std::to_string(sync.rank); }},
+       {"stage", [](const Sync& sync) { return std::to_string(sync.stage); }},
+       {"last backward ended", [](const Sync& sync) { return format_ms(sync.last_backward_ms); }},
+       {"synchronised from", [](const Sync& sync) { return format_ms(sync.begin_ms); }},
+       {"to", [](const Sync& sync) { return format_ms(sync.end_ms); }},
+       {"hidden",
+        [](const Sync& sync) { return sync.hidden_ms > 0 ? format_ms(sync.hidden_ms) : "—"; }}},
+      synchronisations_of(pipeline_of(context.base)));
+  table.add_note(
+      "Times from the begin of the run's last step. Hidden: while other stages of the same rank "
+      "still went backward.");
+  return table;
+}
+
+// A column about the trace of a set-up's step.
+template <class Text>
+SetColumn trace_column(const std::string& title, const Text& text_of) {
+  return {title, [text_of](const SetRow& row) { return text_of(pipeline_of(*row.set_up)); }};
+}
+
+SetColumn count_column(const std::string& title, int64_t ActionCounts::*count) {
+  return trace_column(title, [count](const PipelineRecord& pipeline) {
+    return std::to_string(counts_of(pipeline).*count);
+  });
+}
+
+SetColumn bubble_column(const std::string& title, double PipelineRecord::*bubble) {
+  return {title,
+          [bubble](const SetRow& row) { return format_percent(mean_of(*row.set_up, bubble)); }};
+}
+
+SetColumn span_column(const std::string& title, double PipelineRecord::*span_ms) {
+  return {title, [span_ms](const SetRow& row) { return format_ms(mean_of(*row.set_up, span_ms)); }};
+}
+
+SetColumn held_column() {
+  return trace_column(
+      "held", [](const PipelineRecord& pipeline) { return std::to_string(most_held(pipeline)); });
+}
+
+// "4 × 8", "3 × 11 11 10".
+std::string micro_batch_rows(const PipelineRecord& pipeline) {
+  const auto& rows = pipeline.rows;
+  if (rows.empty()) return std::to_string(pipeline.micro_batches);
+  return fmt::format("{} × {}", pipeline.micro_batches,
+                     all_equal(rows) ? std::to_string(rows.front()) : format_rows(rows));
+}
+
+std::string order_cell(const SetRow& row) {
+  if (row.base == nullptr) return "base";
+  const auto order = order_of(pipeline_of(*row.set_up));
+  if (order.empty()) return "—";
+  return order == order_of(pipeline_of(*row.base)) ? "as base" : "other";
+}
+
+Table actions_table(const AnswerContext& context) {
+  SetColumn micro_batches = trace_column("micro-batches × rows", micro_batch_rows);
+  micro_batches.align = Align::kLeft;
+  const auto losses_cell = [&context](const SetRow& row) -> std::string {
+    const double apart = largest_deviation(context.single, {row.set_up});
+    if (apart < 0) return "—";
+    return apart == 0 ? "equal" : at_most(apart) + " apart";
+  };
+  Table table = make_table<SetRow>(
+      "What a step does, counted in the trace",
+      {name_column("part"),
+       {"processes", [](const SetRow& row) { return std::to_string(row.first().world_size); }},
+       micro_batches,
+       count_column("forward", &ActionCounts::forwards),
+       count_column("backward", &ActionCounts::backwards),
+       count_column("sync", &ActionCounts::synchronisations),
+       {"all-reduces",
+        [](const SetRow& row) { return fmt::format("{:g}", row.first().all_reduces.count); }},
+       trace_column(
+           "devices",
+           [](const PipelineRecord& pipeline) { return std::to_string(devices_used(pipeline)); }),
+       {"order", order_cell, Align::kLeft},
+       {"losses", losses_cell, Align::kLeft}},
+      parts_of(context));
+  table.add_note(
+      "Actions of all ranks in the last step; rows of each micro-batch on rank 0; all-reduces per "
+      "step on a rank. Order: whether every rank's devices ran the same actions in the same order. "
+      "Losses: against one device with the same batch, where a part has that batch.");
+  return table;
+}
+
+Table timing_table(const AnswerContext& context) {
+  Table table = make_table<SetRow>(
+      "Time and memory of each part",
+      {name_column("part"), step_column(),
+       bubble_column("bubble, predicted", &PipelineRecord::predicted_bubble),
+       bubble_column("measured", &PipelineRecord::bubble),
+       trace_column(
+           "overlap",
+           [](const PipelineRecord& pipeline) { return format_share(overlap_of(pipeline)); }),
+       held_column(), peak_column(),
+       trace_column(
+           "message",
+           [](const PipelineRecord& pipeline) { return format_bytes(message_bytes(pipeline)); })},
+      parts_of(context));
+  table.add_note(
+      "One run each. Overlap: share of rank 0's computing time in which several of its devices "
+      "computed. Held: most micro-batches whose activations a stage kept at once. Peak: of the "
+      "fullest device. Message: the largest output that went to the next stage.");
+  if (sharing(context.base) > 1) table.add_note(shared_remark(context.base));
+  return table;
+}
+
+std::string span_ratio_cell(const SetRow& row) {
+  const double span = mean_of(*row.set_up, &PipelineRecord::span_ms);
+  if (!(span > 0)) return "—";
+  return format_percent(mean_of(*row.set_up, &PipelineRecord::predicted_span_ms) / span);
+}
+
+// "20.0 MiB / 16.0 MiB", by device.
+std::string peaks_cell(const SetRow& row) {
+  std::vector<std::string> peaks;
+  for (const auto& device : merged_devices(*row.set_up)) {
+    peaks.push_back(format_bytes(device.peak_bytes));
+  }
+  return fmt::format("{}", fmt::join(peaks, " / "));
+}
+
+Table schedules_table(const AnswerContext& context) {
+  Table table = make_table<SetRow>(
+      fmt::format("Schedules: {} stages in one process, {} micro-batches, {} rows",
+                  context.gpipe.devices, pipeline_of(context.gpipe).micro_batches,
+                  rows_of(context.gpipe)),
+      {name_column("schedule"),
+       step_column(),
+       speedup_column(),
+       bubble_column("bubble, predicted", &PipelineRecord::predicted_bubble),
+       bubble_column("measured", &PipelineRecord::bubble),
+       span_column("span, predicted", &PipelineRecord::predicted_span_ms),
+       span_column("measured", &PipelineRecord::span_ms),
+       {"ratio", span_ratio_cell},
+       held_column(),
+       {"peak per device", peaks_cell}},
+      schedules_of(context));
+  table.add_note(
+      "Sequential: the same stages, one micro-batch after the other. Zero-bubble: 1f1b with each "
+      "backward in two, of the input and of the weights, but for the first stage, whose input "
+      "needs no gradient. Span: first action to last, without the update; ratio: predicted over "
+      "measured. Held: most micro-batches whose activations a stage kept at once.");
+  add_method_note(table, context.gpipe);
+  if (sharing(context.gpipe) > 1) table.add_note(shared_remark(context.gpipe));
+  add_noise_notes(table, context.runs, noisiest_of(context));
+  return table;
+}
+
+Table simulated_table(const AnswerContext& context) {
+  using Row = SimulatedSchedule;
+  const auto all = simulate_schedules(context.gpipe);
+  const double first = all.empty() ? 0 : all.front().simulation.makespan;
+  Table table = make_table<Row>(
+      "Schedules simulated with the stage times of gpipe's runs",
+      {{"schedule", [](const Row& row) { return row.schedule.name; }, Align::kLeft},
+       {"stages", [](const Row& row) { return std::to_string(row.schedule.stages()); }},
+       {"span", [](const Row& row) { return format_ms(row.simulation.makespan); }},
+       {"against gpipe",
+        [first](const Row& row) { return format_change(row.simulation.makespan / first - 1); }},
+       {"bubble", [](const Row& row) { return format_percent(row.simulation.bubble); }},
+       {"held",
+        [](const Row& row) {
+          const auto& held = row.simulation.peak_micro_batches;
+          return std::to_string(held.empty() ? 0 : *std::max_element(held.begin(), held.end()));
+        }}},
+      all);
+  table.add_note(
+      "Predicted with the same times for all, and messages that cost nothing. Interleaved: two "
+      "half stages on each device. Zero-bubble: the backward is taken as half for the input, half "
+      "for the weights.");
+  return table;
+}
+
+Table communication_table(const AnswerContext& context) {
+  struct Row {
+    std::string part;
+    AxisRecord axis;
+  };
+  std::vector<Row> rows;
+  auto set_ups = parts_of(context);
+  set_ups.push_back({"gpipe", &context.gpipe});
+  for (const auto& set_up : set_ups) {
+    for (const auto& axis : pipeline_of(*set_up.set_up).axes) {
+      // An axis of one rank says nothing, except for the data axis: nobody to average with.
+      if (axis.size >= 2 || axis.name == "data") rows.push_back({set_up.name, axis});
+    }
+  }
+  Table table = make_table<Row>(
+      "Communication per axis and step, on a rank",
+      {{"part", [](const Row& row) { return row.part; }, Align::kLeft},
+       {"axis", [](const Row& row) { return row.axis.name; }, Align::kLeft},
+       {"size", [](const Row& row) { return std::to_string(row.axis.size); }},
+       {"calls", [](const Row& row) { return fmt::format("{:g}", row.axis.calls); }},
+       {"bytes, predicted", [](const Row& row) { return format_bytes(row.axis.predicted_bytes); }},
+       {"counted", [](const Row& row) { return format_bytes(row.axis.bytes); }},
+       {"time, predicted", [](const Row& row) { return format_ms(row.axis.predicted_ms); }},
+       {"measured", [](const Row& row) { return format_ms(row.axis.ms); }}},
+      rows);
+  table.add_note(
+      "Bytes sent: predicted from the model's shapes, and counted. Time: predicted from those "
+      "bytes and a link measured before training, and measured, with the wait for the other side. "
+      "The pipeline's: messages times the median wait for one.");
+  return table;
+}
+
+// ---- Charts
+
+constexpr int kSynchronisationColour = 3;
+const std::vector<std::string> kLegend = {"F: forward", "B: backward", "W: weight gradient",
+                                          "S: synchronisation"};
+constexpr const char* kInputLegend = "I: input gradient";  // as a backward that is split
+
+int colour_of(const ActionRecord& action) {
+  if (action.kind == "F") return 0;
+  if (action.kind == "W") return 2;
+  return action.kind == "S" ? kSynchronisationColour : 1;
+}
+
+double first_begin(const std::vector<ActionRecord>& actions) {
+  double first = std::numeric_limits<double>::infinity();
+  for (const auto& action : actions) first = std::min(first, action.begin_ms);
+  return first;
+}
+
+TimelineRow& row_named(std::vector<TimelineRow>& rows, const std::string& label) {
+  const auto found = std::find_if(rows.begin(), rows.end(),
+                                  [&label](const TimelineRow& row) { return row.label == label; });
+  if (found != rows.end()) return *found;
+  rows.push_back({.label = label});
+  return rows.back();
+}
+
+// A row for each device in the order of ranks and stages, from the first action on.
+std::vector<TimelineRow> rows_of_actions(const PipelineRecord& pipeline,
+                                         const std::vector<ActionRecord>& actions,
+                                         const std::string& prefix, bool name_ranks) {
+  const auto label = [&](int rank, const std::string& device) {
+    return fmt::format("{}{} {}", prefix, name_ranks ? fmt::format(" rank {}", rank) : "", device);
+  };
+  std::vector<TimelineRow> rows;
+  const double begin = first_begin(actions);
+  for (const auto& stage : pipeline.stages) {
+    const bool seen = std::any_of(actions.begin(), actions.end(), [&](const ActionRecord& action) {
+      return action.rank == stage.rank && action.device == stage.device;
+    });
+    if (seen) row_named(rows, label(stage.rank, stage.device));
+  }
+  for (const auto& action : actions) {
+    const std::string number = action.kind == "S" ? "" : std::to_string(action.micro_batch);
+    row_named(rows, label(action.rank, action.device))
+        .spans.push_back({.name = action.kind + number,
+                          .begin_ms = action.begin_ms - begin,
+                          .end_ms = action.end_ms - begin,
+                          .colour = colour_of(action)});
+  }
+  return rows;
+}
+
+// What the legend has to say for these rows.
+std::vector<std::string> legend_for(const std::vector<TimelineRow>& rows) {
+  std::vector<std::string> legend(kLegend.size());
+  for (const auto& row : rows) {
+    for (const auto& span : row.spans) {
+      const auto colour = static_cast<size_t>(span.colour);
+      legend[colour] = span.name.starts_with("I") ? kInputLegend : kLegend[colour];
+    }
+  }
+  return legend;
+}
+
+std::string sharing_caption(const RunSet& set_up) {
+  return sharing(set_up) > 1 ? " The devices share hardware." : "";
+}
+
+Figure timeline_figure(const std::string& title, const RunSet& set_up) {
+  const PipelineRecord& pipeline = pipeline_of(set_up);
+  Timeline chart;
+  chart.title = title;
+  chart.rows = rows_of_actions(pipeline, pipeline.predicted, "predicted", false);
+  if (!chart.rows.empty()) chart.rows.emplace_back();  // a gap
+  for (auto& row :
+       rows_of_actions(pipeline, pipeline.actions, "measured", ranks_of(pipeline) > 1)) {
+    chart.rows.push_back(std::move(row));
+  }
+  chart.legend = legend_for(chart.rows);
+  return {
+      std::move(chart),
+      fmt::format("The last step of the first run: predicted from the mean times of the stages "
+                  "({}, bubble {:.0f} %) and measured (mean of all steps {}, bubble {:.0f} %).{}",
+                  format_ms(pipeline.predicted_span_ms), pipeline.predicted_bubble * 100,
+                  format_ms(pipeline.span_ms), pipeline.bubble * 100, sharing_caption(set_up))};
+}
+
+Figure bubble_figure(const AnswerContext& context) {
+  LineChart chart;
+  chart.title = "Bubble over micro-batches";
+  chart.x_label = "micro-batches";
+  chart.unit = Unit::kPercent;
+  chart.log_x = true;
+  LineSeries predicted{.name = "predicted"};
+  LineSeries measured{.name = "measured"};
+  LineSeries ideal{.name = "equal stages", .reference = true};
+  const auto stages = static_cast<int64_t>(devices_of(pipeline_of(context.base), 0).size());
+  for (const auto& set_up : context.micro_batches) {
+    for (auto* series : {&predicted, &measured, &ideal}) {
+      series->x.push_back(static_cast<double>(set_up.size));
+    }
+    predicted.y.push_back(mean_of(set_up, &PipelineRecord::predicted_bubble) * 100);
+    measured.y.push_back(mean_of(set_up, &PipelineRecord::bubble) * 100);
+    ideal.y.push_back(ideal_bubble(std::max<int64_t>(1, stages), set_up.size) * 100);
+  }
+  chart.series = {predicted, measured, ideal};
+  return {
+      std::move(chart),
+      fmt::format("Share of the devices' time in which they wait, with {} ranks of {} stages.{}",
+                  context.base.first().world_size, stages, sharing_caption(context.base))};
+}
+
+Figure time_figure(const AnswerContext& context) {
+  BarChart chart{
+      .title = "Time of a step by schedule",
+      .unit = Unit::kMilliseconds,
+      .categories = {},
+      .series = {{.name = "span, predicted"}, {.name = "span, measured"}, {.name = "whole step"}}};
+  for (const auto& row : schedules_of(context)) {
+    chart.categories.push_back(row.name);
+    chart.series[0].values.push_back(mean_of(*row.set_up, &PipelineRecord::predicted_span_ms));
+    chart.series[1].values.push_back(mean_of(*row.set_up, &PipelineRecord::span_ms));
+    chart.series[2].values.push_back(pooled_step_ms(*row.set_up).mean);
+  }
+  return {std::move(chart),
+          fmt::format("{} stages in one process, {} micro-batches; the whole step includes the "
+                      "update.{}",
+                      context.gpipe.devices, pipeline_of(context.gpipe).micro_batches,
+                      sharing_caption(context.gpipe))};
+}
+
+std::vector<Figure> figures(const AnswerContext& context) {
+  return {
+      timeline_figure("The base: predicted and measured", context.base),
+      timeline_figure("gpipe in one process: predicted and measured", context.gpipe),
+      timeline_figure("1f1b in one process: predicted and measured", context.one_f_one_b),
+      timeline_figure("zero-bubble in one process: predicted and measured", context.zero_bubble),
+      bubble_figure(context),
+      time_figure(context)};
+}
+
+// The simulated schedules as grids.
+std::vector<std::string> drawings(const AnswerContext& context) {
+  const auto names = devices_of(pipeline_of(context.gpipe), 0);
+  std::vector<std::string> all;
+  for (const auto& [schedule, simulation] : simulate_schedules(context.gpipe)) {
+    GridOptions options;
+    if (static_cast<int>(names.size()) == schedule.ranks()) options.rank_names = names;
+    all.push_back(fmt::format("{}, simulated with the stage times of gpipe's runs, in ms\n{}",
+                              schedule.name, format_grid(schedule, simulation, options)));
+  }
+  return all;
+}
+
+LabReport report(const LabRuns& runs) {
+  const AnswerContext context{runs};
   return {.title = "Practical 10: hybrid parallelism",
-          .stamp = results.base.runs.front(),
-          .tables = {{"placement", placement_table(results)},
-                     {"synchronisation", synchronisation_table(results)},
-                     {"actions", actions_table(results)},
-                     {"timing", timing_table(results)},
-                     {"schedules", schedules_table(results)},
-                     {"simulated", simulated_table(results)},
-                     {"communication", communication_table(results)}},
-          .figures = lab10_figures(results),
-          .answers = answer_lab10(results),
-          .drawings = lab10_drawings(results)};
+          .stamp = context.base.first(),
+          .tables = {{"placement", placement_table(context)},
+                     {"synchronisation", synchronisation_table(context)},
+                     {"actions", actions_table(context)},
+                     {"timing", timing_table(context)},
+                     {"schedules", schedules_table(context)},
+                     {"simulated", simulated_table(context)},
+                     {"communication", communication_table(context)}},
+          .figures = figures(context),
+          .answers = answer_questions(context),
+          .drawings = drawings(context)};
 }
 
-Lab lab10() {
-  return {.folder = "reports/lab10",
-          .plan = plan_lab10,
-          .report = [](const Finished& finished, double others_busy_cores) {
-            Lab10Results results = collect_lab10(finished);
-            results.others_busy_cores = others_busy_cores;
-            return lab10_report(results);
-          }};
+}  // namespace
+
+std::vector<SetRow> parts_of(const AnswerContext& context) {
+  std::vector<SetRow> parts = {{"10.1 base", &context.base}};
+  const auto add = [&](const std::string& name, const RunSet& set_up) {
+    parts.push_back({name, &set_up, &context.base});
+  };
+  const int64_t base_count = pipeline_of(context.base).micro_batches;
+  for (const auto& set_up : context.micro_batches) {
+    if (set_up.size != base_count) add(fmt::format("10.2 {} micro-batches", set_up.size), set_up);
+  }
+  for (const auto& set_up : context.batches) {
+    if (set_up.size != rows_of(context.base))
+      add(fmt::format("10.3 batch {}", set_up.size), set_up);
+  }
+  add("10.4 one process", context.one_process);
+  add("10.5 same device", context.same_device);
+  return parts;
 }
 
-}  // namespace lockstep::cli
+std::vector<SetRow> schedules_of(const AnswerContext& context) {
+  return {{"sequential", &context.sequential},
+          {"gpipe", &context.gpipe, &context.sequential},
+          {"1f1b", &context.one_f_one_b, &context.sequential},
+          {"zero-bubble", &context.zero_bubble, &context.sequential}};
+}
+
+Comparison noisiest_of(const AnswerContext& context) {
+  Comparison noisiest = compare(context.sequential, context.gpipe);
+  for (const RunSet* set_up : {&context.one_f_one_b, &context.zero_bubble}) {
+    const Comparison other = compare(context.sequential, *set_up);
+    if (other.noise > noisiest.noise) noisiest = other;
+  }
+  return noisiest;
+}
+
+Lab lab() {
+  using Kind = LabFlag::Kind;
+  return {.name = "10",
+          .folder = "reports/lab10",
+          .flags = {{.name = "--micro-batches",
+                     .kind = Kind::kList,
+                     .help = "MICRO_BATCHES, one run each (default: 2,4,8)"},
+                    {.name = "--batches",
+                     .kind = Kind::kList,
+                     .help = "BATCH_SIZE, one run each (default: 32,64,128)",
+                     .last = 1'000'000},
+                    {.name = "--stages",
+                     .kind = Kind::kCount,
+                     .help = "stages of the model (default: 2)",
+                     .first = 2,
+                     .last = 64}},
+          .examples = {{"", "data, model and pipeline parallel"},
+                       {"--stages 3 --micro-batches 3,6", "other stages and MICRO_BATCHES"}},
+          .plan = plan,
+          .report = report};
+}
+
+}  // namespace lockstep::cli::practical10

@@ -1,32 +1,576 @@
-#include "cli/lab/lab6.hpp"
+// Practical 6: DataParallel (DP) against DistributedDataParallel (DDP) on the same devices.
 
-#include "cli/lab/lab6_answers.hpp"
-#include "cli/lab/lab6_charts.hpp"
-#include "cli/lab/lab6_plan.hpp"
-#include "cli/lab/lab6_tables.hpp"
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 
-namespace lockstep::cli {
+#include <algorithm>
+#include <cmath>
 
-LabReport lab6_report(const Lab6Results& results) {
-  return {.title = "Practical 6: DistributedDataParallel",
-          .stamp = results.single.runs.front(),
-          .tables = {{"methods", methods_table(results)},
-                     {"balance", balance_table(results)},
-                     {"overlap", overlap_table(results)},
-                     {"communication", communication_table(results)},
-                     {"scaling", scaling_table(results)}},
-          .figures = lab6_figures(results),
-          .answers = answer_lab6(results)};
+#include "cli/lab/lab_charts.hpp"
+#include "cli/lab/lab_plan.hpp"
+#include "cli/lab/lab_tables.hpp"
+#include "cli/lab/lab_text.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/units.hpp"
+
+namespace lockstep::cli::practical6 {
+namespace {
+
+// ---- Plan: "single"; "dp" and "ddp", both by the same numbers of devices.
+
+constexpr size_t kMostBucketRows = 10;
+const std::vector<int> kCourseRanks = {1, 2, 4};
+
+// Ascending, with 1 among them: every speed-up is against one rank.
+std::vector<int> with_one(std::vector<int> ranks) {
+  if (ranks.front() != 1) ranks.insert(ranks.begin(), 1);
+  return ranks;
 }
 
-Lab lab6() {
-  return {.folder = "reports/lab6",
-          .plan = plan_lab6,
-          .report = [](const Finished& finished, double others_busy_cores) {
-            Lab6Results results = collect_lab6(finished);
-            results.others_busy_cores = others_busy_cores;
-            return lab6_report(results);
+struct Scale {
+  std::vector<SlotPlan> slots;  // of all devices
+  std::vector<int> ranks;
+};
+
+// A rank needs a device of its own. Without --devices the GPUs are used if there are enough of
+// them, otherwise the cores, which may be shared.
+Scale choose_scale(const LabOptions& options, const Hardware& hardware) {
+  const bool asked = !options.list("--ranks").empty();
+  const auto ranks = with_one(options.ascending("--ranks", kCourseRanks));
+  if (!options.devices.empty()) {
+    Scale scale{plan_devices(options.devices, hardware), ranks};
+    const int devices = static_cast<int>(scale.slots.size());
+    if (!asked) scale.ranks = scaling_points(devices);
+    if (scale.ranks.back() > devices) {
+      throw Error(Code::kUsage,
+                  fmt::format("{} ranks need a device each, but --devices {} names {}",
+                              scale.ranks.back(), options.devices, devices),
+                  "name more devices, fewer --ranks, or leave --devices out");
+    }
+    return scale;
+  }
+  if (!asked && hardware.gpus > 1) {
+    return {plan_devices("cuda", hardware), scaling_points(hardware.gpus)};
+  }
+  // Ranks that shared a GPU would show no scaling.
+  const int most = ranks.back();
+  const std::string spec =
+      hardware.gpus >= most ? default_devices(hardware, most) : fmt::format("cpu:{}", most);
+  return {plan_devices(spec, hardware), ranks};
+}
+
+LabPlan plan(const LabOptions& options, const Hardware& hardware) {
+  const auto [slots, ranks] = choose_scale(options, hardware);
+  const LabConfig config{hardware, slots, choose_sizes(options, slots[0].kind)};
+  require_row_for_each_rank(config.sizes.batch, ranks.back(), "--ranks");
+  const std::string bucket_mib = options.text("--bucket-mib");
+  std::vector<Experiment> timed = {timed_experiment(Method::kSingle, config, 1)};
+  for (const int count : ranks) {
+    timed.push_back(timed_experiment(Method::kDataParallel, config, count));
+    timed.push_back(timed_experiment(Method::kDistributed, config, count));
+    if (!bucket_mib.empty()) append(timed.back(), {"--bucket-mib", bucket_mib});
+  }
+  LabPlan plan{.repetitions = options.repetitions(), .experiments = {}};
+  add_in_turns(plan, timed);
+  return plan;
+}
+
+// The number of devices to look at closely: the most ranks that each have hardware of their own,
+// or the most of all if no several ranks do.
+int64_t focus_of(const std::vector<RunSet>& distributed) {
+  int64_t best = distributed.back().size;
+  for (const auto& set_up : distributed) {
+    if (set_up.devices > 1 && sharing(set_up) == 1) best = set_up.size;
+  }
+  return best;
+}
+
+// What tables and answers look at: both methods on the same devices.
+struct AnswerContext {
+  const LabRuns& runs;
+  const RunSet& single;
+  const RunSet& dp;
+  const RunSet& ddp;
+  int ranks;
+  Comparison comparison;  // how much faster DDP is
+  Communication communication;
+  std::vector<DeviceRecord> dp_devices;
+  std::vector<DeviceRecord> ddp_devices;
+  const RunRecord& record;  // DDP, first repetition
+
+  explicit AnswerContext(const LabRuns& of)
+      : runs(of),
+        single(of.of("single")),
+        dp(of.of("dp", focus_of(of.all("ddp")))),
+        ddp(of.of("ddp", focus_of(of.all("ddp")))),
+        ranks(ddp.devices),
+        comparison(compare(dp, ddp)),
+        communication(communication_of(ddp)),
+        dp_devices(merged_devices(dp)),
+        ddp_devices(merged_devices(ddp)),
+        record(ddp.first()) {}
+
+  bool one_rank() const { return ranks < 2; }
+  bool shared() const { return sharing(ddp) > 1; }
+  std::string noise(const Comparison& of) const { return noise_remark(runs, of); }
+};
+
+// Buckets of the last step whose communication backward hid wholly.
+int64_t finished_in_backward(const RunRecord& run) {
+  return std::count_if(run.buckets.begin(), run.buckets.end(), [&run](const BucketRecord& bucket) {
+    return bucket.finished_ms <= run.backward_ms;
+  });
+}
+
+// ---- Tables
+
+std::string busy_cell(const SetRow& row) {
+  const Imbalance imbalance = imbalance_of(merged_devices(*row.set_up));
+  if (row.set_up->devices == 1) return format_percent(imbalance.most_busy);
+  return fmt::format("{:.0f} … {:.0f} %", imbalance.least_busy * 100, imbalance.most_busy * 100);
+}
+
+// "30.0 / 20.0 MiB": device 0 and the mean of the others.
+std::string peaks_cell(const SetRow& row) {
+  const auto devices = merged_devices(*row.set_up);
+  const std::string first = format_bytes(devices.front().peak_bytes);
+  if (devices.size() == 1) return first;
+  return fmt::format("{} / {}", first,
+                     format_bytes(others_mean(devices, &DeviceRecord::peak_bytes)));
+}
+
+Table methods_table(const AnswerContext& context) {
+  std::vector<SetRow> rows = {{"single", &context.single}};
+  for (const auto& ddp : context.runs.all("ddp")) {
+    rows.push_back({"DP", &context.runs.of("dp", ddp.size), &context.single});
+    rows.push_back({"DDP", &ddp, &context.single});
+  }
+  Table table = make_table<SetRow>(
+      "DataParallel (DP) against DistributedDataParallel (DDP)",
+      {name_column("set-up"),
+       {"processes", [](const SetRow& row) { return std::to_string(row.first().world_size); }},
+       devices_column(),
+       {"rows per device", [](const SetRow& row) { return format_rows(row.first().split); },
+        Align::kLeft},
+       {"busy", busy_cell},
+       {"peak, 0 / others", peaks_cell},
+       step_column(),
+       range_column(),
+       speedup_column()},
+      rows);
+  add_method_note(table, context.single);
+  table.add_note("Peak: of device 0, and of the others on average.");
+  table.add_note(fmt::format("On {} DDP is {}.", plural(context.ranks, "device"),
+                             times_against(context.comparison.speedup.mean, "DP")));
+  add_noise_notes(table, context.runs, context.comparison);
+  return table;
+}
+
+Table balance_table(const AnswerContext& context) {
+  Table table = load_table("Balance: device by device under both methods",
+                           {{"DP", &context.dp}, {"DDP", &context.ddp}});
+  table.add_note(
+      "Under DP all devices belong to one process and device 0 serves the others; under DDP each "
+      "belongs to a process of its own and holds weights, gradients and optimizer state alike.");
+  add_busy_note(table, context.ddp);
+  return table;
+}
+
+// Where a bucket's communication lies: before the end of backward, after it, or across.
+std::string against_backward(const BucketRecord& bucket, double backward_ms) {
+  if (bucket.finished_ms <= backward_ms) return "hidden: finished before";
+  const std::string late = format_ms(bucket.finished_ms - backward_ms);
+  if (bucket.launched_ms >= backward_ms) return fmt::format("launched after, {} late", late);
+  return fmt::format("finished {} after", late);
+}
+
+Table overlap_table(const AnswerContext& context) {
+  using Bucket = BucketRecord;
+  const double backward_ms = context.record.backward_ms;
+  Table table = make_table<Bucket>(
+      fmt::format("Overlap: the buckets of one step with {}", plural(context.ranks, "rank")),
+      {{"bucket", [](const Bucket& bucket) { return std::to_string(bucket.index); }},
+       {"parameters", [](const Bucket& bucket) { return std::to_string(bucket.parameters); }},
+       {"size", [](const Bucket& bucket) { return format_bytes(bucket.bytes); }},
+       {"launched", [](const Bucket& bucket) { return format_ms(bucket.launched_ms); }},
+       {"finished", [](const Bucket& bucket) { return format_ms(bucket.finished_ms); }},
+       {"against the end of backward",
+        [=](const Bucket& bucket) { return against_backward(bucket, backward_ms); }, Align::kLeft}},
+      context.record.buckets);
+  table.add_note(fmt::format(
+      "Times of rank 0's last step in the first run, from the begin of backward, which ended after "
+      "{}.",
+      format_ms(backward_ms)));
+  return table;
+}
+
+Table communication_table(const AnswerContext& context) {
+  const auto time = [](double Communication::*ms) {
+    return [ms](const SetRow& row) { return format_ms(communication_of(*row.set_up).*ms); };
+  };
+  std::vector<SetRow> rows;
+  for (const auto& set_up : context.runs.all("ddp")) rows.push_back({"DDP", &set_up});
+  Table table = make_table<SetRow>(
+      "Communication per step",
+      {devices_column("ranks"),
+       {"all-reduces",
+        [](const SetRow& row) { return fmt::format("{:g}", row.first().all_reduces.count); }},
+       {"bytes", [](const SetRow& row) { return format_bytes(row.first().all_reduces.bytes); }},
+       {"total", time(&Communication::total_ms)},
+       {"hidden", time(&Communication::hidden_ms)},
+       {"exposed", time(&Communication::exposed_ms)},
+       {"hidden share",
+        [](const SetRow& row) {
+          return format_percent(communication_of(*row.set_up).hidden_share());
+        }},
+       {"exposed / step",
+        [](const SetRow& row) {
+          return fmt::format("{:.1f} %", 100 * exposed_share(*row.set_up));
+        }}},
+      rows);
+  table.add_note(
+      "Total: from launch to finish of the buckets, mean over ranks and runs, waiting for peers "
+      "included. Exposed: what the training thread itself spent on it; the rest was hidden behind "
+      "backward.");
+  return table;
+}
+
+Table scaling_table(const AnswerContext& context) {
+  std::vector<SetRow> rows;
+  const auto add = [&rows](const char* name, const std::vector<RunSet>& sets) {
+    for (const auto& set_up : sets) {
+      rows.push_back({name, &set_up, &set_up == &sets.front() ? nullptr : &sets.front()});
+    }
+  };
+  add("DP", context.runs.all("dp"));
+  add("DDP", context.runs.all("ddp"));
+  Table table = make_table<SetRow>(
+      "Scaling: each method against itself on one device",
+      {name_column("method"),
+       devices_column(),
+       step_column(),
+       range_column(),
+       speedup_column(),
+       {"efficiency",
+        [](const SetRow& row) {
+          return row.base == nullptr ? "—"
+                                     : format_percent(compare(*row.base, *row.set_up).efficiency);
+        }},
+       proportional_column()},
+      rows);
+  add_method_note(table, context.single);
+  add_noise_notes(table, context.runs, compare(context.runs.of("ddp"), context.ddp));
+  return table;
+}
+
+// ---- Charts
+
+std::string devices_text(const RunSet& set_up) {
+  return plural(set_up.devices, "device") + (sharing(set_up) > 1 ? ", shared" : "");
+}
+
+Figure step_time_figure(const AnswerContext& context) {
+  const auto bars = [&context](const char* name, const char* what) {
+    LineSeries series = step_series(name, context.runs.all(what));
+    return BarSeries{name, std::move(series.y), std::move(series.deviations)};
+  };
+  BarChart chart{.title = "Step time: DP against DDP",
+                 .unit = Unit::kMilliseconds,
+                 .categories = {},
+                 .series = {bars("DP", "dp"), bars("DDP", "ddp")}};
+  for (const auto& set_up : context.runs.all("ddp")) {
+    chart.categories.push_back(devices_text(set_up));
+  }
+  return {std::move(chart),
+          fmt::format("Mean step time with its deviation; on {} DP took {} and DDP {}.",
+                      devices_text(context.ddp), step_of(context.dp), step_of(context.ddp))};
+}
+
+Figure memory_figure(const AnswerContext& context) {
+  return {
+      peak_chart({{"DP", &context.dp}, {"DDP", &context.ddp}}),
+      fmt::format("Device 0 held {} against the others' mean under DP and {} under DDP.",
+                  signed_bytes(extra_on_first(context.dp_devices, &DeviceRecord::peak_bytes)),
+                  signed_bytes(extra_on_first(context.ddp_devices, &DeviceRecord::peak_bytes)))};
+}
+
+// The first row whose last span has ended when this one begins; a new row where there is none.
+TimelineRow& row_for(std::vector<TimelineRow>& rows, double begin_ms) {
+  for (auto& row : rows) {
+    if (row.spans.back().end_ms <= begin_ms) return row;
+  }
+  rows.push_back({.label = rows.empty() ? "buckets" : "", .spans = {}});
+  return rows.back();
+}
+
+std::vector<TimelineRow> bucket_rows(const std::vector<BucketRecord>& buckets) {
+  constexpr int kBucketColour = 1;
+  std::vector<TimelineRow> rows;
+  for (const auto& bucket : buckets) {
+    const std::string size = format_bytes(bucket.bytes);
+    TimelineSpan span{.name = size,
+                      .begin_ms = bucket.launched_ms,
+                      .end_ms = bucket.finished_ms,
+                      .colour = kBucketColour};
+    if (buckets.size() <= kMostBucketRows) {
+      rows.push_back({.label = fmt::format("bucket {}", bucket.index), .spans = {std::move(span)}});
+    } else {
+      span.name = fmt::format("{}: {}", bucket.index, size);
+      row_for(rows, bucket.launched_ms).spans.push_back(std::move(span));
+    }
+  }
+  return rows;
+}
+
+Figure overlap_figure(const AnswerContext& context) {
+  const RunRecord& run = context.record;
+  Timeline chart{.title = fmt::format("Buckets of one step with {} ranks", context.ranks),
+                 .rows = {{.label = "backward",
+                           .spans = {{.name = format_ms(run.backward_ms),
+                                      .begin_ms = 0,
+                                      .end_ms = run.backward_ms,
+                                      .colour = 0}}}}};
+  for (auto& row : bucket_rows(run.buckets)) chart.rows.push_back(std::move(row));
+  return {std::move(chart),
+          fmt::format("Rank 0's last step in the first run: backward ended after {}, and {} of {} "
+                      "had finished by then.",
+                      format_ms(run.backward_ms), finished_in_backward(run),
+                      plural(static_cast<int64_t>(run.buckets.size()), "bucket"))};
+}
+
+std::vector<Figure> figures(const AnswerContext& context) {
+  std::vector<Figure> all = {step_time_figure(context), memory_figure(context)};
+  if (!context.record.buckets.empty()) all.push_back(overlap_figure(context));
+  return all;
+}
+
+// ---- Answers
+
+const std::string kOneRank = "This run had one rank, so it cannot show it; try --ranks 1,2.";
+
+std::string answer_processes(const AnswerContext& context) {
+  std::vector<std::string> ranks;
+  for (size_t rank = 0; rank < context.ddp_devices.size(); ++rank) {
+    const DeviceRecord& device = context.ddp_devices[rank];
+    ranks.push_back(fmt::format("rank {} on {} ({})", rank, device.name, hardware_of(device)));
+  }
+  std::vector<std::string> counts;
+  for (const auto& set_up : context.runs.all("ddp")) {
+    counts.push_back(std::to_string(set_up.first().world_size));
+  }
+  return fmt::format(
+      "{}, one for each device: {}. DataParallel drove the same {} from {} process. In all, "
+      "the lab ran DDP with {} processes.",
+      context.record.world_size, fmt::join(ranks, ", "), plural(context.dp.devices, "device"),
+      context.dp.first().world_size, fmt::join(counts, ", "));
+}
+
+std::string answer_automatic(const AnswerContext& context) {
+  return fmt::format(
+      "No: unlike DataParallel, DDP never touches the input. The program divides each batch of {} "
+      "rows by hand, by rank and world size ({} rows per rank here), or leaves it to a "
+      "DistributedSampler; forgetting it would train every rank on the same rows.",
+      context.record.effective_batch, format_rows(context.record.split));
+}
+
+std::string answer_distribution(const AnswerContext& context) {
+  const auto& split = context.record.split;
+  return fmt::format(
+      "Rank r takes the r-th contiguous block: {} rows of each batch of {}{}. Rows go from the "
+      "loader straight to their rank, whereas DataParallel first puts all {} on device 0.{}",
+      format_rows(split), context.record.effective_batch,
+      all_equal(split) ? ""
+                       : "; the first ranks take one row more, and the mean is weighted by rows",
+      context.record.effective_batch,
+      loss_parity(context.single.first(), context.record,
+                  "those of one device with the whole batch"));
+}
+
+std::string answer_when(const AnswerContext& context) {
+  const AllReduces& calls = context.record.all_reduces;
+  if (context.one_rank() || context.record.buckets.empty()) {
+    return "Inside loss.backward(), bucket by bucket, as soon as all gradients of a bucket are "
+           "there. " +
+           kOneRank;
+  }
+  const auto& buckets = context.record.buckets;
+  const double backward_ms = context.record.backward_ms;
+  const Communication& time = context.communication;
+  std::string text = fmt::format(
+      "Inside loss.backward(): {:g} all-reduces of together {} per step, each launched as soon as "
+      "its bucket is full. In the step shown, the first was launched {} after backward began and "
+      "backward ended at {}; {} of {} buckets had finished by then. Of {} communication per step "
+      "{} ({:.0f} %) was hidden behind backward and {} exposed.",
+      calls.count, format_bytes(calls.bytes), format_ms(buckets.front().launched_ms),
+      format_ms(backward_ms), finished_in_backward(context.record), buckets.size(),
+      format_ms(time.total_ms), format_ms(time.hidden_ms), time.hidden_share() * 100,
+      format_ms(time.exposed_ms));
+  if (context.ddp_devices.front().physical.find("core") != std::string::npos) {
+    text +=
+        " On the CPU the ranks' own cores also move the bytes, so little but waiting can be "
+        "hidden.";
+  }
+  return text;
+}
+
+std::string answer_why_needed(const AnswerContext& context) {
+  const std::string reason = fmt::format(
+      "Each rank sees only its own rows ({}), so its gradient differs from the others'; averaging "
+      "gives every rank the gradient of the whole batch, and equal updates keep the {} copies of "
+      "the model equal without ever sending weights.",
+      format_rows(context.record.split), context.ranks);
+  return reason + (context.one_rank() ? " " + kOneRank : "");
+}
+
+std::string busy_text(const Imbalance& imbalance) {
+  return fmt::format("{:.0f} to {:.0f} %", imbalance.least_busy * 100, imbalance.most_busy * 100);
+}
+
+std::string answer_balanced(const AnswerContext& context) {
+  if (context.one_rank()) return kOneRank;
+  const Imbalance dp = imbalance_of(context.dp_devices);
+  const Imbalance ddp = imbalance_of(context.ddp_devices);
+  const bool memory = std::abs(ddp.memory - 1) < std::abs(dp.memory - 1);
+  const bool busy = ddp.busy_gap() <= dp.busy_gap() || ddp.busy_gap() <= kEquallyBusy;
+  std::string text = fmt::format(
+      "{} Device 0's peak was {:.2f} times the others' under DataParallel and {:.2f} times under "
+      "DDP; devices were busy {} of the time under DataParallel and {} under DDP.",
+      memory && busy   ? "Yes."
+      : memory || busy ? "In part."
+                       : "Not in this run.",
+      dp.memory, ddp.memory, busy_text(dp), busy_text(ddp));
+  if (memory && busy) text += " Every rank does the same work on its own share of the rows.";
+  if (context.shared()) text += " On shared hardware, waiting for it counts as busy.";
+  return text;
+}
+
+std::string answer_device0(const AnswerContext& context) {
+  if (context.one_rank()) return kOneRank;
+  const auto extra = [](const std::vector<DeviceRecord>& devices) {
+    return signed_bytes(extra_on_first(devices, &DeviceRecord::peak_bytes));
+  };
+  const bool even = imbalance_of(context.ddp_devices).memory <= kMoreMemory;
+  return fmt::format(
+      "{} Against the others' mean its peak was {} under DataParallel and {} under DDP, and it "
+      "moved {} per step against {}.{} What limits a step is the slowest rank, since all wait for "
+      "it in the all-reduce.",
+      even ? "No." : "It still holds more in this run.", extra(context.dp_devices),
+      extra(context.ddp_devices), format_bytes(traffic(context.dp_devices.front())),
+      format_bytes(traffic(context.ddp_devices.front())),
+      even ? " Nothing is gathered on it: each rank computes its own loss and applies its own "
+             "update."
+           : "");
+}
+
+std::string answer_faster(const AnswerContext& context) {
+  const double speedup = context.comparison.speedup.mean;
+  const std::string figures =
+      fmt::format("On {} a step took {} with DDP and {} with DataParallel",
+                  plural(context.ranks, "device"), step_of(context.ddp), step_of(context.dp));
+  std::string text;
+  if (std::abs(speedup - 1) <= context.comparison.margin()) {
+    text = fmt::format("Neither is measurably faster. {}.", figures);
+  } else if (speedup > 1) {
+    text = fmt::format("DDP. {}: {:.2f} times as fast.", figures, speedup);
+  } else {
+    text = fmt::format("DataParallel. {}: DDP is {:.2f} times slower.", figures, 1 / speedup);
+  }
+  if (context.one_rank()) text += " " + kOneRank;
+  return text + sharing_sentence(context.ddp) + context.noise(context.comparison);
+}
+
+// "1.92 on 2; 3.10 on 4, shared".
+std::string growth(const std::vector<RunSet>& sets) {
+  std::vector<std::string> parts;
+  for (size_t i = 1; i < sets.size(); ++i) {
+    parts.push_back(fmt::format("{:.2f} on {}", compare(sets.front(), sets[i]).speedup.mean,
+                                device_count(sets[i])));
+  }
+  return fmt::format("{}", fmt::join(parts, "; "));
+}
+
+std::string answer_scales(const AnswerContext& context) {
+  if (context.one_rank()) return kOneRank;
+  const Comparison dp = compare(context.runs.all("dp").front(), context.dp);
+  const Comparison ddp = compare(context.runs.all("ddp").front(), context.ddp);
+  const double gap = ddp.speedup.mean - dp.speedup.mean;
+  const bool equal = std::abs(gap) <= std::max(ddp.margin(), dp.margin());
+  const std::string figures = fmt::format(
+      "Against itself on one device DDP reached {:.2f} times on {} ({:.0f} % of proportional) and "
+      "DataParallel {:.2f} ({:.0f} %).",
+      ddp.speedup.mean, context.ranks, ddp.efficiency * 100, dp.speedup.mean, dp.efficiency * 100);
+  std::string text = equal     ? "In this run neither does measurably. "
+                     : gap > 0 ? "DDP. "
+                               : "In this run DataParallel. ";
+  text += figures;
+  if (context.runs.all("ddp").size() > 2) {
+    text += fmt::format(" All counts, DDP: {}. DataParallel: {}.", growth(context.runs.all("ddp")),
+                        growth(context.runs.all("dp")));
+  }
+  const RunSet& largest = context.runs.all("ddp").back();
+  if (!context.shared() && sharing(largest) > 1) {
+    text += fmt::format(
+        " The {} ranks of the largest run shared this machine's cores, so they show correctness, "
+        "not speed.",
+        largest.devices);
+  }
+  return text + sharing_sentence(context.ddp) + context.noise(ddp.unsafe ? ddp : dp);
+}
+
+std::string answer_why(const AnswerContext& context) {
+  if (context.one_rank()) return kOneRank;
+  return fmt::format(
+      "DataParallel copies the whole model out and gathers outputs and gradients on device 0 in "
+      "every step ({} through it, growing with the devices), and one process issues all work. DDP "
+      "keeps a model per process and moves only gradients, {} per rank and step whatever the "
+      "number of ranks; {} of communication ({:.1f} % of the step) was not hidden behind backward.",
+      format_bytes(traffic(context.dp_devices.front())),
+      format_bytes(context.record.all_reduces.bytes), format_ms(context.communication.exposed_ms),
+      100 * exposed_share(context.ddp));
+}
+
+LabReport report(const LabRuns& runs) {
+  const AnswerContext context(runs);
+  return {.title = "Practical 6: DistributedDataParallel",
+          .stamp = context.single.first(),
+          .tables = {{"methods", methods_table(context)},
+                     {"balance", balance_table(context)},
+                     {"overlap", overlap_table(context)},
+                     {"communication", communication_table(context)},
+                     {"scaling", scaling_table(context)}},
+          .figures = figures(context),
+          .answers = {
+              {"processes", "How many processes are there, and which rank uses which device?",
+               answer_processes(context)},
+              {"data", "Is the data split automatically?", answer_automatic(context)},
+              {"data", "How is the batch distributed?", answer_distribution(context)},
+              {"communication", "When does communication happen?", answer_when(context)},
+              {"communication", "Why is it needed?", answer_why_needed(context)},
+              {"balance", "Are the devices more balanced than in practical 5?",
+               answer_balanced(context)},
+              {"balance", "Is device 0 still the bottleneck?", answer_device0(context)},
+              {"DP against DDP", "Which of the two is faster?", answer_faster(context)},
+              {"DP against DDP", "Which scales better?", answer_scales(context)},
+              {"DP against DDP", "Why?", answer_why(context)},
           }};
 }
 
-}  // namespace lockstep::cli
+}  // namespace
+
+Lab lab() {
+  using Kind = LabFlag::Kind;
+  return {.name = "6",
+          .folder = "reports/lab6",
+          .flags = {{.name = "--ranks",
+                     .kind = Kind::kList,
+                     .help = "how many ranks, one set-up each (default: 1,2,4)"},
+                    {.name = "--bucket-mib",
+                     .kind = Kind::kNumber,
+                     .help = "largest gradient bucket (default: 25)"}},
+          .examples = {{"", "DDP with 1, 2 and 4 ranks"},
+                       {"--ranks 1,2,3 --bucket-mib 1", "other ranks, smaller buckets"}},
+          .plan = plan,
+          .report = report};
+}
+
+}  // namespace lockstep::cli::practical6

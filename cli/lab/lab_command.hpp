@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include "cli/lab/lab_plan.hpp"
+#include "cli/lab/lab.hpp"
 
 namespace CLI {
 class App;
@@ -12,13 +12,16 @@ namespace lockstep::cli {
 
 /// What `lockstep lab` was asked for.
 struct LabRequest {
-  std::string number;  ///< "5", "homework2", "all"
+  std::string number;  ///< a lab's name, or "all"
   LabOptions options;
 };
 
+/// The lab of this name; an unknown one is an Error that lists all labs.
+const Lab& lab_named(const std::string& name);
+
 CLI::App* add_lab_command(CLI::App& app, LabRequest& request);
 
-/// Runs the lab of that number, or all of them. `command` is the line the user typed.
+/// Runs the lab of that name, or all of them. `command` is the line that the user typed.
 int run_lab_command(const LabRequest& request, const std::string& command);
 
 }  // namespace lockstep::cli

@@ -5,14 +5,16 @@
 #include <algorithm>
 #include <set>
 
+#include "lockstep/error.hpp"
+
 namespace lockstep::cli {
 namespace {
 
 constexpr int kMaxPoints = 4;
 
 // Large enough that the matrix products outweigh everything else, small enough for a lesson.
-// Products grow with rows times weights, copies between devices with the weights alone: many rows,
-// then.
+// Products grow with rows times weights, copies between devices with the weights alone: hence the
+// many rows.
 Sizes default_sizes(DeviceKind kind, bool quick) {
   if (kind == DeviceKind::kCuda) {
     return quick ? Sizes{10, 4096, 1024, 4096, 2} : Sizes{30, 4096, 2048, 4096, 2};
@@ -30,14 +32,16 @@ std::string file_part(const std::string& spec) {
   return part;
 }
 
-// The cores the first `count` devices have among all: a run with fewer devices is given only these,
-// so that each of its devices is as large as in the full run. (`cpu:1` alone would take all cores.)
-std::vector<int> cores_of_first(const std::vector<SlotPlan>& slots, int count,
-                                const Hardware& hardware) {
-  if (slots[0].kind == DeviceKind::kCuda || count == static_cast<int>(slots.size())) return {};
+// The cores that the first `count` devices have among all. A run with fewer devices is given only
+// these, so that each of its devices is as large as in the full run. (`cpu:1` alone would take all
+// cores.)
+std::vector<int> cores_of_first(const LabConfig& config, int count) {
+  const auto& slots = config.slots;
+  if (slots[0].kind == DeviceKind::kCuda || count == config.devices()) return {};
   if (slots[0].cores.empty()) {
-    const auto cores = std::min(static_cast<size_t>(count), hardware.cores.size());
-    return {hardware.cores.begin(), hardware.cores.begin() + static_cast<long>(cores)};
+    const auto& all = config.hardware.cores;
+    const auto cores = std::min(static_cast<size_t>(count), all.size());
+    return {all.begin(), all.begin() + static_cast<long>(cores)};
   }
   std::vector<int> cores;
   for (int device = 0; device < count; ++device) {
@@ -49,14 +53,14 @@ std::vector<int> cores_of_first(const std::vector<SlotPlan>& slots, int count,
 
 }  // namespace
 
-Sizes choose_sizes(const LabOptions& options, DeviceKind kind) {
-  return choose_sizes(options, default_sizes(kind, options.quick));
-}
-
 Sizes choose_sizes(const LabOptions& options, const Sizes& standard) {
   return {options.steps.value_or(standard.steps), options.batch.value_or(standard.batch),
           options.dim.value_or(standard.dim), options.hidden.value_or(standard.hidden),
           options.depth.value_or(standard.depth)};
+}
+
+Sizes choose_sizes(const LabOptions& options, DeviceKind kind) {
+  return choose_sizes(options, default_sizes(kind, options.quick));
 }
 
 std::vector<std::string> program_arguments(const Sizes& sizes, const std::string& devices) {
@@ -66,25 +70,24 @@ std::vector<std::string> program_arguments(const Sizes& sizes, const std::string
           "--quiet"};
 }
 
-Experiment timed_experiment(Role role, const std::vector<SlotPlan>& slots, int devices,
-                            const Sizes& sizes, const Hardware& hardware) {
-  Experiment experiment;
-  experiment.role = role;
-  experiment.devices = devices;
-  experiment.rows = sizes.batch;
+void append(Experiment& experiment, const std::vector<std::string>& arguments) {
+  experiment.arguments.insert(experiment.arguments.end(), arguments.begin(), arguments.end());
+}
+
+Experiment timed_experiment(Method method, const LabConfig& config, int devices) {
+  const bool single = method == Method::kSingle;
   // The single program takes the first of all devices, with that one's share of the machine.
-  const bool single = role == Role::kSingle;
-  const std::string spec = spec_of_first(slots, single ? static_cast<int>(slots.size()) : devices);
-  experiment.arguments = program_arguments(sizes, spec);
+  const std::string spec = spec_of_first(config.slots, single ? config.devices() : devices);
+  Experiment experiment;
+  experiment.devices = devices;
+  experiment.arguments = program_arguments(config.sizes, spec);
   // The methods are compared, and DataParallel's steps cannot be captured.
-  if (slots[0].kind != DeviceKind::kCpu) {
-    experiment.arguments.insert(experiment.arguments.end(), {"--capture", "off"});
-  }
+  if (config.slots[0].kind != DeviceKind::kCpu) append(experiment, {"--capture", "off"});
   if (single) {
     experiment.name = "single";
     experiment.title = fmt::format("one device of {}", spec);
     experiment.program = "practical5_single";
-  } else if (role == Role::kDataParallel) {
+  } else if (method == Method::kDataParallel) {
     experiment.name = "dp";
     experiment.title = fmt::format("DataParallel on {}", spec);
     experiment.program = "practical5_dp";
@@ -94,15 +97,30 @@ Experiment timed_experiment(Role role, const std::vector<SlotPlan>& slots, int d
     experiment.program = "practical6_ddp";
     experiment.ranks = devices;
   }
+  experiment.keys = {{experiment.name, devices}};
   experiment.name += "-" + file_part(spec);
-  if (!single) experiment.cores = cores_of_first(slots, devices, hardware);
+  if (!single) experiment.cores = cores_of_first(config, devices);
   return experiment;
 }
 
-Experiment repetition(Experiment experiment, int run, int repetitions) {
-  experiment.name += fmt::format("-run{}", run);
-  experiment.title += fmt::format(", run {} of {}", run, repetitions);
-  return experiment;
+void add_in_turns(LabPlan& plan, const std::vector<Experiment>& timed,
+                  const std::vector<Experiment>& once) {
+  for (int run = 1; run <= plan.repetitions; ++run) {
+    for (Experiment experiment : timed) {
+      experiment.name += fmt::format("-run{}", run);
+      experiment.title += fmt::format(", run {} of {}", run, plan.repetitions);
+      plan.experiments.push_back(std::move(experiment));
+    }
+    if (run == 1) plan.experiments.insert(plan.experiments.end(), once.begin(), once.end());
+  }
+}
+
+void require_row_for_each_rank(int64_t batch, int64_t ranks, const char* fewer) {
+  if (batch >= ranks) return;
+  throw Error(
+      Code::kSplit,
+      fmt::format("--batch {} cannot be divided over {} ranks: each needs a row", batch, ranks),
+      fmt::format("give a larger --batch, or fewer {}", fewer));
 }
 
 std::vector<int> scaling_points(int devices) {

@@ -3,8 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "cli/lab/lab_results.hpp"
-#include "lockstep/table.hpp"
+#include "cli/lab/lab_measures.hpp"
 
 namespace lockstep::cli {
 
@@ -17,12 +16,21 @@ std::string format_range(const Stats& step_ms);
 /// "41.2 ms".
 std::string format_ms(double ms);
 
+/// The mean step time of a set-up: "41.2 ms".
+std::string step_of(const RunSet& set_up);
+
 /// "1.87 ± 0.02".
 std::string format_speedup(const Comparison& comparison);
 
 /// "1.62 times as fast as fp32", "1.20 times slower than fp32", "no faster than fp32 within the
 /// noise (1.01 ± 0.02 times)".
 std::string format_against(const Comparison& comparison, const std::string& whom);
+
+/// "1.62 times as fast as DP", "1.20 times slower than DP": without regard to the noise.
+std::string times_against(double speedup, const std::string& whom);
+
+/// "12 %".
+std::string format_percent(double fraction);
 
 /// "0 %", "0.012 %", "12 %", "140 %": two digits.
 std::string format_share(double fraction);
@@ -39,30 +47,30 @@ std::string format_rows(const std::vector<int64_t>& rows);
 /// "+10.0 MiB", "-10.0 MiB".
 std::string signed_bytes(int64_t bytes);
 
+/// "1 device", "3 devices".
+std::string plural(int64_t count, const std::string& what);
+
+/// "2, 4 and 8".
+std::string listed(const std::vector<std::string>& words);
+
 /// "core 0"; "all cores, shared by 3".
 std::string hardware_of(const DeviceRecord& device);
 
 /// "2", "3, shared".
 std::string device_count(const RunSet& set_up);
 
-/// What each device of a set-up does and holds: columns, and a row of cells for each device.
-std::vector<Column> load_columns();
-std::vector<std::vector<std::string>> load_rows(const RunSet& set_up);
-
 /// Whether a speed-up is proportional to the devices: "yes: 96 % of 2×", "cannot show: shared".
 std::string proportionality(const Comparison& comparison, const RunSet& set_up);
 
-/// How the step times of a table were taken, with the figures of one set-up.
-void add_method_note(Table& table, const RunSet& set_up);
-
-/// Warnings where other programs, or the runs' own noise, make a comparison unsafe.
-void add_noise_notes(Table& table, double others_busy_cores, const Comparison& comparison);
-
-/// The same for an answer: a sentence after a space, or nothing.
-std::string noise_remark(double others_busy_cores, const Comparison& comparison);
+/// A sentence after a space, or nothing: other programs, or the runs' own noise, make a comparison
+/// unsafe.
+std::string noise_remark(const LabRuns& runs, const Comparison& comparison);
 
 /// Says that separate hardware would be needed to see more.
 std::string shared_remark(const RunSet& set_up);
+
+/// The same after a space where devices do share hardware, else nothing.
+std::string sharing_sentence(const RunSet& set_up);
 
 /// How far two loss curves are apart, as a sentence after a space; nothing where they cannot be
 /// compared. `whose` says what the first is: "the single device's".

@@ -6,12 +6,12 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
+#include <CLI/CLI.hpp>
 #include <cstdio>
 #include <nlohmann/json.hpp>
 
 #include "cli/child.hpp"
 #include "cli/top/top_draw.hpp"
-#include "cli/top/top_json.hpp"
 #include "cli/top/top_sample.hpp"
 #include "cli/top/top_terminal.hpp"
 #include "lockstep/clock.hpp"
@@ -19,6 +19,22 @@
 
 namespace lockstep::cli {
 namespace {
+
+constexpr const char* kTopExamples =
+    "Examples:\n"
+    "  lockstep top                   every run of yours, until q\n"
+    "  lockstep top practical5        runs whose name begins so\n"
+    "  lockstep top --once --json     one sample as a JSON object\n";
+
+// CLI11's own validator would write the limits as 0.050000 and 3600.000000.
+CLI::Validator between(double first, double last) {
+  const auto check = [first, last](const std::string& text) -> std::string {
+    double value = 0;
+    if (CLI::detail::lexical_cast(text, value) && value >= first && value <= last) return "";
+    return fmt::format("Value {} not in range {} to {}", text, first, last);
+  };
+  return CLI::Validator(check, "");
+}
 
 // Readings of the runs asked for, turned into views.
 class Watch {
@@ -40,19 +56,19 @@ class Watch {
   }
 
   std::string selection_;
-  Nvml nvml_;  // opened once: that takes longer than to ask it
+  Nvml nvml_;  // opened once, since opening takes longer than a query
   TopRates rates_;
   TopView view_;
 };
 
-// Columns of the terminal that standard output is, or 100.
+// The width of standard output's terminal, or 100 columns.
 size_t output_width() {
   winsize window{};
   return ::ioctl(STDOUT_FILENO, TIOCGWINSZ, &window) == 0 && window.ws_col > 0 ? window.ws_col
                                                                                : 100;
 }
 
-void print_json(const TopView& view) {
+void print_view_json(const TopView& view) {
   fmt::print("{}\n", top_json(view).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
 }
 
@@ -60,7 +76,7 @@ void print_lines(const std::vector<std::string>& lines) {
   for (const auto& line : lines) fmt::print("{}\n", line);
 }
 
-// Waits without a screen; false: the user has had enough.
+// Waits without a screen. Returns false if the user wants to quit.
 bool wait_plainly(const Interrupts& interrupts, int64_t deadline_ns) {
   while (true) {
     const int64_t left_ms = (deadline_ns - monotonic_ns() + 999'999) / 1'000'000;
@@ -80,7 +96,7 @@ int show_once(const TopOptions& options, int64_t interval_ns, const Interrupts& 
     watch.sample();
   }
   if (options.json) {
-    print_json(watch.view());
+    print_view_json(watch.view());
   } else {
     if (watch.view().runs.empty()) fmt::print("{}\n", no_run_text());
     print_lines(draw_runs(
@@ -98,7 +114,7 @@ int print_stream(const TopOptions& options, int64_t interval_ns, const Interrupt
     watch.sample();
     const bool none = watch.view().runs.empty();
     if (options.json) {
-      print_json(watch.view());
+      print_view_json(watch.view());
     } else if (!none) {
       print_lines(rank_lines(watch.view()));
     } else if (!told_none) {
@@ -111,7 +127,7 @@ int print_stream(const TopOptions& options, int64_t interval_ns, const Interrupt
 }
 
 int show_screen(const TopOptions& options, int64_t interval_ns, const Interrupts& interrupts) {
-  Watch watch(options);  // a wrong name is told before the screen changes
+  Watch watch(options);  // reports a wrong name before the screen changes
   const bool utf8 = locale_is_utf8();
   const bool colour = may_style(STDOUT_FILENO);
   Screen screen(interrupts);
@@ -134,6 +150,20 @@ int show_screen(const TopOptions& options, int64_t interval_ns, const Interrupts
 }
 
 }  // namespace
+
+CLI::App* add_top_command(CLI::App& app, TopOptions& options) {
+  auto* top = app.add_subcommand("top", "watch runs: who is busy, who waits, whose memory is full");
+  top->footer(kTopExamples);
+  top->add_option("RUN", options.run, "a run's name or how it begins (default: all runs)")
+      ->type_name("");
+  top->add_flag("--once", options.once, "print one sample and end");
+  top->add_flag("--json", options.json, "one JSON object per sample, a line each");
+  top->add_option("--interval", options.interval_s, "time between samples")
+      ->capture_default_str()
+      ->check(between(0.05, 3600))
+      ->type_name("SECONDS");
+  return top;
+}
 
 int run_top(const TopOptions& options) {
   const Interrupts interrupts;

@@ -2,6 +2,10 @@
 
 #include <string>
 
+namespace CLI {
+class App;
+}
+
 namespace lockstep::cli {
 
 /// What `lockstep top` was asked for.
@@ -12,8 +16,9 @@ struct TopOptions {
   double interval_s = 1;
 };
 
-/// `lockstep top`: shows this user's live runs until the user quits. Needs nothing of the runs but
-/// their boards.
+/// `lockstep top`: shows this user's live runs until the user quits. It needs only their boards.
 int run_top(const TopOptions& options);
+
+CLI::App* add_top_command(CLI::App& app, TopOptions& options);
 
 }  // namespace lockstep::cli

@@ -6,8 +6,6 @@
 #include <array>
 #include <cmath>
 
-#include "cli/top/top_gpus.hpp"
-#include "cli/top/top_line.hpp"
 #include "lockstep/table.hpp"
 #include "lockstep/units.hpp"
 
@@ -21,7 +19,185 @@ constexpr size_t kPercentWidth = 5;  // "100 %"
 constexpr double kAlmostFull = 0.9;
 constexpr double kQuietShown = 5;  // seconds
 
-// What a line of devices is divided into, the same for all devices of a run.
+// The colour of a piece of text, if colours are allowed.
+enum class Ink { kPlain, kStrong, kFaint, kGood, kWarn, kBad, kMemory, kBusy };
+
+// A line of coloured pieces. Widths are counted without the colour codes.
+class Line {
+ public:
+  void add(std::string text, Ink ink = Ink::kPlain);
+  size_t width() const { return width_; }
+
+  // At most `max_width` columns, without trailing spaces.
+  std::string text(size_t max_width, bool colour) const;
+
+ private:
+  struct Piece {
+    std::string text;
+    Ink ink;
+  };
+  std::vector<Piece> pieces_;
+  size_t width_ = 0;
+};
+
+// Fields that follow each other, two spaces apart. A field that does not fit starts a new, indented
+// line.
+class Flow {
+ public:
+  Flow(size_t width, size_t indent) : width_(width), indent_(indent) {}
+
+  void add(std::string field, Ink ink = Ink::kPlain);
+  void finish(std::vector<Line>& lines);  // appends all lines
+
+ private:
+  size_t width_;
+  size_t indent_;
+  std::vector<Line> done_;
+  Line line_;
+  bool fresh_ = true;  // nothing in line_ but its indent
+};
+
+const char* code_of(Ink ink) {
+  switch (ink) {
+    case Ink::kPlain:
+      return "";
+    case Ink::kStrong:
+      return "\033[1m";
+    case Ink::kFaint:
+      return "\033[2m";
+    case Ink::kGood:
+    case Ink::kBusy:
+      return "\033[32m";
+    case Ink::kWarn:
+      return "\033[33m";
+    case Ink::kBad:
+      return "\033[1;31m";
+    case Ink::kMemory:
+      return "\033[36m";
+  }
+  return "";
+}
+
+// Bytes of the UTF-8 character that begins at `at`; 0 if it is incomplete or invalid.
+size_t character_bytes(const std::string& text, size_t at) {
+  const auto lead = static_cast<unsigned char>(text[at]);
+  const size_t count = lead < 0x80   ? 1
+                       : lead < 0xC2 ? 0
+                       : lead < 0xE0 ? 2
+                       : lead < 0xF0 ? 3
+                       : lead < 0xF5 ? 4
+                                     : 0;
+  if (count == 0 || at + count > text.size()) return 0;
+  for (size_t i = 1; i < count; ++i) {
+    if ((static_cast<unsigned char>(text[at + i]) & 0xC0) != 0x80) return 0;
+  }
+  return count;
+}
+
+// U+0080 to U+009F, which some terminals obey as they obey ESC.
+bool is_control(const std::string& character) {
+  const auto first = static_cast<unsigned char>(character[0]);
+  if (character.size() == 1) return first < 0x20 || first == 0x7F;
+  return first == 0xC2 && static_cast<unsigned char>(character[1]) < 0xA0;
+}
+
+// The beginning of a text: as many whole characters as fit.
+std::string clipped(const std::string& text, size_t width) {
+  if (display_width(text) <= width) return text;
+  std::string kept;
+  for (size_t at = 0; at < text.size();) {
+    const size_t count = std::max<size_t>(1, character_bytes(text, at));
+    const std::string longer = kept + text.substr(at, count);
+    if (display_width(longer) > width) break;
+    kept = longer;
+    at += count;
+  }
+  return kept;
+}
+
+void Line::add(std::string text, Ink ink) {
+  if (text.empty()) return;
+  width_ += display_width(text);
+  pieces_.push_back({std::move(text), ink});
+}
+
+std::string Line::text(size_t max_width, bool colour) const {
+  std::vector<Piece> kept;
+  size_t left = max_width;
+  for (const auto& piece : pieces_) {
+    std::string text = clipped(piece.text, left);
+    left -= display_width(text);
+    const bool whole = text.size() == piece.text.size();
+    kept.push_back({std::move(text), piece.ink});
+    if (!whole) break;
+  }
+  while (!kept.empty()) {
+    std::string& last = kept.back().text;
+    last.erase(last.find_last_not_of(' ') + 1);
+    if (!last.empty()) break;
+    kept.pop_back();
+  }
+  std::string text;
+  for (const auto& piece : kept) {
+    const bool plain = !colour || piece.ink == Ink::kPlain;
+    text += plain ? piece.text : fmt::format("{}{}\033[0m", code_of(piece.ink), piece.text);
+  }
+  return text;
+}
+
+void Flow::add(std::string field, Ink ink) {
+  const size_t own = display_width(field);
+  if (!fresh_ && line_.width() + 2 + own > width_) {
+    done_.push_back(std::move(line_));
+    line_ = {};
+    line_.add(std::string(indent_, ' '));
+    fresh_ = true;
+  }
+  if (!fresh_) line_.add("  ");
+  line_.add(std::move(field), ink);
+  fresh_ = false;
+}
+
+void Flow::finish(std::vector<Line>& lines) {
+  for (auto& line : done_) lines.push_back(std::move(line));
+  lines.push_back(std::move(line_));
+}
+
+std::string power_text(const GpuSample& gpu) {
+  if (!gpu.power_limit_w) return fmt::format("{:.0f} W", *gpu.power_w);
+  return fmt::format("{:.0f} of {:.0f} W", *gpu.power_w, *gpu.power_limit_w);
+}
+
+void add_fields(Flow& flow, const GpuSample& gpu, bool utf8) {
+  flow.add(fmt::format("GPU {}", gpu.index), Ink::kStrong);
+  flow.add(printable(gpu.name, utf8));
+  if (gpu.utilisation) flow.add(fmt::format("{:.0f} %", *gpu.utilisation * 100), Ink::kBusy);
+  const bool almost_full = static_cast<double>(gpu.memory_used_bytes) >
+                           kAlmostFull * static_cast<double>(gpu.memory_bytes);
+  flow.add(
+      fmt::format("{} of {}", format_bytes(gpu.memory_used_bytes), format_bytes(gpu.memory_bytes)),
+      almost_full ? Ink::kBad : Ink::kMemory);
+  if (gpu.power_w) flow.add(power_text(gpu));
+  if (gpu.temperature_c) flow.add(fmt::format("{} {}C", *gpu.temperature_c, utf8 ? "°" : ""));
+  if (gpu.sm_clock_mhz) flow.add(fmt::format("{} MHz", *gpu.sm_clock_mhz), Ink::kFaint);
+  if (gpu.processes) {
+    const size_t count = gpu.processes->size();
+    flow.add(fmt::format("{} process{}", count, count == 1 ? "" : "es"), Ink::kFaint);
+  }
+}
+
+// One line for each GPU, or several if it does not fit into `width`. Unknown values are left out.
+std::vector<Line> gpu_lines(const std::vector<GpuSample>& gpus, size_t width, bool utf8) {
+  std::vector<Line> lines;
+  for (const auto& gpu : gpus) {
+    Flow flow(width, kIndent);
+    add_fields(flow, gpu, utf8);
+    flow.finish(lines);
+  }
+  return lines;
+}
+
+// The columns of a device line, the same for all devices of a run.
 struct Columns {
   size_t name = 0;
   size_t physical = 0;  // 0: no room for it
@@ -231,6 +407,23 @@ std::vector<std::string> render(const std::vector<Line>& lines, const DrawStyle&
 }
 
 }  // namespace
+
+std::string printable(const std::string& text, bool utf8) {
+  std::string safe;
+  for (size_t at = 0; at < text.size();) {
+    const size_t count = character_bytes(text, at);
+    const std::string character = text.substr(at, std::max<size_t>(1, count));
+    if (count == 0 || is_control(character)) {
+      safe += '?';
+    } else if (count > 1 && !utf8) {
+      safe += character == "µ" ? "u" : "?";
+    } else {
+      safe += character;
+    }
+    at += character.size();
+  }
+  return safe;
+}
 
 std::string no_run_text() {
   return "No run of yours is going on. One that starts is shown here: lockstep run -n 2 ./program";

@@ -1,9 +1,7 @@
-#include "cli/top/top_json.hpp"
-
 #include <cmath>
 #include <nlohmann/json.hpp>
 
-#include "cli/top/top_gpus.hpp"
+#include "cli/top/top_draw.hpp"
 
 namespace lockstep::cli {
 namespace {
@@ -68,6 +66,36 @@ json rank_json(const RankView& rank) {
           {"collective", collective_json(rank)},
           {"error", error_json(rank.status.error)},
           {"devices", devices}};
+}
+
+template <class Value>
+json known(const std::optional<Value>& value) {
+  return value ? json(*value) : json(nullptr);
+}
+
+json processes_json(const std::vector<GpuProcess>& processes) {
+  json list = json::array();
+  for (const auto& process : processes) {
+    list.push_back({{"pid", process.pid}, {"memory_bytes", known(process.memory_bytes)}});
+  }
+  return list;
+}
+
+json gpus_json(const std::vector<GpuSample>& gpus) {
+  json list = json::array();
+  for (const auto& gpu : gpus) {
+    list.push_back({{"index", gpu.index},
+                    {"name", gpu.name},
+                    {"memory_bytes", gpu.memory_bytes},
+                    {"memory_used_bytes", gpu.memory_used_bytes},
+                    {"utilisation", known(gpu.utilisation)},
+                    {"power_w", known(gpu.power_w)},
+                    {"power_limit_w", known(gpu.power_limit_w)},
+                    {"temperature_c", known(gpu.temperature_c)},
+                    {"sm_clock_mhz", known(gpu.sm_clock_mhz)},
+                    {"processes", gpu.processes ? processes_json(*gpu.processes) : json(nullptr)}});
+  }
+  return list;
 }
 
 }  // namespace

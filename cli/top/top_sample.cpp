@@ -15,7 +15,7 @@ constexpr double kLateAtLeastS = 3;   // a step is not late before this
 constexpr double kLateFactor = 3;     // nor before this many times the last rate's time
 constexpr double kQuietSeconds = 10;  // a silent rank is troubled from then on
 
-// The letter that the kernel gives a process, or 0 where there is none of that number.
+// The state letter that the kernel gives a process, or 0 if there is no such process.
 char process_letter(pid_t pid) {
   std::ifstream file(fmt::format("/proc/{}/status", pid));
   for (std::string line; std::getline(file, line);) {
@@ -25,7 +25,7 @@ char process_letter(pid_t pid) {
 }
 
 ProcessState process_state(pid_t pid, pid_t launcher) {
-  // A launcher that is alive but has no such number here belongs to another container.
+  // A launcher that is alive but has no such number here runs in another container.
   if (pid <= 0 || process_letter(launcher) == 0) return ProcessState::kUnknown;
   switch (process_letter(pid)) {
     case 0:
@@ -83,7 +83,7 @@ void name_state(RankView& view, ProcessState process) {
   }
 }
 
-// The rank's own clocks where it keeps them, else the mean of its devices.
+// Takes the rank's own clocks if it keeps them, otherwise the mean of its devices.
 void take_shares(RankView& rates, const RankStatus& before, const RankStatus& after,
                  int64_t elapsed_ns) {
   const int64_t busy = after.busy_ns - before.busy_ns;
@@ -150,7 +150,7 @@ void fail_no_run(const std::string& selection, const std::vector<RunReading>& ru
                            : fmt::format("did you mean {}?", beginnings[near]));
 }
 
-// One rate: from the anchor to this reading, if a step ended in between.
+// Takes one rate from the anchor to this reading, if a step ended in between.
 void TopRates::measure(RankTrack& track, const RankStatus& status, int64_t now_ns) {
   const RankStatus before = track.anchor;
   const bool same_process = track.anchored && before.pid == status.pid;

@@ -8,18 +8,18 @@
 #include <vector>
 
 #include "cli/nvml.hpp"
-#include "lockstep/board.hpp"
+#include "lockstep/detail/board.hpp"
 
 namespace lockstep::cli {
 
-/// How the system sees a rank's process; unknown where it runs in another container.
+/// How the system sees a rank's process; unknown if it runs in another container.
 enum class ProcessState { kUnknown, kRunning, kStopped, kGone };
 
 /// One rank's page as read at one moment.
 struct RankReading {
   RankStatus status = {};
   ProcessState process = ProcessState::kUnknown;
-  std::string problem = {};  ///< why the page cannot be read; empty: it was
+  std::string problem = {};  ///< why the page cannot be read; empty if it was read
 };
 
 /// One live run's board as read at one moment.
@@ -32,10 +32,11 @@ struct RunReading {
 /// All live runs of this user; one that ends while it is read is left out.
 std::vector<RunReading> read_runs();
 
-/// Those whose name is `selection`, or else begins with it; all for an empty one.
+/// The runs whose name is `selection`, or otherwise those whose name begins with it; all if it is
+/// empty.
 std::vector<RunReading> select_runs(std::vector<RunReading> runs, const std::string& selection);
 
-/// A selection that matches no run, as an Error that names the nearest one.
+/// Throws an Error for a selection that matches no run, and names the nearest one.
 [[noreturn]] void fail_no_run(const std::string& selection, const std::vector<RunReading>& runs);
 
 inline constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
@@ -43,7 +44,7 @@ inline constexpr double kUnknown = std::numeric_limits<double>::quiet_NaN();
 /// Samples kept for the sparkline.
 inline constexpr size_t kRecentSamples = 60;
 
-/// A logical device with what two readings tell. Fractions are kUnknown until a step was seen.
+/// A logical device with the rates from two readings. Fractions are kUnknown until a step was seen.
 struct DeviceView {
   DeviceStatus status = {};
   double busy = kUnknown;           ///< fraction of the time between the last steps seen
@@ -56,7 +57,8 @@ struct RankView {
   bool troubled = false;   ///< the state needs somebody's attention
   std::string problem = {};
   double steps_per_s = kUnknown;
-  double busy = kUnknown;  ///< the rank's own clocks; its devices' mean where it keeps none
+  double busy =
+      kUnknown;  ///< from the rank's own clocks, or the mean of its devices if it keeps none
   double communicating = kUnknown;
   double idle = kUnknown;
   double quiet_s = 0;       ///< since the rank last wrote anything
@@ -71,7 +73,7 @@ struct RunView {
   std::vector<RankView> ranks = {};
 };
 
-/// What `lockstep top` shows: all that is drawn or printed is made from this.
+/// Everything that `lockstep top` draws or prints is made from this.
 struct TopView {
   std::vector<RunView> runs = {};
   std::vector<GpuSample> gpus = {};  ///< of this machine; none without a driver
@@ -79,7 +81,7 @@ struct TopView {
 
 /// Turns readings into rates. Boards are written step by step, so rates are taken between readings
 /// in which the step differs, over the time the rank itself noted; they hold until the next step,
-/// or until that is so late that they say nothing any more.
+/// or until that is so late that they no longer mean anything.
 class TopRates {
  public:
   /// A run that is no longer among the readings stays for a while, as ended.

@@ -16,7 +16,7 @@
 #include <cstring>
 #include <string_view>
 
-#include "base/limits.hpp"
+#include "base/file.hpp"
 #include "lockstep/clock.hpp"
 
 namespace lockstep::cli {
@@ -28,7 +28,7 @@ constexpr std::string_view kLeave = "\033[?7h\033[?25h\033[?1049l";
 constexpr std::array kJobSignals = {SIGWINCH, SIGTSTP, SIGCONT};
 constexpr std::array kDeadlySignals = {SIGSEGV, SIGBUS, SIGABRT, SIGILL, SIGFPE, SIGQUIT};
 
-// What a signal handler needs to undo: plain data, since nothing else may be touched there.
+// What a signal handler needs to restore the terminal: plain data, since it may touch nothing else.
 struct Undo {
   termios modes;  // as they were found
   volatile sig_atomic_t modes_changed;
@@ -62,7 +62,7 @@ void restore_terminal() {
 
 void restore_and_die(int signal) {
   restore_terminal();
-  ::raise(signal);  // the handler was for one time: now the signal does what it always does
+  ::raise(signal);  // the handler was one-shot: now the signal takes its default action
 }
 
 void watch_deadly_signals(bool watch) {
@@ -132,7 +132,7 @@ void Screen::enter() {
   if (!write_all(kEnter)) gone_ = true;
 }
 
-// Stops as Ctrl-Z does, with the terminal as it was found; goes on when the shell says so.
+// Restores the terminal and stops as Ctrl-Z does; continues when the shell says so.
 void Screen::suspend() {
   restore_terminal();
   sigset_t stop;
@@ -159,7 +159,7 @@ void Screen::show(const std::vector<std::string>& lines) {
     if (i > 0) text += "\r\n";
     text += lines[i] + "\033[K";
   }
-  text += "\033[J";  // nothing of a longer screen before stays below
+  text += "\033[J";  // clears what a longer screen left below
   if (!write_all(text)) gone_ = true;
 }
 

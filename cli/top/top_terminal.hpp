@@ -18,9 +18,9 @@ bool locale_is_utf8();
 /// Why a wait ended.
 enum class Wake { kTime, kRedraw, kQuit };
 
-/// The terminal while `lockstep top` draws on it: alternate screen, no cursor, keys unechoed. All
-/// of it is undone by the destructor, while the program is stopped by Ctrl-Z, and before a signal
-/// ends it. One at a time.
+/// The terminal while `lockstep top` draws on it: alternate screen, no cursor, keys unechoed. The
+/// destructor undoes all of it; so do Ctrl-Z, until the program continues, and a signal that ends
+/// it. There may be one Screen at a time.
 class Screen {
  public:
   explicit Screen(const Interrupts& interrupts);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "lockstep/error.hpp"
 #include "lockstep/memory.hpp"
@@ -18,8 +19,8 @@ namespace {
 using lockstep::Code;
 using lockstep::Error;
 
-const torch::Tensor& require_rows(const lockstep::TensorMap& file, const std::string& path,
-                                  const char* name, int64_t dim) {
+const torch::Tensor& require_tensor(const lockstep::TensorMap& file, const std::string& path,
+                                    const char* name, int64_t dim) {
   const auto found = file.find(name);
   if (found == file.end()) {
     throw Error(Code::kTensorMismatch, fmt::format("--data {} has no tensor \"{}\"", path, name),
@@ -51,18 +52,18 @@ uint64_t mix(uint64_t x) {
   return x ^ (x >> 31U);
 }
 
-// Normal numbers [rows, columns] from row number `first` on. A number depends on the seed and its
-// place only: k batches of B rows are the rows of one batch of k * B.
+// Normal numbers [rows, columns] from row number `first` on. A number depends only on the seed and
+// its index: k batches of B rows are the rows of one batch of k * B.
 torch::Tensor draw_rows(uint64_t seed, int64_t first, int64_t rows, int64_t columns) {
   const torch::Tensor drawn = torch::empty({rows, columns});
   float* number = drawn.data_ptr<float>();
   const uint64_t key = mix(seed);
-  const auto uniform = [key](int64_t place) {  // in (0, 1)
-    return (static_cast<double>(mix(key ^ static_cast<uint64_t>(place)) >> 11U) + 0.5) * 0x1p-53;
+  const auto uniform = [key](int64_t index) {  // in (0, 1)
+    return (static_cast<double>(mix(key ^ static_cast<uint64_t>(index)) >> 11U) + 0.5) * 0x1p-53;
   };
-  for (int64_t place = first * columns; place < (first + rows) * columns; ++place) {
-    const double radius = std::sqrt(-2 * std::log(uniform(2 * place)));
-    *number++ = static_cast<float>(radius * std::cos(2 * M_PI * uniform(2 * place + 1)));
+  for (int64_t index = first * columns; index < (first + rows) * columns; ++index) {
+    const double radius = std::sqrt(-2 * std::log(uniform(2 * index)));
+    *number++ = static_cast<float>(radius * std::cos(2 * M_PI * uniform(2 * index + 1)));
   }
   return drawn;
 }
@@ -70,11 +71,15 @@ torch::Tensor draw_rows(uint64_t seed, int64_t first, int64_t rows, int64_t colu
 }  // namespace
 
 Batches::Batches(const Options& options, torch::Device device)
-    : batch_(options.batch), dim_(options.dim), seed_(options.seed), device_(device) {
+    : batch_(options.batch),
+      accum_steps_(options.accum_steps),
+      dim_(options.dim),
+      seed_(options.seed),
+      device_(device) {
   if (options.data.empty()) return;
   const auto file = lockstep::load_tensors(options.data);
-  x_ = require_rows(file, options.data, "x", dim_);
-  y_ = require_rows(file, options.data, "y", dim_);
+  x_ = require_tensor(file, options.data, "x", dim_);
+  y_ = require_tensor(file, options.data, "y", dim_);
   if (x_.size(0) != y_.size(0)) {
     throw Error(
         Code::kTensorMismatch,
@@ -83,21 +88,33 @@ Batches::Batches(const Options& options, torch::Device device)
   }
 }
 
-Batch Batches::get_rows(int64_t index, int64_t first, int64_t count) const {
-  const Batch batch = get_host_rows(index, first, count);
+Batch Batches::get_rows(int64_t index, RowBlock rows) const {
+  const Batch batch = get_host_rows(index, rows);
   return {batch.x.to(device_), batch.y.to(device_)};
 }
 
-Batch Batches::get_host_rows(int64_t index, int64_t first, int64_t count) const {
-  if (x_.defined()) return take_rows(index * batch_ + first, count);
-  // The whole batch is drawn, so that a row is the same whoever asks for it.
-  const Batch batch = generate(index);
-  if (count == batch_) return batch;
-  return {batch.x.narrow(0, first, count).clone(), batch.y.narrow(0, first, count).clone()};
+StepBatches Batches::draw(int64_t step, RowBlock rows) const {
+  const lockstep::ChargeHost host;
+  std::vector<torch::Tensor> tensors;
+  for (int64_t micro = 0; micro < accum_steps_; ++micro) {
+    const Batch batch = get_host_rows(step * accum_steps_ + micro, rows);
+    tensors.push_back(batch.x);
+    tensors.push_back(batch.y);
+  }
+  return {std::move(tensors), device_};
 }
 
-// Made on the CPU whatever the device, so that the numbers are the same everywhere. A few hidden
-// factors make both x and y, so that a model learns something within a lesson.
+Batch Batches::get_host_rows(int64_t index, RowBlock rows) const {
+  if (x_.defined()) return take_rows(index * batch_ + rows.first, rows.count);
+  // The whole batch is generated, so that a row is the same for whoever asks for it.
+  const Batch batch = generate(index);
+  if (rows.count == batch_) return batch;
+  return {batch.x.narrow(0, rows.first, rows.count).clone(),
+          batch.y.narrow(0, rows.first, rows.count).clone()};
+}
+
+// Generated on the CPU whatever the device, so that the numbers are the same everywhere. A few
+// hidden factors determine both x and y, so that a model learns something within a lesson.
 Batch Batches::generate(int64_t index) const {
   const auto first_seed = static_cast<uint64_t>(seed_) * 1'000'003;
   const int64_t factors = std::min<int64_t>(4, dim_);
@@ -120,31 +137,21 @@ RowBlock rows_of_rank(int64_t batch, int rank, int ranks) {
           .count = whole + (rank < left_over ? 1 : 0)};
 }
 
-void MicroBatches::draw(int64_t step) {
-  const lockstep::ChargeHost host;
-  const auto accum_steps = static_cast<int64_t>(drawn_.size() / 2);
-  for (int64_t micro = 0; micro < accum_steps; ++micro) {
-    const Batch batch =
-        batches_.get_host_rows(step * accum_steps + micro, rows_.first, rows_.count);
-    drawn_[static_cast<size_t>(2 * micro)] = batch.x;
-    drawn_[static_cast<size_t>(2 * micro + 1)] = batch.y;
-  }
-}
-
-std::vector<torch::Tensor> MicroBatches::all(bool on_device) const {
-  if (!on_device) return drawn_;
+std::vector<torch::Tensor> StepBatches::on_device() const {
   std::vector<torch::Tensor> copies;
-  for (const auto& tensor : drawn_) copies.push_back(tensor.to(batches_.device_));
+  for (const auto& tensor : tensors_) copies.push_back(tensor.to(device_));
   return copies;
 }
 
-Batch MicroBatches::get(const std::vector<torch::Tensor>& all, int64_t micro_step) const {
-  const auto on_device = [&](int64_t place) {
-    const torch::Tensor& tensor = all.at(static_cast<size_t>(2 * micro_step + place));
-    return tensor.to(batches_.device_, tensor.scalar_type(), /*non_blocking=*/false,
+Batch StepBatches::get(int64_t micro) const {
+  const auto copy = [this](int64_t i) {
+    const torch::Tensor& tensor = tensors_.at(static_cast<size_t>(i));
+    return tensor.to(device_, tensor.scalar_type(), /*non_blocking=*/false,
                      /*copy=*/tensor.is_cpu());
   };
-  return {on_device(0), on_device(1)};
+  const Batch batch = {copy(2 * micro), copy(2 * micro + 1)};
+  if (on_get_) on_get_();
+  return batch;
 }
 
 }  // namespace course

@@ -6,13 +6,16 @@
 
 #include <algorithm>
 #include <charconv>
+#include <cstdio>
 #include <numeric>
 #include <optional>
 
-#include "course/layers.hpp"
+#include "lockstep/autocast.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/pipeline.hpp"
 #include "lockstep/rank_environment.hpp"
-#include "lockstep/stages.hpp"
+#include "lockstep/split.hpp"
+#include "lockstep/units.hpp"
 
 namespace course {
 namespace {
@@ -21,7 +24,7 @@ using lockstep::Code;
 using lockstep::Error;
 using lockstep::Schedule;
 
-// "3,2": whole numbers from `least` on, one for each stage.
+// Reads "3,2": whole numbers from `least` on, one for each stage.
 std::vector<int64_t> parse_list(const char* flag, const std::string& text, const char* words,
                                 int64_t least, int64_t stages) {
   std::vector<int64_t> numbers;
@@ -45,8 +48,9 @@ std::vector<int64_t> parse_list(const char* flag, const std::string& text, const
               "give a number for each stage, or change --stages");
 }
 
-// Devices of a rank, numbered from 0 without a gap: an unused one would only take cores.
-std::vector<int> parse_places(const Options& options) {
+// --place as device numbers of a rank, from 0 without a gap: an unused device would only take
+// cores.
+std::vector<int> parse_devices(const Options& options) {
   const auto numbers =
       parse_list("--place", options.place, "same, split, ranks", 0, options.stages);
   const int64_t most = *std::max_element(numbers.begin(), numbers.end());
@@ -59,18 +63,18 @@ std::vector<int> parse_places(const Options& options) {
   return {numbers.begin(), numbers.end()};
 }
 
-Schedule place_schedule(const Options& options) {
+Schedule make_placed_schedule(const Options& options) {
   const Schedule schedule = lockstep::make_schedule(
       options.schedule, static_cast<int>(options.stages), static_cast<int>(options.micro_batches),
       static_cast<int>(options.chunks));
   if (options.place == "split" || options.place == "ranks") return schedule;
-  const auto places = options.place == "same"
-                          ? std::vector<int>(static_cast<size_t>(options.stages), 0)
-                          : parse_places(options);
-  return lockstep::on_places(schedule, places);
+  const auto devices = options.place == "same"
+                           ? std::vector<int>(static_cast<size_t>(options.stages), 0)
+                           : parse_devices(options);
+  return lockstep::on_ranks(schedule, devices);
 }
 
-// --cut for a model of so many layers; none where it is to be measured.
+// --cut for a model of so many layers; none if it is to be measured.
 std::optional<std::vector<int64_t>> planned_cut(const Options& options, int64_t layers) {
   if (options.stages > layers) {
     throw Error(Code::kUsage,
@@ -91,7 +95,7 @@ std::optional<std::vector<int64_t>> planned_cut(const Options& options, int64_t 
       fmt::format("give numbers that add up to {}, such as {}", layers, fmt::join(equal, ",")));
 }
 
-void require_rows(const Options& options, int pipelines) {
+void require_micro_batch_rows(const Options& options, int pipelines) {
   const int64_t fewest = options.batch / pipelines;
   if (fewest >= options.micro_batches) return;
   throw Error(Code::kSplit,
@@ -104,44 +108,8 @@ void require_rows(const Options& options, int pipelines) {
                           options.micro_batches * pipelines));
 }
 
-}  // namespace
-
-std::vector<lockstep::MeshAxis> HybridPlan::axes() const {
-  return {{"dp", data}, {"pp", pipeline}, {"tp", tensor}};
-}
-
-HybridPlan plan_hybrid(const Options& options, int ranks) {
-  HybridPlan plan{
-      .schedule = place_schedule(options), .over_ranks = options.place == "ranks", .data = ranks};
-  if (options.recompute) {
-    plan.recompute.resize(static_cast<size_t>(options.stages));
-    std::iota(plan.recompute.begin(), plan.recompute.end(), 0);
-  }
-  if (plan.over_ranks) {
-    plan.pipeline = plan.schedule.places();
-    plan.tensor = static_cast<int>(options.tensor_parallel);
-    const int needed = plan.pipeline * plan.tensor;
-    if (ranks % needed != 0) {
-      const std::string tensor =
-          plan.tensor == 1 ? "" : fmt::format(" x --tensor-parallel {}", plan.tensor);
-      throw Error(
-          Code::kWorld,
-          fmt::format("{} rank{} cannot be divided into pipelines of {} place{}{}", ranks,
-                      ranks == 1 ? "" : "s", plan.pipeline, plan.pipeline == 1 ? "" : "s", tensor),
-          fmt::format("start {0} ranks or a multiple: lockstep run -n {0} …", needed));
-    }
-    plan.data = ranks / needed;
-  }
-  require_rows(options, plan.data);
-  require_tensor_parallel_sizes(options, plan.tensor);
-  planned_cut(options, count_layers(options, plan.tensor));  // refuses what does not fit
-  return plan;
-}
-
-HybridPlan plan_hybrid(const Options& options) {
-  return plan_hybrid(options, lockstep::RankEnvironment::from_env().world_size);
-}
-
+// Layers per stage, as --cut says. Times are measured with `rows` and are the same on all ranks of
+// `world`. Collective.
 std::vector<int64_t> choose_cut(const Options& options, const torch::nn::Sequential& layers,
                                 const torch::Tensor& rows, const lockstep::Communicator& world) {
   const auto count = static_cast<int64_t>(layers->size());
@@ -150,6 +118,213 @@ std::vector<int64_t> choose_cut(const Options& options, const torch::nn::Sequent
   world.broadcast(torch::from_blob(cost.data(), {count}, torch::kDouble), 0,
                   {.label = "time of each layer"});
   return lockstep::cut_by_cost(cost, options.stages);
+}
+
+// Sends one row through the layers, without gradients, to see their shapes.
+std::vector<LayerShape> probe_layers(const Layers& model, torch::Tensor x) {
+  const torch::NoGradGuard no_grad;
+  std::vector<LayerShape> shapes;
+  auto layers = model.layers();
+  for (auto& layer : *layers) {
+    const auto before = model.tensor_traffic();
+    const auto out = layer.forward<torch::Tensor>(x);
+    const auto after = model.tensor_traffic();
+    shapes.push_back({.input_bytes = static_cast<int64_t>(x.nbytes()),
+                      .output_bytes = static_cast<int64_t>(out.nbytes()),
+                      .tensor_calls = after.calls - before.calls,
+                      .tensor_bytes = after.sent_bytes - before.sent_bytes});
+    x = out;
+  }
+  return shapes;
+}
+
+std::string home_of(int stage, const lockstep::Device& device) {
+  return fmt::format("stage {} on {}", stage, device.name());
+}
+
+// The schedule's ranks by name: devices of rank 0, or ranks of the job.
+std::vector<std::string> names_of_ranks(const HybridPlan& plan, const lockstep::World& world) {
+  std::vector<std::string> names;
+  for (int rank = 0; rank < plan.schedule.ranks(); ++rank) {
+    names.push_back(plan.over_ranks ? fmt::format("rank {}", rank * plan.tensor)
+                                    : world.devices()[static_cast<size_t>(rank)].name());
+  }
+  return names;
+}
+
+// The schedule alone: every action takes the same time.
+std::string unit_grid(const HybridPlan& plan, const lockstep::World& world) {
+  const std::vector<lockstep::StageTimes> times(plan.schedule.rank_of_stage.size());
+  return lockstep::format_grid(plan.schedule, lockstep::simulate(plan.schedule, times),
+                               {.rank_names = names_of_ranks(plan, world)});
+}
+
+std::string axes_text(const HybridPlan& plan) {
+  if (!plan.over_ranks) {
+    return fmt::format("data parallel over {} process{}, {} device{} in each", plan.data,
+                       plan.data == 1 ? "" : "es", plan.devices_per_rank(),
+                       plan.devices_per_rank() == 1 ? "" : "s");
+  }
+  return fmt::format("data {} x pipeline {} x tensor {}", plan.data, plan.pipeline, plan.tensor);
+}
+
+std::string no_sync_text(const HybridPlan& plan, bool last) {
+  if (!last) return "gradients are still being added up";
+  if (plan.data > 1) return "nothing was averaged";
+  return plan.over_ranks ? "one pipeline holds all rows" : "one process holds all rows";
+}
+
+}  // namespace
+
+std::vector<lockstep::MeshAxis> HybridPlan::axes() const {
+  return {{"dp", data}, {"pp", pipeline}, {"tp", tensor}};
+}
+
+HybridPlan plan_hybrid(const Options& options, int ranks) {
+  HybridPlan plan{.schedule = make_placed_schedule(options),
+                  .over_ranks = options.place == "ranks",
+                  .data = ranks};
+  if (options.recompute) {
+    plan.recompute.resize(static_cast<size_t>(options.stages));
+    std::iota(plan.recompute.begin(), plan.recompute.end(), 0);
+  }
+  if (plan.over_ranks) {
+    plan.pipeline = plan.schedule.ranks();
+    plan.tensor = static_cast<int>(options.tensor_parallel);
+    const int needed = plan.pipeline * plan.tensor;
+    if (ranks % needed != 0) {
+      const std::string tensor =
+          plan.tensor == 1 ? "" : fmt::format(" x --tensor-parallel {}", plan.tensor);
+      throw Error(
+          Code::kWorld,
+          fmt::format("{} rank{} cannot be divided into pipelines of {} rank{}{}", ranks,
+                      ranks == 1 ? "" : "s", plan.pipeline, plan.pipeline == 1 ? "" : "s", tensor),
+          fmt::format("start {0} ranks or a multiple: lockstep run -n {0} …", needed));
+    }
+    plan.data = ranks / needed;
+  }
+  require_micro_batch_rows(options, plan.data);
+  require_tensor_parallel_sizes(options, plan.tensor);
+  planned_cut(options, count_layers(options, plan.tensor));  // refuses a cut that does not fit
+  return plan;
+}
+
+HybridPlan plan_hybrid(const Options& options) {
+  return plan_hybrid(options, lockstep::RankEnvironment::from_env().world_size);
+}
+
+ModelCut cut_model(const Options& options, Layers& model, const lockstep::World& world,
+                   const Precision& precision, int64_t rows) {
+  const auto device = world.device().torch_device();
+  const int64_t micro_batch_rows = rows / options.micro_batches;
+  const auto x = torch::ones({micro_batch_rows, options.dim}, torch::TensorOptions(device));
+  auto layers = model.layers();
+  layers->to(device);
+  ModelCut cut;
+  {
+    const lockstep::Autocast amp(world.device(), precision.dtype, precision.lower);
+    cut.layers_per_stage = choose_cut(options, layers, x, world.comm());
+    cut.layers = probe_layers(model, x.narrow(0, 0, 1));
+  }
+  layers->to(torch::kCPU);  // later each stage goes to its own device only
+  model.separate_stages(cut.layers_per_stage);
+  return cut;
+}
+
+HybridOptimizer::HybridOptimizer(lockstep::Pipeline& pipeline, lockstep::GradScaler& scaler,
+                                 const Options& options)
+    : pipeline_(pipeline), scaler_(scaler) {
+  if (scaler.is_enabled()) {
+    whole_ = make_optimizer(pipeline.parameters(), options);
+    return;
+  }
+  of_stage_.resize(pipeline.schedule().rank_of_stage.size());
+  pipeline.for_each_stage("make optimizer", [&](int stage) {
+    const auto parameters = pipeline.stage(stage)->parameters();
+    if (parameters.empty()) return;  // a stage of activations only
+    of_stage_[static_cast<size_t>(stage)] = make_optimizer(parameters, options);
+  });
+}
+
+void HybridOptimizer::step() {
+  if (whole_) {
+    scaler_.step(*whole_);
+    scaler_.update();
+  } else {
+    pipeline_.for_each_stage("optimizer", [&](int stage) {
+      const auto& optimizer = of_stage_[static_cast<size_t>(stage)];
+      if (optimizer) optimizer->step();
+    });
+  }
+  for (const int stage : pipeline_.local_stages()) {
+    auto module = pipeline_.stage(stage);
+    module->zero_grad(/*set_to_none=*/true);
+  }
+}
+
+void print_placement(const lockstep::Pipeline& pipeline, const HybridPlan& plan,
+                     const lockstep::World& world, const Options& options) {
+  if (options.quiet) return;
+  std::vector<std::string> homes;
+  for (const int stage : pipeline.local_stages()) {
+    const auto& device = pipeline.device_of(stage);
+    homes.push_back(fmt::format("{} ({})", home_of(stage, device), device.plan().physical()));
+  }
+  std::string text = fmt::format("Rank: {} | Local Rank: {} | Devices: {}\n", world.rank(),
+                                 world.local_rank(), fmt::join(homes, ", "));
+  if (world.rank() == 0) {
+    const int64_t rows = options.batch / plan.data + (options.batch % plan.data > 0 ? 1 : 0);
+    text += fmt::format("Processes: {} | {}\n", world.size(), axes_text(plan));
+    text += fmt::format("Micro-batches: {} of {} rows\n", options.micro_batches,
+                        fmt::join(lockstep::tensor_split_rows(rows, options.micro_batches), ", "));
+    text += fmt::format("Schedule: {}\n{}\n", plan.schedule.name, unit_grid(plan, world));
+  }
+  fmt::print(options.out(), "{}", text);
+  std::fflush(options.out());
+}
+
+std::string describe_call(const lockstep::Pipeline& pipeline, const HybridPlan& plan, int rank,
+                          const CallNumber& number, int64_t accum_steps, int64_t since_ns) {
+  struct Line {
+    int64_t begin_ns;
+    std::string text;
+  };
+  std::string head = fmt::format("step {}", number.step + 1);
+  if (accum_steps > 1) head += fmt::format(", micro-step {}", number.micro_step + 1);
+  head += fmt::format(" | rank {} | ", rank);
+  const auto times = [&](const auto& span) {
+    return fmt::format("{:.2f} - {:.2f} ms", static_cast<double>(span.begin_ns - since_ns) * 1e-6,
+                       static_cast<double>(span.end_ns - since_ns) * 1e-6);
+  };
+  std::vector<Line> lines;
+  const auto add = [&](const auto& span, int stage, const std::string& what,
+                       const std::string& about) {
+    const std::string home = home_of(stage, pipeline.device_of(stage));
+    lines.push_back({span.begin_ns,
+                     fmt::format("{}{} | {} | {} | {}\n", head, home, what, about, times(span))});
+  };
+  const auto& trace = pipeline.last_step();
+  size_t widest = 0;
+  for (const auto& span : trace.actions)
+    widest = std::max(widest, action_name(span.action.kind).size());
+  for (const auto& span : trace.actions) {
+    add(span, span.action.stage, fmt::format("{:<{}}", action_name(span.action.kind), widest),
+        fmt::format("micro-batch {}", span.action.micro_batch));
+  }
+  for (const auto& sync : trace.syncs) {
+    add(sync, sync.stage, "synchronise",
+        fmt::format("{} all-reduce{}, {}", sync.all_reduces, sync.all_reduces == 1 ? "" : "s",
+                    lockstep::format_bytes(sync.bytes)));
+  }
+  std::stable_sort(lines.begin(), lines.end(),
+                   [](const Line& a, const Line& b) { return a.begin_ns < b.begin_ns; });
+  std::string text;
+  for (const auto& line : lines) text += line.text;
+  if (trace.syncs.empty()) {
+    const bool last = number.micro_step + 1 == accum_steps;
+    text += fmt::format("{}no synchronisation: {}\n", head, no_sync_text(plan, last));
+  }
+  return text;
 }
 
 }  // namespace course

@@ -8,17 +8,115 @@
 #include <string>
 #include <utility>
 
-#include "course/setup.hpp"
-#include "course/transformer.hpp"
+#include "course/course.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/memory.hpp"
+#include "lockstep/tensor_parallel.hpp"
 
 namespace course {
 namespace {
 
 using lockstep::Code;
 using lockstep::Error;
+using Trained = Layers::Trained;
 
-// What stands before a transformer's blocks: its own parts under their own names.
+void append(std::vector<Trained>& all, std::vector<Trained> more) {
+  for (auto& each : more) all.push_back(std::move(each));
+}
+
+// All parameters of a module of the whole model, trained in place.
+std::vector<Trained> trained_in_place(const torch::nn::Module& module) {
+  std::vector<Trained> trained;
+  for (const auto& parameter : module.parameters()) trained.push_back({parameter});
+  return trained;
+}
+
+// The parameters of a Linear that `divided`, a ColumnLinear or RowLinear, trains in its place.
+template <class Divided>
+std::vector<Trained> trained_in_parts(const torch::nn::Linear& whole, const Divided& divided) {
+  std::vector<Trained> trained = {{whole->weight, [divided] { return divided->whole_weight(); }}};
+  if (whole->bias.defined()) {
+    trained.push_back({whole->bias, [divided] { return divided->whole_bias(); }});
+  }
+  return trained;
+}
+
+// Linear, activation, Linear, with the features between them divided over the ranks.
+struct DividedPairImpl : torch::nn::Module {
+  DividedPairImpl(const torch::nn::Linear& whole_up, torch::nn::AnyModule given_activation,
+                  const torch::nn::Linear& whole_down, const lockstep::Communicator& axis);
+  torch::Tensor forward(const torch::Tensor& x);
+
+  lockstep::ColumnLinear up;
+  torch::nn::AnyModule activation;
+  lockstep::RowLinear down;
+  std::vector<Trained> trained;
+};
+TORCH_MODULE(DividedPair);
+
+DividedPairImpl::DividedPairImpl(const torch::nn::Linear& whole_up,
+                                 torch::nn::AnyModule given_activation,
+                                 const torch::nn::Linear& whole_down,
+                                 const lockstep::Communicator& axis)
+    : up(whole_up, axis), activation(std::move(given_activation)), down(whole_down, axis) {
+  register_module("up", up);
+  register_module("down", down);
+  trained = trained_in_parts(whole_up, up);
+  append(trained, trained_in_parts(whole_down, down));
+}
+
+torch::Tensor DividedPairImpl::forward(const torch::Tensor& x) {
+  return down(activation.forward(up(x)));
+}
+
+// The MLP of a block: Linear, activation, Linear.
+DividedPair divide_mlp(const torch::nn::Sequential& mlp, const lockstep::Communicator& axis) {
+  const auto layers = mlp->begin();
+  return DividedPair(layers[0].get<torch::nn::Linear>(), layers[1],
+                     layers[2].get<torch::nn::Linear>(), axis);
+}
+
+// A TransformerBlock with its heads and the features of its MLP divided over the ranks. The norms
+// are those of the whole block: their gradients are the same on all ranks.
+struct DividedBlockImpl : torch::nn::Module {
+  DividedBlockImpl(const TransformerBlockImpl& whole, const lockstep::Communicator& axis);
+  torch::Tensor forward(const torch::Tensor& x);
+
+  int64_t own_heads;
+  torch::nn::LayerNorm norm1, norm2;
+  lockstep::ColumnLinear qkv;
+  lockstep::RowLinear out;
+  DividedPair mlp;
+  std::vector<Trained> trained;
+};
+TORCH_MODULE(DividedBlock);
+
+DividedBlockImpl::DividedBlockImpl(const TransformerBlockImpl& whole,
+                                   const lockstep::Communicator& axis)
+    : own_heads(heads_of(whole.width) / axis.size()),
+      norm1(whole.norm1),
+      norm2(whole.norm2),
+      qkv(whole.attention->qkv, axis, {.parts = 3}),
+      out(whole.attention->out, axis),
+      mlp(divide_mlp(whole.mlp, axis)) {
+  register_module("norm1", norm1);
+  register_module("qkv", qkv);
+  register_module("out", out);
+  register_module("norm2", norm2);
+  register_module("mlp", mlp);
+  append(trained, trained_in_place(*norm1));
+  append(trained, trained_in_parts(whole.attention->qkv, qkv));
+  append(trained, trained_in_parts(whole.attention->out, out));
+  append(trained, trained_in_place(*norm2));
+  append(trained, mlp->trained);
+}
+
+torch::Tensor DividedBlockImpl::forward(const torch::Tensor& x) {
+  const auto attended = x + out(causal_attention(qkv(norm1(x)), own_heads));
+  return attended + mlp(norm2(attended));
+}
+
+// The part of a transformer before its blocks: the net's own modules under their own names.
 struct TransformerInputImpl : torch::nn::Module {
   TransformerInputImpl(torch::nn::Linear given_input, const torch::Tensor& given_positions)
       : input(std::move(given_input)) {
@@ -33,7 +131,7 @@ struct TransformerInputImpl : torch::nn::Module {
   torch::Tensor positions;
 };
 
-// What comes after them.
+// The part after its blocks.
 struct TransformerOutputImpl : torch::nn::Module {
   TransformerOutputImpl(torch::nn::LayerNorm given_norm, torch::nn::Linear given_output)
       : norm(std::move(given_norm)), output(std::move(given_output)) {
@@ -62,18 +160,17 @@ void require_stages(std::span<const int64_t> layers_per_stage, size_t layers) {
               "give the layers per stage that the model was cut by");
 }
 
-void require_places(std::span<const int> place_of_stage, size_t stages, int places) {
-  if (place_of_stage.size() != stages) {
+void require_ranks(std::span<const int> rank_of_stage, size_t stages, int ranks) {
+  if (rank_of_stage.size() != stages) {
     throw Error(Code::kStageMismatch,
-                fmt::format("{} places were given for {} stages", place_of_stage.size(), stages),
-                "give the place_of_stage of the schedule that was run");
+                fmt::format("{} ranks were given for {} stages", rank_of_stage.size(), stages),
+                "give the rank_of_stage of the schedule that was run");
   }
-  for (const int place : place_of_stage) {
-    if (place >= 0 && place < places) continue;
-    throw Error(
-        Code::kStageMismatch,
-        fmt::format("a stage lies on place {} of a pipeline axis of {} ranks", place, places),
-        "give the axis that the pipeline was made on");
+  for (const int rank : rank_of_stage) {
+    if (rank >= 0 && rank < ranks) continue;
+    throw Error(Code::kStageMismatch,
+                fmt::format("a stage is on rank {} of a pipeline axis of {} ranks", rank, ranks),
+                "give the axis that the pipeline was made on");
   }
 }
 
@@ -100,13 +197,14 @@ void require_tensor_parallel_sizes(const Options& options, int64_t tensor_parall
 int64_t count_layers(const Options& options, int64_t tensor_parallel) {
   if (options.model == "transformer") return options.depth + 2;
   const int64_t linear = options.depth + 2;
-  const int64_t units = tensor_parallel == 1 ? linear : (linear + 1) / 2;  // alone, or in pairs
+  const int64_t units = tensor_parallel == 1 ? linear : (linear + 1) / 2;  // single, or in pairs
   return 2 * units - 1;                                                    // a ReLU between them
 }
 
 Layers::Layers(const Options& options, const lockstep::Communicator& tensor_axis)
     : tensor_axis_(tensor_axis), net_(nullptr), layers_(nullptr) {
   require_tensor_parallel_sizes(options, tensor_axis_.size());
+  const lockstep::ChargeHost host;
   torch::manual_seed(static_cast<uint64_t>(options.seed));
   net_ = Model(options);
   load_initial_weights(*net_, options);
@@ -183,14 +281,14 @@ void Layers::separate_stages(std::span<const int64_t> layers_per_stage) {
 
 void Layers::collect(const lockstep::Communicator& pipeline_axis,
                      std::span<const int64_t> layers_per_stage,
-                     std::span<const int> place_of_stage) {
+                     std::span<const int> rank_of_stage) {
   const torch::NoGradGuard no_grad;
   require_stages(layers_per_stage, layers_->size());
   const bool all_here = pipeline_axis.size() == 1;
-  if (!all_here) require_places(place_of_stage, layers_per_stage.size(), pipeline_axis.size());
+  if (!all_here) require_ranks(rank_of_stage, layers_per_stage.size(), pipeline_axis.size());
   size_t layer = 0;
   for (size_t stage = 0; stage < layers_per_stage.size(); ++stage) {
-    const int owner = all_here ? 0 : place_of_stage[stage];
+    const int owner = all_here ? 0 : rank_of_stage[stage];
     for (int64_t i = 0; i < layers_per_stage[stage]; ++i, ++layer) {
       for (const auto& [whole, gather] : trained_[layer]) {
         if (owner == pipeline_axis.rank() && gather) whole.copy_(gather());

@@ -8,11 +8,11 @@
 #include <cmath>
 #include <filesystem>
 
-#include "course/hybrid_options.hpp"
-#include "course/transformer.hpp"
+#include "course/model.hpp"
 #include "lockstep/cli_parse.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/rank_environment.hpp"
+#include "lockstep/schedule.hpp"
 
 namespace course {
 namespace {
@@ -22,7 +22,22 @@ using lockstep::Error;
 
 constexpr int64_t kLargestSize = 1 << 20;
 
-// A run of an hour must not fail at its end because its output has nowhere to go.
+void require_range(const char* flag, int64_t value, int64_t least, int64_t most) {
+  if (value >= least && value <= most) return;
+  throw Error(Code::kUsage, fmt::format("{} {} is out of range", flag, value),
+              fmt::format("give a whole number from {} to {}", least, most));
+}
+
+void require_one_of(const char* flag, const std::string& value,
+                    const std::vector<std::string>& known) {
+  if (std::find(known.begin(), known.end(), value) != known.end()) return;
+  const std::string near = lockstep::did_you_mean(value, known);
+  throw Error(Code::kUsage, fmt::format("{} \"{}\" is unknown", flag, value),
+              fmt::format("use {}{}", fmt::join(known, ", "),
+                          near.empty() ? "" : fmt::format("; did you mean {}?", near)));
+}
+
+// Checked at the start: a run of an hour must not fail at its end because its output has no folder.
 void require_writable_folder(const char* flag, const std::string& path) {
   if (path.empty() || path == "-") return;
   const auto folder = std::filesystem::absolute(path).parent_path();
@@ -55,9 +70,10 @@ void check_model(const Options& options) {
   if (options.model == "transformer") require_transformer_sizes(options);
 }
 
-// Before any rank waits for another, so that a mistake costs nothing.
+// Checked before any rank waits for another, so that a mistake costs nothing.
 void check_ranks(const Options& options) {
-  require_one_of("--backend", options.backend, {"auto", "self", "shm", "gloo", "nccl", "ipc"});
+  require_one_of("--backend", options.backend,
+                 {lockstep::kBackendNames.begin(), lockstep::kBackendNames.end()});
   require_one_of("--nonfinite", options.nonfinite, {"warn", "stop", "ignore"});
   if (!options.has_pipeline) {
     require_one_of("--compress", options.compress, {"off", "bf16", "fp16"});
@@ -108,6 +124,25 @@ void check_amp(const Options& options) {
         Code::kUsage,
         fmt::format("--overflow-at {} is none of the {} steps", options.overflow_at, options.steps),
         fmt::format("give a step from 1 to {}, or leave it out", options.steps));
+  }
+}
+
+// Refuses what is wrong for every model and number of ranks; plan_hybrid() refuses the rest.
+void check_pipeline_flags(const Options& options) {
+  constexpr int64_t kMost = 1 << 16;
+  require_range("--micro-batches", options.micro_batches, 1, kMost);
+  require_range("--stages", options.stages, 1, kMost);
+  require_range("--chunks", options.chunks, 1, kMost);
+  require_range("--tensor-parallel", options.tensor_parallel, 1, kMost);
+  require_range("--print-steps", options.print_steps, 0, 100'000'000);
+  require_one_of("--schedule", options.schedule, lockstep::schedule_names());
+  if (options.tensor_parallel > 1 && options.place != "ranks") {
+    throw Error(
+        Code::kUsage,
+        fmt::format("--tensor-parallel {} divides matrices over ranks, but --place {} gives each "
+                    "rank whole ones",
+                    options.tensor_parallel, options.place),
+        "add --place ranks");
   }
 }
 
@@ -232,22 +267,35 @@ void add_amp_flags(CLI::App& app, Options& options) {
                  "plant an infinite gradient on the last rank in this step, counted from 1");
 }
 
+void add_pipeline_flags(CLI::App& app, Options& options) {
+  app.add_option("--micro-batches", options.micro_batches,
+                 "parts of a rank's rows that flow through the stages")
+      ->capture_default_str();
+  app.add_option("--stages", options.stages, "parts of the model")->capture_default_str();
+  app.add_option("--schedule", options.schedule,
+                 "gpipe, 1f1b, interleaved, zero-bubble or sequential")
+      ->capture_default_str();
+  app.add_option("--chunks", options.chunks,
+                 "stages on each pipeline rank, with --schedule interleaved only")
+      ->capture_default_str();
+  app.add_option("--place", options.place,
+                 "split: a device of the rank for each stage; same: one device for all; ranks: a "
+                 "rank for each; or a device for each stage, such as 0,0,1,1")
+      ->capture_default_str();
+  app.add_option("--tensor-parallel", options.tensor_parallel,
+                 "ranks that divide the matrices of a stage, with --place ranks only")
+      ->capture_default_str();
+  app.add_option("--cut", options.cut,
+                 "layers per stage: count: equally many; time: equally long; or a list such as 3,2")
+      ->capture_default_str();
+  app.add_flag("--recompute", options.recompute,
+               "keep a stage's inputs only and compute its activations again for backward");
+  app.add_option("--print-steps", options.print_steps,
+                 "first steps whose forwards, backwards and synchronisations are printed")
+      ->capture_default_str();
+}
+
 }  // namespace
-
-void require_range(const char* flag, int64_t value, int64_t least, int64_t most) {
-  if (value >= least && value <= most) return;
-  throw Error(Code::kUsage, fmt::format("{} {} is out of range", flag, value),
-              fmt::format("give a whole number from {} to {}", least, most));
-}
-
-void require_one_of(const char* flag, const std::string& value,
-                    const std::vector<std::string>& known) {
-  if (std::find(known.begin(), known.end(), value) != known.end()) return;
-  const std::string near = lockstep::did_you_mean(value, known);
-  throw Error(Code::kUsage, fmt::format("{} \"{}\" is unknown", flag, value),
-              fmt::format("use {}{}", fmt::join(known, ", "),
-                          near.empty() ? "" : fmt::format("; did you mean {}?", near)));
-}
 
 std::string host_work_of_steps(const Options& options) {
   if (!options.trace.empty()) return "--trace";
@@ -266,7 +314,7 @@ Options parse_options(const Program& program, int argc, char** argv) {
   options.has_pipeline = program.has_pipeline;
   options.never_captured = program.never_captured;
   CLI::App app(program.about, program.name);
-  // As in most commands: a wrapper's defaults can be overridden by what follows them.
+  // The last value of a flag wins, so that a wrapper's defaults can be overridden.
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   const auto* lr = add_shared_flags(app, options);
   if (program.has_print_shapes) {

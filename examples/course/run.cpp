@@ -2,21 +2,19 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/torch.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
+#include <unordered_set>
 #include <utility>
 
-#include "course/hybrid_text.hpp"
-#include "course/pipeline_job.hpp"
 #include "course/pipeline_meter.hpp"
-#include "course/result_table.hpp"
-#include "course/setup.hpp"
-#include "course/step_facts.hpp"
+#include "course/report.hpp"
 #include "lockstep/clock.hpp"
-#include "lockstep/engine.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_file.hpp"
 #include "lockstep/units.hpp"
@@ -25,7 +23,153 @@
 namespace course {
 namespace {
 
-// A run that ends with a loss that is not finite has learnt nothing: that must not pass unseen.
+// Two calls warm up, so that the third is captured before the timed steps begin.
+constexpr int64_t kWarmup = 2;
+constexpr int64_t kFewSteps = 12;
+
+// Why a step on a GPU is not captured, by --capture and the other flags; "" if it is.
+std::string why_not_captured(const Options& options) {
+  if (options.capture == "on") return "";
+  if (options.capture == "off") return "--capture off";
+  if (!options.never_captured.empty()) return options.never_captured;
+  const std::string seen = host_work_of_steps(options);
+  if (!seen.empty()) return fmt::format("{} looks into every step", seen);
+  if (options.steps < kFewSteps) return fmt::format("fewer than {} steps", kFewSteps);
+  return "";
+}
+
+// --capture. Asking for it without a GPU is an Error.
+lockstep::CaptureOptions capture_options(const Options& options, const lockstep::Device& device) {
+  const bool on_gpu = device.plan().kind == lockstep::DeviceKind::kCuda;
+  if (options.capture == "on" && !on_gpu) {
+    throw lockstep::Error(lockstep::Code::kUsage,
+                          fmt::format("--capture on: {} is not a GPU", device.name()),
+                          "leave --capture out, or name a GPU with --devices");
+  }
+  return {.enabled = on_gpu && why_not_captured(options).empty(), .warmup = kWarmup};
+}
+
+// From now on the gradient that flows back through `out` has one infinite element, as if fp16 had
+// overflowed.
+void plant_overflow(const torch::Tensor& out) {
+  out.register_hook([](const torch::Tensor& gradient) {
+    torch::Tensor spoiled = gradient.clone();
+    spoiled.view(-1)[0].fill_(std::numeric_limits<float>::infinity());
+    return spoiled;
+  });
+}
+
+constexpr double kScale = 65536;                 // GradScaler's initial scale
+const double kLostBelow = std::ldexp(1.0, -25);  // fp16 rounds this and less to 0
+constexpr double kOverflowsFrom = 65520;         // fp16 rounds this and more to infinity
+
+using torch::autograd::Node;
+
+// Whether this is the backward of a conversion to a lower precision. The gradient that flows into a
+// backward node has the dtype of what its forward made.
+bool is_low_precision_copy(const Node& node) {
+  if (node.name().find("ToCopy") == std::string::npos) return false;
+  const auto dtype = node.input_metadata(0).dtype().toScalarType();
+  return dtype == torch::kBFloat16 || dtype == torch::kHalf;
+}
+
+// Only changes of view may lie between a weight and its copy. 0: it is not the copy of a weight.
+int64_t elements_of_weight(const Node& copy) {
+  const Node* node = &copy;
+  while (node != nullptr && node->num_outputs() == 1) {
+    node = node->next_edge(0).function.get();
+    const auto* end = dynamic_cast<const torch::autograd::AccumulateGrad*>(node);
+    if (end != nullptr) return end->variable.numel();
+  }
+  return 0;
+}
+
+int64_t state_bytes(const torch::optim::Optimizer& optimizer) {
+  int64_t bytes = 0;
+  const auto add = [&](const torch::Tensor& tensor) {
+    if (tensor.defined()) bytes += static_cast<int64_t>(tensor.nbytes());
+  };
+  for (const auto& [parameter, state] : optimizer.state()) {
+    if (const auto* sgd = dynamic_cast<const torch::optim::SGDParamState*>(state.get())) {
+      add(sgd->momentum_buffer());
+    }
+    if (const auto* adamw = dynamic_cast<const torch::optim::AdamWParamState*>(state.get())) {
+      add(adamw->exp_avg());
+      add(adamw->exp_avg_sq());
+    }
+  }
+  return bytes;
+}
+
+// Bytes of the low-precision copies of weights that autocast made for this loss.
+int64_t low_precision_bytes(const torch::Tensor& loss) {
+  int64_t bytes = 0;
+  std::unordered_set<const Node*> seen;
+  std::vector<const Node*> to_visit = {loss.grad_fn().get()};
+  while (!to_visit.empty()) {
+    const Node* node = to_visit.back();
+    to_visit.pop_back();
+    if (node == nullptr || !seen.insert(node).second) continue;
+    if (is_low_precision_copy(*node)) bytes += 2 * elements_of_weight(*node);
+    for (const auto& edge : node->next_edges()) to_visit.push_back(edge.function.get());
+  }
+  return bytes;
+}
+
+// The net's gradients, divided by the scale they carry.
+lockstep::GradientCheck check_gradients(const torch::nn::Module& net, double scale) {
+  const torch::NoGradGuard no_grad;
+  lockstep::GradientCheck check;
+  double squares = 0;
+  double zeros = 0;
+  double lost = 0;
+  double lost_scaled = 0;
+  double overflow_scaled = 0;
+  const auto count = [](const torch::Tensor& which) {
+    return static_cast<double>(which.sum().item<int64_t>());
+  };
+  for (const auto& parameter : net.parameters()) {
+    if (!parameter.grad().defined()) continue;
+    const torch::Tensor size = parameter.grad().abs() / scale;
+    squares += size.square().sum(torch::kDouble).item<double>();
+    zeros += count(size == 0);
+    lost += count((size > 0) & (size <= kLostBelow));
+    lost_scaled += count((size > 0) & (size <= kLostBelow / kScale));
+    overflow_scaled += count(size >= kOverflowsFrom / kScale);
+    check.count += size.numel();
+  }
+  const auto elements = static_cast<double>(std::max<int64_t>(check.count, 1));
+  check.norm = std::sqrt(squares);
+  check.zero_share = zeros / elements;
+  check.fp16_lost = lost / elements;
+  check.fp16_lost_scaled = lost_scaled / elements;
+  check.fp16_overflow_scaled = overflow_scaled / elements;
+  return check;
+}
+
+// What the peak of a device consists of; activations are the rest. If there are masters, they are
+// the weights, and the net holds their low-precision copies.
+lockstep::MemorySplit split_memory(const torch::nn::Module& net,
+                                   const torch::optim::Optimizer& optimizer, int64_t low_precision,
+                                   int64_t peak_bytes,
+                                   const std::optional<lockstep::MasterWeights>& masters) {
+  lockstep::MemorySplit split;
+  split.low_precision = low_precision;
+  for (const auto& parameter : net.parameters()) {
+    const auto bytes = static_cast<int64_t>(parameter.nbytes());
+    (masters && masters->holds(parameter) ? split.low_precision : split.weights) += bytes;
+    if (parameter.requires_grad()) split.gradients += bytes;
+  }
+  if (masters) split.weights += masters->bytes();
+  for (const auto& buffer : net.buffers()) split.weights += static_cast<int64_t>(buffer.nbytes());
+  split.optimizer_state = state_bytes(optimizer);
+  const int64_t known =
+      split.weights + split.gradients + split.optimizer_state + split.low_precision;
+  split.activations = std::max<int64_t>(0, peak_bytes - known);
+  return split;
+}
+
+// A run whose last loss is not finite has learnt nothing, which must not go unnoticed.
 void warn_of_losses(const std::vector<double>& losses) {
   const auto finite = [](double loss) { return std::isfinite(loss); };
   const auto last = std::find_if(losses.rbegin(), losses.rend(), finite);
@@ -34,7 +178,7 @@ void warn_of_losses(const std::vector<double>& losses) {
   const std::string text =
       fmt::format("warning[{}]: the loss is not finite from step {} to the last\n",
                   lockstep::code_name(lockstep::Code::kNonfinite), losses.rend() - last + 1);
-  std::fputs(text.c_str(), stderr);  // where nobody reads it, training has ended all the same
+  std::fputs(text.c_str(), stderr);  // a failure is ignored: training has ended all the same
 }
 
 }  // namespace
@@ -42,16 +186,23 @@ void warn_of_losses(const std::vector<double>& losses) {
 Run::Run(const Options& options, const lockstep::Devices& devices)
     : Run(options, devices, nullptr) {}
 
-Run::Run(const Options& options, const lockstep::World& world)
-    : Run(options, world.devices(), &world) {}
+Run::Run(const Options& options, const lockstep::World& world, std::vector<int64_t> split)
+    : Run(options, world.devices(), &world) {
+  record_.split = std::move(split);
+}
 
 Run::Run(const Options& options, const lockstep::Devices& devices, const lockstep::World* world)
     : options_(options),
       devices_(devices),
       world_(world),
       rank_(world != nullptr ? world->rank() : 0),
+      capture_(capture_options(options, devices[0])),
       meter_(options.program, devices, options.steps,
              world != nullptr ? world->board_page() : std::nullopt) {
+  if (options.never_captured.empty()) {
+    captured_.emplace(
+        [this](const std::vector<torch::Tensor>& inputs) { return (*train_)(inputs); }, capture_);
+  }
   record_.program = options.program;
   record_.options = options.as_text();
   record_.host = lockstep::describe_host();
@@ -64,7 +215,7 @@ Run::Run(const Options& options, const lockstep::Devices& devices, const lockste
   if (prints()) print_start_line();
 }
 
-// The devices and the model outlive the timeline they record to.
+// The devices and the model outlive the timeline that they record to.
 Run::~Run() {
   for (size_t i = 0; i < devices_.size(); ++i) devices_[i].record_to(nullptr, rank_);
   if (sync_ != nullptr) sync_->record_to(nullptr, rank_, 0);
@@ -77,7 +228,7 @@ void Run::start_trace() {
     trace_.name_device(rank_, static_cast<int>(i), devices_[i].name());
     devices_[i].record_to(&trace_, rank_);
   }
-  // Hosts count their time from different moments: here is one that all ranks share.
+  // The clocks of hosts differ: this is a moment that all ranks share.
   if (world_ != nullptr && !world_->environment().one_host()) {
     world_->comm().barrier({.label = "clocks of the timeline"});
     clock_ns_ = lockstep::monotonic_ns();
@@ -92,41 +243,6 @@ void Run::watch(lockstep::GradientSync& sync) {
 
 void Run::watch(const lockstep::Pipeline& pipeline, HybridFacts facts) {
   stages_ = std::make_unique<PipelineMeter>(pipeline, std::move(facts), options_, rank_);
-}
-
-void Run::note_call(int64_t micro_step) {
-  stages_->note_call();
-  if (trace_.enabled()) trace_call();
-  const auto step = static_cast<int64_t>(meter_.losses().size());
-  if (options_.quiet || step >= options_.print_steps) return;
-  fmt::print(options_.out(), "{}",
-             describe_call(stages_->pipeline(), stages_->facts().plan, rank_, {step, micro_step},
-                           options_.accum_steps, meter_.last_step_started_ns()));
-  std::fflush(options_.out());
-}
-
-void Run::trace_call() {
-  const auto& trace = stages_->pipeline().last_step();
-  const bool over_ranks = stages_->facts().plan.over_ranks;
-  for (const auto& [action, place, begin_ns, end_ns] : trace.actions) {
-    trace_.add({.rank = rank_,
-                .device = over_ranks ? 0 : place,
-                .name = fmt::format("{}{}", letter(action.kind), action.micro_batch),
-                .begin_ns = begin_ns,
-                .end_ns = end_ns,
-                .args = {{"action", action_name(action.kind)},
-                         {"stage", std::to_string(action.stage)},
-                         {"micro_batch", std::to_string(action.micro_batch)}}});
-  }
-  for (const auto& sync : trace.syncs) {
-    trace_.add({.rank = rank_,
-                .device = static_cast<int>(devices_.size()),
-                .name = fmt::format("synchronise stage {}", sync.stage),
-                .begin_ns = sync.begin_ns,
-                .end_ns = sync.end_ns,
-                .args = {{"all_reduces", std::to_string(sync.all_reduces)},
-                         {"bytes", std::to_string(sync.bytes)}}});
-  }
 }
 
 void Run::print_start_line() const {
@@ -147,6 +263,98 @@ void Run::print_start_line() const {
              options_.program, where, record_.versions.at("libtorch"));
 }
 
+void Run::step(
+    const Batch& batch,
+    const std::function<torch::Tensor(const torch::Tensor&, const torch::Tensor&)>& train) {
+  meter_.begin_step();
+  end_step(train_on({batch.x, batch.y}, [&](const std::vector<torch::Tensor>& inputs) {
+    begin_forward();
+    return train(inputs[0], inputs[1]);
+  }));
+}
+
+void Run::step(const StepBatches& batches,
+               const std::function<torch::Tensor(const StepBatches&)>& train) {
+  meter_.begin_step();
+  const auto inputs = capture_.enabled ? batches.on_device() : batches.tensors();
+  end_step(train_on(inputs, [&](const std::vector<torch::Tensor>& given) {
+    return train(StepBatches(given, batches.device(), [this] { begin_forward(); }));
+  }));
+}
+
+torch::Tensor Run::train_on(const std::vector<torch::Tensor>& inputs, const StepFunction& train) {
+  if (!captured_) return train(inputs);
+  train_ = &train;
+  return (*captured_)(inputs);
+}
+
+void Run::begin_forward() {
+  if (sync_ != nullptr) begin_phase("forward");
+}
+
+// Only the last rank plants an overflow, so that the others must be told of it.
+void Run::before_loss(const torch::Tensor& out) {
+  const int64_t computed = ++losses_computed_;
+  if (computed == options_.overflow_at * options_.accum_steps &&
+      world_->rank() + 1 == world_->size()) {
+    plant_overflow(out);
+  }
+}
+
+void Run::before_backward(const torch::Tensor& loss) {
+  if (!low_precision_bytes_) low_precision_bytes_ = low_precision_bytes(loss);
+  begin_phase("backward");
+}
+
+torch::Tensor MseLoss::operator()(const torch::Tensor& out, const torch::Tensor& y) const {
+  run_.before_loss(out);
+  const auto loss = torch::mse_loss(out, y);
+  run_.before_backward(loss);
+  return loss;
+}
+
+void Run::before_update() {
+  if ((options_.has_accumulation || options_.has_amp) && !record_.gradient_check) {
+    record_.gradient_check = check_gradients(*net_, scaler_ != nullptr ? scaler_->get_scale() : 1);
+  }
+  begin_phase("optimizer");
+}
+
+void Run::after_pipeline_step(int64_t micro_step) {
+  stages_->note_call();
+  if (trace_.enabled()) trace_pipeline_step();
+  const auto step = static_cast<int64_t>(meter_.losses().size());
+  if (options_.quiet || step >= options_.print_steps) return;
+  fmt::print(options_.out(), "{}",
+             describe_call(stages_->pipeline(), stages_->facts().plan, rank_, {step, micro_step},
+                           options_.accum_steps, meter_.last_step_started_ns()));
+  std::fflush(options_.out());
+}
+
+void Run::trace_pipeline_step() {
+  const auto& trace = stages_->pipeline().last_step();
+  const bool over_ranks = stages_->facts().plan.over_ranks;
+  for (const auto& [action, pipeline_rank, begin_ns, end_ns] : trace.actions) {
+    trace_.add({.rank = rank_,
+                .device = over_ranks ? 0 : pipeline_rank,
+                .name = fmt::format("{}{}", letter(action.kind), action.micro_batch),
+                .begin_ns = begin_ns,
+                .end_ns = end_ns,
+                .args = {{"action", action_name(action.kind)},
+                         {"stage", std::to_string(action.stage)},
+                         {"micro_batch", std::to_string(action.micro_batch)}}});
+  }
+  for (const auto& sync : trace.syncs) {
+    trace_.add({.rank = rank_,
+                .device = static_cast<int>(devices_.size()),
+                .name = fmt::format("synchronise stage {}", sync.stage),
+                .begin_ns = sync.begin_ns,
+                .end_ns = sync.end_ns,
+                .args = {{"all_reduces", std::to_string(sync.all_reduces)},
+                         {"bytes", std::to_string(sync.bytes)}}});
+  }
+}
+
 void Run::end_step(const torch::Tensor& loss) {
   meter_.end_step(loss);
   end_phase(meter_.last_step_ended_ns());
@@ -163,7 +371,7 @@ void Run::end_step(const torch::Tensor& loss) {
   }
 }
 
-void Run::phase(const char* name) {
+void Run::begin_phase(const char* name) {
   if (!trace_.enabled()) return;
   const int64_t now_ns = lockstep::monotonic_ns();
   end_phase(now_ns);
@@ -180,8 +388,8 @@ void Run::end_phase(int64_t at_ns) {
               .end_ns = at_ns});
 }
 
-// The end of a backward that had all its gradients and only waited for buckets. Where a GPU's
-// stream waits, the host, whose phases these are, goes on.
+// Draws the end of a backward that had all its gradients and only waited for buckets. If a GPU's
+// stream waits instead, the host, whose phases these are, goes on.
 void Run::trace_wait() {
   if (sync_->comm().side_stream()) return;
   const lockstep::DdpStats stats = sync_->stats();
@@ -218,15 +426,6 @@ void Run::print_skipped_steps() {
   }
 }
 
-void Run::note_forward(const torch::Tensor& loss) {
-  if (!low_precision_bytes_) low_precision_bytes_ = low_precision_bytes(loss);
-}
-
-void Run::note_gradients(const torch::nn::Module& net) {
-  if (record_.gradient_check) return;
-  record_.gradient_check = check_gradients(net, scaler_ != nullptr ? scaler_->get_scale() : 1);
-}
-
 void Run::note_precision() {
   if (scaler_ == nullptr || !scaler_->is_enabled()) return;
   record_.scale = scaler_->get_scale();
@@ -237,38 +436,35 @@ void Run::note_precision() {
 }
 
 void Run::note_capture() {
-  if (step_ == nullptr || !devices_.is_cuda()) return;
-  const lockstep::CaptureStats stats = step_->stats();
+  if (!captured_ || !devices_.is_cuda()) return;
+  const lockstep::CaptureStats stats = captured_->stats();
   const std::string by_flags = why_not_captured(options_);
-  record_.capture = {.captured = step_->replayed(),
-                     .reason = by_flags.empty() ? step_->why_not() : by_flags,
+  record_.capture = {.captured = captured_->replayed(),
+                     .reason = by_flags.empty() ? captured_->why_not() : by_flags,
                      .graphs = stats.graphs,
                      .replays = stats.replays,
                      .memory_bytes = stats.memory_bytes};
 }
 
-void Run::finish(const torch::nn::Module& net, const torch::optim::Optimizer* optimizer) {
-  complete_record(net, optimizer, std::nullopt);
+void Run::complete_record() {
+  meter_.fill(record_);
+  if (stages_) stages_->fill(record_);
+  note_precision();
+  note_capture();
+}
+
+void Run::finish(const torch::nn::Module& net) {
+  complete_record();
   write_results(net);
 }
 
 void Run::finish(torch::nn::Module& net, const torch::optim::Optimizer& optimizer,
                  const std::optional<lockstep::MasterWeights>& masters) {
-  complete_record(net, &optimizer, masters);
-  if (masters) masters->restore(net);  // what is saved is float32
+  complete_record();
+  record_.memory = split_memory(net, optimizer, low_precision_bytes_.value_or(0),
+                                record_.devices.front().peak_bytes, masters);
+  if (masters) masters->restore(net);  // float32 weights are saved
   write_results(net);
-}
-
-void Run::complete_record(const torch::nn::Module& net, const torch::optim::Optimizer* optimizer,
-                          const std::optional<lockstep::MasterWeights>& masters) {
-  meter_.fill(record_);
-  if (stages_) stages_->fill(record_);
-  note_precision();
-  note_capture();
-  if (optimizer != nullptr) {
-    record_.memory = split_memory(net, *optimizer, low_precision_bytes_.value_or(0),
-                                  record_.devices.front().peak_bytes, masters);
-  }
 }
 
 void Run::write_results(const torch::nn::Module& net) {

@@ -3,11 +3,13 @@
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
-#include "course/job_record.hpp"
+#include "course/batches.hpp"
 #include "course/options.hpp"
 #include "lockstep/captured_step.hpp"
 #include "lockstep/device.hpp"
@@ -28,73 +30,91 @@ namespace course {
 struct HybridFacts;
 class PipelineMeter;
 
-/// What happens around a training loop: the start line, progress, measurement, the result table,
-/// the record, the timeline and the saved weights. Of several ranks only rank 0 prints and writes,
-/// and what it writes is the whole job's.
+/// Everything around a training loop: the start line, progress, measurement, the result table, the
+/// record, the timeline, the saved weights, and the capture of steps into CUDA graphs. Of several
+/// ranks only rank 0 prints and writes, and what it writes is the whole job's.
+///
+///     course::Run run(options, world, {rows.count});
+///     run.watch(ddp);
+///     for (int64_t step = 0; step < options.steps; ++step) {
+///       run.step(batches.get_rows(step, rows), [&](const auto& x, const auto& y) {
+///         ...               // forward, backward and update
+///         return loss;
+///       });
+///     }
+///     run.finish(*net);
 class Run {
  public:
+  /// `split`: the rows that each device of this process gets of a batch, for the record; none: the
+  /// whole batch on one device.
   Run(const Options& options, const lockstep::Devices& devices);
-  Run(const Options& options, const lockstep::World& world);
+  Run(const Options& options, const lockstep::World& world, std::vector<int64_t> split);
   ~Run();
   Run(const Run&) = delete;
   Run& operator=(const Run&) = delete;
 
-  /// From now on this model's communication is measured and drawn; it must outlive the run.
-  template <class Module>
-  void watch(lockstep::DistributedDataParallel<Module>& ddp) {
-    watch(ddp.sync());
-  }
-  void watch(lockstep::GradientSync& sync);
-
-  /// Its skipped steps are printed and recorded; it must outlive the run.
-  void watch(lockstep::GradScaler& scaler) { scaler_ = &scaler; }
-
-  /// The record says whether it was captured; it must live until finish().
-  void watch(const lockstep::CapturedStep& step) { step_ = &step; }
-
-  /// Its stages are measured, drawn and recorded; it must outlive the run. note_call() after each
-  /// of its steps.
-  void watch(const lockstep::Pipeline& pipeline, HybridFacts facts);
-  void note_call(int64_t micro_step);
-
-  void begin_step() { meter_.begin_step(); }
-  void end_step(const torch::Tensor& loss);
-
-  /// A part of the step begins, for the timeline; it ends where the next or the step does.
-  void phase(const char* name);
-
-  /// Before backward: measures autocast's copies of the weights, in the first step only.
-  void note_forward(const torch::Tensor& loss);
-
-  /// Before the update: looks at the gradients, in the first step only.
-  void note_gradients(const torch::nn::Module& net);
-
-  /// Rows each device of this process got of a batch, for the record.
   void set_split(std::vector<int64_t> rows) { record_.split = std::move(rows); }
 
-  /// Prints and writes everything; the loop is over and its tensors are gone. Collective. With an
-  /// optimizer the record says what the peak memory is made of.
-  void finish(const torch::nn::Module& net, const torch::optim::Optimizer* optimizer = nullptr);
+  /// Measures and draws this model's communication from now on; `ddp` must outlive the run.
+  template <class Module>
+  void watch(lockstep::DistributedDataParallel<Module>& ddp) {
+    net_ = ddp.module().get();
+    watch(ddp.sync());
+  }
 
-  /// The same; masters go back into the net before it is saved.
+  /// Prints and records the steps that it skips; `scaler` must outlive the run.
+  void watch(lockstep::GradScaler& scaler) { scaler_ = &scaler; }
+
+  /// Measures, draws and records its stages; `pipeline` must outlive the run.
+  void watch(const lockstep::Pipeline& pipeline, HybridFacts facts);
+
+  /// Runs and measures one optimizer step: `train` computes the gradients, updates the weights and
+  /// returns the loss. On a GPU it is recorded once and then replayed as CUDA graphs, as --capture
+  /// says; examples/tutorial_captured.cpp shows how.
+  void step(
+      const Batch& batch,
+      const std::function<torch::Tensor(const torch::Tensor& x, const torch::Tensor& y)>& train);
+  void step(const StepBatches& batches,
+            const std::function<torch::Tensor(const StepBatches& batches)>& train);
+
+  /// Called between backward and update, for the timeline. In the first step it also looks at the
+  /// gradients, if the program accumulates them or computes in a lower precision.
+  void before_update();
+
+  /// Called after each Pipeline::step: prints every forward, backward and synchronisation of the
+  /// first --print-steps steps.
+  void after_pipeline_step(int64_t micro_step);
+
+  /// Prints and writes everything, after the loop. Collective. With an optimizer the record says
+  /// what the peak memory consists of; masters go back into the net before it is saved.
+  void finish(const torch::nn::Module& net);
   void finish(torch::nn::Module& net, const torch::optim::Optimizer& optimizer,
-              const std::optional<lockstep::MasterWeights>& masters);
+              const std::optional<lockstep::MasterWeights>& masters = std::nullopt);
 
  private:
+  friend class MseLoss;
+  using StepFunction = lockstep::CapturedStep::Function;
+
   Run(const Options& options, const lockstep::Devices& devices, const lockstep::World* world);
 
+  void watch(lockstep::GradientSync& sync);
   bool prints() const { return rank_ == 0 && !options_.quiet; }
   void start_trace();
   void print_start_line() const;
   void print_progress() const;
+  torch::Tensor train_on(const std::vector<torch::Tensor>& inputs, const StepFunction& train);
+  void end_step(const torch::Tensor& loss);
+  void begin_forward();
+  void before_loss(const torch::Tensor& out);
+  void before_backward(const torch::Tensor& loss);
+  void begin_phase(const char* name);
   void end_phase(int64_t at_ns);
   void trace_wait();
-  void trace_call();
+  void trace_pipeline_step();
   void print_skipped_steps();
   void note_precision();
   void note_capture();
-  void complete_record(const torch::nn::Module& net, const torch::optim::Optimizer* optimizer,
-                       const std::optional<lockstep::MasterWeights>& masters);
+  void complete_record();
   void write_results(const torch::nn::Module& net);
   void finish_process(const torch::nn::Module& net);
   void finish_job(const torch::nn::Module& net);
@@ -103,10 +123,14 @@ class Run {
   const lockstep::Devices& devices_;
   const lockstep::World* world_;  // null: a program of one process
   int rank_;
-  lockstep::GradientSync* sync_ = nullptr;        // null: nothing is watched
-  lockstep::GradScaler* scaler_ = nullptr;        // null: none
-  const lockstep::CapturedStep* step_ = nullptr;  // null: none
-  std::unique_ptr<PipelineMeter> stages_;         // null: the model is not in stages
+  lockstep::CaptureOptions capture_;
+  const StepFunction* train_ = nullptr;             // of the step that runs
+  std::optional<lockstep::CapturedStep> captured_;  // none: the program's step is never captured
+  lockstep::GradientSync* sync_ = nullptr;          // null: nothing is watched
+  const torch::nn::Module* net_ = nullptr;          // that sync_ trains
+  lockstep::GradScaler* scaler_ = nullptr;          // null: none
+  std::unique_ptr<PipelineMeter> stages_;           // null: the model is not in stages
+  int64_t losses_computed_ = 0;                     // by MseLoss
   size_t skipped_printed_ = 0;
   std::optional<int64_t> low_precision_bytes_;  // autocast's copies of weights
   lockstep::Trace trace_;                       // of this rank
@@ -116,6 +140,17 @@ class Run {
   int64_t phase_began_ns_ = 0;
   int64_t last_print_ns_ = 0;
   lockstep::RunMeter meter_;  // last: its clock starts when all else is ready
+};
+
+/// torch::mse_loss, as PyTorch's nn.MSELoss. It also tells the run that backward comes next, and
+/// plants the infinite gradient of --overflow-at.
+class MseLoss {
+ public:
+  explicit MseLoss(Run& run) : run_(run) {}
+  torch::Tensor operator()(const torch::Tensor& out, const torch::Tensor& y) const;
+
+ private:
+  Run& run_;
 };
 
 }  // namespace course

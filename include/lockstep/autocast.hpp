@@ -7,8 +7,8 @@ namespace lockstep {
 class Device;
 
 /// Guard: matrix products and convolutions of this thread run in a lower precision, as
-/// torch.autocast decides it for each operation. Nests; ends with what was before, also on an
-/// exception. Work that is given to logical devices inside it follows it there.
+/// torch.autocast decides for each operation. Guards nest, and each restores what was before it,
+/// also on an exception. Work that is posted to logical devices inside a guard follows it there.
 ///
 ///     {
 ///       lockstep::Autocast amp(world.device(), torch::kBFloat16);
@@ -16,12 +16,11 @@ class Device;
 ///     }
 ///     loss.backward();  // outside: it runs in the dtypes of forward
 ///
-/// Weights are converted once and kept until the outermost guard ends: let it end before the
-/// weights change.
+/// Converted weights are kept until the outermost guard ends, so end it before the weights change.
 class Autocast {
  public:
-  /// kHalf or kBFloat16. A precision that the device's libtorch cannot compute with is an Error
-  /// that offers one it can. `enabled` false: full precision, also inside an outer guard.
+  /// `dtype` is kHalf or kBFloat16. If libtorch cannot compute in it on this device, the Error
+  /// names one that works. `enabled` = false gives full precision, also inside an outer guard.
   Autocast(torch::Device device, torch::ScalarType dtype, bool enabled = true);
   Autocast(const Device& device, torch::ScalarType dtype, bool enabled = true);
   ~Autocast();
@@ -35,10 +34,10 @@ class Autocast {
   bool cache_before_;
 };
 
-/// Refuses what Autocast would refuse, before anything is started.
+/// Throws what Autocast would throw, before anything is started.
 void require_autocast(torch::Device device, torch::ScalarType dtype);
 
-/// The lower precision that is fastest there: kHalf on a GPU, kBFloat16 on the CPU.
+/// Returns the fastest lower precision of a device: kHalf on a GPU, kBFloat16 on the CPU.
 torch::ScalarType default_autocast_dtype(torch::Device device);
 
 }  // namespace lockstep

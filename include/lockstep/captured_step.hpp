@@ -12,26 +12,26 @@
 namespace lockstep {
 
 struct CaptureOptions {
-  bool enabled = true;  ///< false: every call runs the function as it is
+  bool enabled = true;  ///< false: every call runs the function
 
-  /// Calls that run the function as it is before it is captured, one at least. They train, too.
-  /// Shapes that come later need one.
+  /// Calls that run the function before it is captured, at least one. They train like any other.
+  /// Later shapes need one.
   int64_t warmup = 3;
 
-  /// Shapes whose graphs are kept; the one that was not used the longest goes first.
+  /// Shapes whose graphs are kept; the least recently used is dropped first.
   int max_shapes = 4;
 };
 
 /// What a captured step has cost and saved.
 struct CaptureStats {
-  int64_t captures = 0;  ///< also those of shapes that were dropped since
+  int64_t captures = 0;  ///< including those of shapes that were dropped since
   int64_t replays = 0;
-  int64_t graphs = 0;        ///< of the last replay: more than 1 where ranks talk between them
-  int64_t memory_bytes = 0;  ///< held for the graphs' intermediate results, while they are kept
+  int64_t graphs = 0;        ///< of the last replay; more than 1 if ranks communicate between them
+  int64_t memory_bytes = 0;  ///< held for the graphs' intermediate results
 };
 
-/// A user's training step as one CUDA graph: forward, scaled backward, bucket all-reduce, update
-/// and scaler are recorded once and launched together ever after.
+/// A user's training step as CUDA graphs: forward, scaled backward, bucket all-reduce, update and
+/// scaler are recorded once and launched together from then on.
 ///
 ///     lockstep::CapturedStep step([&](const torch::Tensor& x, const torch::Tensor& y) {
 ///       auto loss = torch::mse_loss(net(x), y);
@@ -41,18 +41,18 @@ struct CaptureStats {
 ///     });
 ///     for (...) loss = step(x, y);
 ///
-/// Inputs are copied into memory of the step's own, unless they are that: see inputs(). What is
-/// returned is the caller's and has no history. Rates of lockstep's optimizers may change between
-/// calls, those of torch::optim may not. The function runs in the first calls of each shape, and on
-/// the CPU always; from then on its host code does not run. It must not wait for the GPU (item(),
-/// cpu(), printing a tensor), nor decide by values: that is an Error (kCapture) that names the
-/// operation. It is thrown once, before the step has done anything; later calls run the function as
-/// it is.
+/// Inputs are copied into memory that the step owns, unless they are that memory: see inputs(). The
+/// result belongs to the caller and is detached. Learning rates of lockstep's optimizers may change
+/// between calls, those of torch::optim may not. The function runs in the first calls of each
+/// shape, and always on the CPU; after that its host code does not run. It must not wait for the
+/// GPU (item(), cpu(), printing a tensor) or branch on values: that is an Error (kCapture) that
+/// names the operation. It is thrown once, before the step has done anything; later calls run the
+/// function.
 class CapturedStep {
  public:
   using Function = std::function<torch::Tensor(const std::vector<torch::Tensor>&)>;
 
-  /// A function of tensors, or of one vector of them.
+  /// Takes a function of tensors, or of one vector of them.
   template <class Step>
   requires(!std::is_same_v<std::remove_cvref_t<Step>, CapturedStep>) explicit CapturedStep(
       Step step, const CaptureOptions& options = {})
@@ -62,7 +62,7 @@ class CapturedStep {
   CapturedStep(CapturedStep&&) noexcept;
   CapturedStep& operator=(CapturedStep&&) noexcept;
 
-  /// One step. Tensors of the same shapes and dtypes as before replay what was captured.
+  /// Runs one step. Inputs with known shapes and dtypes replay what was captured for them.
   torch::Tensor operator()(const std::vector<torch::Tensor>& inputs);
 
   template <class... Tensors>
@@ -71,14 +71,16 @@ class CapturedStep {
     return (*this)(std::vector<torch::Tensor>{inputs...});
   }
 
-  /// What the graphs of the last replay read; none where the last call replayed nothing. A loader
-  /// may write the next batch of that shape there: given to the next call, they are not copied.
+  /// The tensors that the graphs of the last replay read; empty if the last call did not replay. A
+  /// loader may write the next batch of that shape into them: passed to the next call, they are not
+  /// copied.
   std::vector<torch::Tensor> inputs() const;
 
   CaptureStats stats() const;
 
-  /// Whether the last call replayed graphs; otherwise why it did not, such as "on the CPU".
+  /// Whether the last call replayed graphs.
   bool replayed() const;
+  /// Why it did not, such as "no input is on a GPU"; empty if it did.
   std::string why_not() const;
 
  private:

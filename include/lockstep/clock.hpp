@@ -5,7 +5,7 @@
 
 namespace lockstep {
 
-/// Nanoseconds of CLOCK_MONOTONIC: never set back, and the same clock in every process of this
+/// Nanoseconds of CLOCK_MONOTONIC, which never goes back and is the same in all processes of a
 /// host.
 inline int64_t monotonic_ns() {
   timespec now{};

@@ -3,21 +3,20 @@
 #include <torch/types.h>
 
 #include <chrono>
-#include <initializer_list>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "lockstep/board.hpp"
-#include "lockstep/moment.hpp"
+#include "lockstep/detail/board.hpp"
+#include "lockstep/device_event.hpp"
 #include "lockstep/reduce_op.hpp"
 
 namespace lockstep {
 
 class Backend;
-class Capture;
 struct CommState;
 
 /// What may accompany a call.
@@ -40,7 +39,7 @@ struct CommStats {
   int64_t inside_ns = 0;  ///< time the calling threads spent in calls, working or waiting
 };
 
-/// An all_reduce that was begun. Keeps its tensor alive. Destroyed before it is done, it aborts the
+/// A collective that was begun. Keeps its tensor alive. Destroyed before it is done, it aborts the
 /// communicator.
 ///
 /// On a GPU "done" is queued and not awaited: what the calling thread's current stream is given
@@ -49,6 +48,7 @@ struct CommStats {
 class Work {
  public:
   struct State;
+  Work();  ///< done already: for hooks that have done everything themselves
   explicit Work(std::unique_ptr<State> state);
   ~Work();
   Work(Work&&) noexcept;
@@ -60,13 +60,17 @@ class Work {
 
   /// When the GPU has the result, and the inputs of all_reduces that were begun by the time the
   /// peers had come. None before all that leads there is queued, nor where the host waits itself.
-  std::optional<Moment> arrived() const;
+  std::optional<DeviceEvent> arrived() const;
+
+  /// This work, and `next` after it: it runs once, when the tensor holds the result, in the thread
+  /// that advances or waits and on its current stream. Both are done when it has run.
+  [[nodiscard]] Work then(std::function<void()> next) &&;
 
  private:
   std::unique_ptr<State> state_;
 };
 
-/// The ranks that work together, and what they can tell each other. A handle: copies are the same
+/// The ranks that work together, and their collectives and messages. A handle: copies are the same
 /// communicator. All ranks make the same calls in the same order; each call is compared with the
 /// peers' before data moves and ends at its deadline with an Error that names who is missing.
 ///
@@ -117,12 +121,12 @@ class Communicator {
 
   void barrier(const CallOptions& options = {}) const;
 
-  /// In whose order calls happen on this rank's GPU that were begun; none before the first, or
-  /// where they go through the host's memory.
+  /// The stream in whose order begun calls happen on this rank's GPU; none before the first, or
+  /// if they go through the host's memory.
   std::optional<c10::Stream> side_stream() const;
 
-  /// Ranks of one colour form a communicator of their own, ordered by (key, rank).
-  Communicator split(int colour, int key, std::string_view name) const;
+  /// Ranks of one color form a communicator of their own, ordered by (key, rank).
+  Communicator split(int color, int key, std::string_view name) const;
 
   /// A zeroed tensor in memory that peers can reach, so that collectives on it, or on parts of it,
   /// need no copy. Collective: the same count and dtype on every rank. On a GPU without a backend:
@@ -132,10 +136,10 @@ class Communicator {
   /// This rank gives up: peers that wait for it, now or later, fail with this reason.
   void abort(std::string_view reason) const;
 
-  /// From now on calls are shown on this page of a board.
+  /// Shows calls on this page of a board from now on.
   void show_on(const BoardPage& page);
 
-  /// From now on they are shown nowhere: for calls that happen behind the rank's own work.
+  /// Shows calls nowhere from now on: for calls that happen behind the rank's own work.
   void hide();
 
   CommStats stats() const;
@@ -144,7 +148,6 @@ class Communicator {
  private:
   Work begin(const torch::Tensor& tensor, ReduceOp op, const CallOptions& options,
              bool on_side) const;
-  Capture* captures(const char* operation, std::initializer_list<torch::Tensor> tensors) const;
 
   std::shared_ptr<CommState> state_;
 };

@@ -9,26 +9,24 @@
 #include <tuple>
 #include <vector>
 
+#include "lockstep/detail/tensor_tree.hpp"
 #include "lockstep/device.hpp"
-#include "lockstep/tensor_tree.hpp"
 
 namespace lockstep {
 
-/// The untyped part of DataParallel: replicas, and one step's way through them. See
-/// docs/parallel.md.
+/// The untyped part of DataParallel: runs a step on the replicas. See docs/parallel.md.
 class ReplicaGroup {
  public:
   using Tensors = std::vector<torch::Tensor>;
   using MakeReplica = std::function<std::shared_ptr<torch::nn::Module>()>;
-  /// What one replica's forward gave: its tensors, and how they were arranged (structure_of).
+  /// What one replica's forward returned: its tensors and their arrangement (structure_of).
   struct Output {
     Tensors tensors;
     std::string structure;
   };
   using Forward = std::function<Output(size_t replica, const Tensors& inputs)>;
 
-  /// Makes one replica for each device after the first. `make_replica` may be empty: then clone()
-  /// is used.
+  /// Makes one replica for each device after the first, by clone() if `make_replica` is empty.
   ReplicaGroup(std::shared_ptr<torch::nn::Module> module, const Devices& devices,
                const MakeReplica& make_replica);
   ~ReplicaGroup();
@@ -38,11 +36,11 @@ class ReplicaGroup {
   /// Replica 0 is the module itself.
   const std::shared_ptr<torch::nn::Module>& replica(size_t index) const;
 
-  /// Rows each device would get of these inputs. Refuses inputs that cannot be divided.
+  /// The rows that each device would get of these inputs. Refuses inputs that cannot be divided.
   std::vector<int64_t> split(const Tensors& inputs) const;
 
-  /// Refreshes replicas, scatters inputs, runs `forward` on as many devices as the split uses,
-  /// gathers on device 0. The result carries one autograd node that runs the replicas' backwards in
+  /// Refreshes the replicas, scatters the inputs, runs `forward` on the devices that get rows and
+  /// gathers the outputs on device 0. One autograd node behind them runs the replicas' backwards in
   /// parallel.
   Tensors run(const Tensors& inputs, const Forward& forward);
 
@@ -57,10 +55,10 @@ class ReplicaGroup {
 ///     lockstep::UseDevice home(devices[0]);
 ///     Net net;
 ///     lockstep::DataParallel parallel(net, devices);
-///     auto loss = torch::mse_loss(parallel(x), y);   // x is divided by rows, the output gathered
-///     loss.backward();                               // gradients are summed onto net's parameters
+///     auto loss = torch::mse_loss(parallel(x), y);   // divides x by rows and gathers the output
+///     loss.backward();                               // sums gradients onto net's parameters
 ///
-/// forward() takes any arguments: tensors, also inside tuples, vectors and maps, are divided along
+/// forward() takes any arguments. Tensors, also inside tuples, vectors and maps, are divided along
 /// dimension 0 by torch.chunk's rule; everything else is copied to each replica. It must return
 /// tensors, or tuples, vectors or maps of tensors. Scalars are gathered into a vector.
 template <class Module>
@@ -89,7 +87,7 @@ class DataParallel {
     if (modules_.size() == 1) return Result(modules_[0]->forward(arguments...));
 
     const std::tuple<std::decay_t<Arguments>...> packed(arguments...);
-    Result result;  // replica 0's, whose arrangement the gathered tensors take
+    Result result;  // replica 0's; the gathered tensors take its arrangement
     const auto gathered =
         group_.run(tensors_of(packed), [&](size_t replica, const ReplicaGroup::Tensors& inputs) {
           auto mine = packed;
@@ -110,18 +108,18 @@ class DataParallel {
     return forward(arguments...);
   }
 
-  /// The module that is trained; its parameters are the ones to give an optimizer.
+  /// The trained module; give its parameters to the optimizer.
   const std::shared_ptr<Module>& module() const { return modules_[0]; }
   std::vector<torch::Tensor> parameters() const { return modules_[0]->parameters(); }
 
-  /// Calls `visit` with every replica, the module itself first. Plain members are copied when
-  /// replicas are made; to change one later, change it in all of them.
+  /// Calls `visit` with every replica, the module itself first. Plain members are copied only when
+  /// replicas are made; use this to change one later in all of them.
   template <class Visit>
   void for_each_replica(Visit&& visit) {
     for (auto& module : modules_) visit(*module);
   }
 
-  /// Rows each device gets of these arguments, e.g. 22, 22, 20.
+  /// The rows that each device gets of these arguments, e.g. 22, 22, 20.
   template <class... Arguments>
   std::vector<int64_t> split(const Arguments&... arguments) const {
     return group_.split(tensors_of(std::tuple<const Arguments&...>(arguments...)));

@@ -8,25 +8,25 @@
 #include <string_view>
 #include <vector>
 
+#include "lockstep/detail/task.hpp"
 #include "lockstep/device_plan.hpp"
 #include "lockstep/memory.hpp"
-#include "lockstep/task.hpp"
 
 namespace lockstep {
 
 class Trace;
 
-/// Bytes a logical device exchanged with others.
+/// Bytes that a logical device exchanged with others.
 struct Traffic {
   int64_t sent_bytes = 0;
   int64_t received_bytes = 0;
 };
 
-/// A logical device: a slot with a physical home, a worker with its own threads and cores (or its
-/// own stream on a GPU), a memory account, a busy clock and random numbers of its own.
+/// A logical device: a share of the machine's cores or of a GPU, with a worker thread, a memory
+/// account, a busy clock and random numbers of its own.
 class Device : public std::enable_shared_from_this<Device> {
  public:
-  /// Made by Devices.
+  /// Use Devices to make devices.
   explicit Device(SlotPlan plan);
   ~Device();
   Device(const Device&) = delete;
@@ -37,8 +37,8 @@ class Device : public std::enable_shared_from_this<Device> {
   std::string name() const { return plan().name(); }
   torch::Device torch_device() const;
 
-  /// Runs `work` on this device's worker, after what was submitted before. Grad mode, inference
-  /// mode, autocast and random state of the calling thread hold there too. `name` appears in the
+  /// Runs `work` on this device's worker, after all work submitted before. The calling thread's
+  /// grad mode, inference mode, autocast and random state apply there too. `name` appears in the
   /// timeline.
   template <class Work>
   auto submit(const char* name, Work work) -> std::future<std::invoke_result_t<Work&>> {
@@ -48,7 +48,7 @@ class Device : public std::enable_shared_from_this<Device> {
     return result;
   }
 
-  /// submit() and wait. On the worker itself the work runs at once.
+  /// Submits `work` and waits for it. On the worker itself, runs it at once.
   template <class Work>
   auto run(const char* name, Work work) -> std::invoke_result_t<Work&> {
     if (on_worker()) return work();
@@ -59,31 +59,31 @@ class Device : public std::enable_shared_from_this<Device> {
   void reset_peak_memory();
   int64_t capacity_bytes() const;  ///< of the hardware underneath
 
-  /// Time this device has computed. CPU: processor time of the threads that lead its work. GPU:
-  /// time in which its stream held unfinished work, sampled every half millisecond.
+  /// Time for which this device has computed. On the CPU, it is the processor time of the threads
+  /// that lead its work. On a GPU, it is the time in which its stream had unfinished work, sampled
+  /// every half millisecond.
   double busy_seconds() const;
 
   Traffic traffic() const;
   void count_traffic_to(Device& receiver, int64_t bytes);
 
-  /// Whether this CPU device's account was charged for the tensor. Never true on a GPU, where
-  /// memory does not tell its slot.
+  /// Whether this CPU device's account was charged for the tensor. Always false on a GPU, where a
+  /// block does not tell its slot.
   bool owns(const torch::Tensor& tensor) const;
 
-  /// Waits until all work queued on the hardware is done; nothing to do on the CPU.
+  /// Waits until all work queued on the GPU is done. Does nothing on the CPU.
   void synchronize() const;
 
   /// Whether the calling thread is this device's worker.
   bool on_worker() const;
 
-  /// Spans of this device's tasks go to `trace` from now on; null: nowhere.
+  /// Adds spans of this device's tasks to `trace` from now on; null stops it.
   void record_to(Trace* trace, int rank);
   Trace* trace() const;
   int rank() const;
 
  private:
   friend class UseDevice;
-  friend class StreamOrder;
   struct State;
 
   void post(const char* name, std::shared_ptr<Task> task);
@@ -91,11 +91,11 @@ class Device : public std::enable_shared_from_this<Device> {
   std::unique_ptr<State> state_;
 };
 
-/// The logical devices of one process, made from a --devices text. A handle: copies share the
-/// devices, and an autograd graph that still needs them keeps them alive.
+/// The logical devices of one process, made from a --devices text. Copies share the devices, and an
+/// autograd graph that still needs them keeps them alive.
 class Devices {
  public:
-  /// See plan_devices() for the grammar. An empty text means every GPU, or cpu:2.
+  /// plan_devices() describes the grammar. An empty text means every GPU, or cpu:2.
   explicit Devices(std::string_view spec = "");
   explicit Devices(const std::vector<SlotPlan>& plans);
 
@@ -104,7 +104,7 @@ class Devices {
   bool is_cuda() const { return devices_.front()->plan().kind == DeviceKind::kCuda; }
   void synchronize() const;
 
-  /// Refuses a call that would wait for workers on one of them; `what` names the call.
+  /// Throws if the calling thread is one of the workers, which `what` would wait for.
   void require_not_on_worker(const char* what) const;
 
  private:
@@ -112,8 +112,8 @@ class Devices {
 };
 
 /// Guard: this thread works for `device`, as after torch.cuda.set_device. Its allocations are
-/// charged there, it computes with that device's threads on that device's cores (or on its stream),
-/// and its processor time counts as busy time.
+/// charged to that device, it computes with the device's threads on the device's cores or stream,
+/// and its processor time counts as the device's busy time.
 class UseDevice {
  public:
   explicit UseDevice(Device& device);
@@ -123,13 +123,13 @@ class UseDevice {
 
  private:
   struct Saved;
-  std::unique_ptr<Saved> saved_;  // null where the thread worked for this device already
+  std::unique_ptr<Saved> saved_;  // null if the thread already worked for this device
 };
 
-/// The logical device this thread works for; null outside any.
+/// The logical device that this thread works for; null if there is none.
 Device* current_device();
 
-/// What this process may use: its cores, and the GPUs libtorch sees.
+/// The cores that this process may use and the GPUs that libtorch sees.
 Hardware detect_hardware();
 
 }  // namespace lockstep

@@ -8,17 +8,17 @@ namespace lockstep {
 struct SamplerOptions {
   bool shuffle = true;
   int64_t seed = 0;
-  bool drop_last = false;  ///< leave the last rows out instead of repeating the first
+  bool drop_last = false;  ///< drop the last rows instead of repeating the first
 };
 
-/// Which rows of a data set this rank trains on, by the rule of
-/// torch.utils.data.DistributedSampler: a permutation from seed + epoch, padded by repetition (or
-/// cut) to a multiple of the ranks, of which rank r takes every R-th, starting at r.
+/// Chooses the rows of a data set that this rank trains on, by the rule of
+/// torch.utils.data.DistributedSampler: a permutation from seed + epoch is padded by repetition (or
+/// cut) to a multiple of the R ranks, and rank r takes every R-th row of it, starting at r.
 class DistributedSampler {
  public:
   DistributedSampler(int64_t rows, int ranks, int rank, const SamplerOptions& options = {});
 
-  /// Before each epoch; without it every epoch has the same order.
+  /// Call it before each epoch; otherwise every epoch has the same order.
   void set_epoch(int64_t epoch) { epoch_ = epoch; }
 
   int64_t size() const { return size_; }  ///< rows of each rank

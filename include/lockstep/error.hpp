@@ -7,7 +7,8 @@
 
 namespace lockstep {
 
-/// Every failure lockstep reports has one of these codes; `lockstep explain LS0002` tells more.
+/// Every error that lockstep reports has one of these codes. `lockstep explain LS0002` explains
+/// one.
 enum class Code : int {
   kInternal = 0,          ///< a bug in lockstep
   kUsage = 1,             ///< an unknown flag, or a value out of range
@@ -28,9 +29,9 @@ enum class Code : int {
   kOutOfMemory = 16,      ///< memory that the system did not give
   kWorld = 17,            ///< variables of a launcher that contradict each other
   kBackend = 18,          ///< a communication backend that is missing or cannot reach all ranks
-  kRendezvous = 19,       ///< ranks or hosts that did not find or trust each other
+  kRendezvous = 19,       ///< ranks or hosts that did not find or authenticate each other
   kCallMismatch = 20,     ///< ranks that made different calls
-  kRankAbsent = 21,       ///< a rank that did not come before the deadline
+  kRankAbsent = 21,       ///< a rank that did not arrive before the deadline
   kRankFailed = 22,       ///< a rank that ended while others needed it
   kUnusedParameter = 23,  ///< a parameter without a gradient in a synchronised step
   kSyncMisuse = 24,       ///< forward, backward and no_sync in an order that loses gradients
@@ -57,10 +58,10 @@ const std::vector<CodeInfo>& all_codes();
 /// "LS0002".
 std::string code_name(Code code);
 
-/// 2 where the caller asked for something impossible and nothing was started, 1 otherwise.
+/// 2 if the caller asked for something impossible and nothing was started, else 1.
 int exit_code(Code code);
 
-/// An error people can act on: what happened, what else is known, and what to do about it.
+/// An error that says what happened, what else is known, and what to do about it.
 class Error : public std::runtime_error {
  public:
   Error(Code code, std::string message, std::string help = "", std::vector<std::string> notes = {});
@@ -70,7 +71,7 @@ class Error : public std::runtime_error {
   const std::string& help() const { return help_; }
   const std::vector<std::string>& notes() const { return notes_; }
 
-  /// The whole block, one fact a line: "error[LS0002]: …", "note: …", "help: …".
+  /// The whole text, one fact per line: "error[LS0002]: …", "note: …", "help: …".
   std::string block() const { return what(); }
 
  private:
@@ -80,7 +81,7 @@ class Error : public std::runtime_error {
   std::vector<std::string> notes_;
 };
 
-/// An error whose cause is another rank: this one is its victim.
+/// An error whose cause is another rank; this rank is a victim.
 class RankError : public Error {
  public:
   RankError(Code code, int blamed_rank, std::string message, std::string help = "",
@@ -88,22 +89,22 @@ class RankError : public Error {
       : Error(code, std::move(message), std::move(help), std::move(notes)),
         blamed_rank_(blamed_rank) {}
 
-  /// The rank of the world at fault; -1 where nobody can tell.
+  /// The world rank at fault; -1 if it is not known.
   int blamed_rank() const { return blamed_rank_; }
 
  private:
   int blamed_rank_;
 };
 
-/// The text of any exception, without the stack trace libtorch appends to its own.
+/// The text of an exception, without the stack trace that libtorch appends to its own.
 std::string describe(const std::exception& error);
 
-/// Runs a program's body: prints an escaping error to standard error, as far as that can be
-/// written, and turns it into an exit code. Before that it fills standard streams that are closed,
-/// makes standard output line-buffered where it is a pipe, and ignores SIGXFSZ.
+/// Runs a program's body. An exception that escapes is printed to standard error and becomes the
+/// exit code. First opens standard streams that are closed, makes standard output line-buffered if
+/// it is a pipe, and ignores SIGXFSZ.
 int run_program(int (*body)(int argc, char** argv), int argc, char** argv);
 
-/// The candidate closest to `word`, or "" when none is close enough to be meant.
+/// The candidate closest to `word`, or "" if none is close enough.
 std::string did_you_mean(std::string_view word, const std::vector<std::string>& candidates);
 
 }  // namespace lockstep

@@ -9,14 +9,14 @@ namespace lockstep {
 
 class CpuPool;
 
-/// Bytes as asked for, without the allocator's rounding or the blocks it keeps for reuse.
+/// Bytes as requested, without the allocator's rounding and the blocks it keeps for reuse.
 struct MemoryUsage {
   int64_t live_bytes = 0;
-  int64_t peak_bytes = 0;  ///< most live bytes since the start or the last reset
+  int64_t peak_bytes = 0;  ///< maximum of live bytes since the start or the last reset
 };
 
-/// What one logical device holds. Any thread may charge or release; a block is released to the
-/// account it was charged to, whichever thread frees it.
+/// The memory of one logical device. Any thread may charge or release. A block is released to the
+/// account that it was charged to, whichever thread frees it.
 class MemoryAccount {
  public:
   void charge(int64_t bytes) noexcept {
@@ -34,10 +34,10 @@ class MemoryAccount {
             peak_bytes_.load(std::memory_order_relaxed)};
   }
 
-  /// Starts a new phase: the peak falls back to what is live now.
+  /// Starts a new phase: sets the peak to the bytes that are live now.
   void reset_peak() noexcept {
     peak_bytes_.store(live_bytes_.load(std::memory_order_relaxed), std::memory_order_relaxed);
-    charge(0);  // what another thread charged in between counts
+    charge(0);  // counts what another thread charged in between
   }
 
  private:
@@ -45,15 +45,15 @@ class MemoryAccount {
   std::atomic<int64_t> peak_bytes_{0};
 };
 
-/// An account that lives as long as the process, because a tensor may outlive its device.
+/// Makes an account that lives as long as the process, because a tensor may outlive its device.
 MemoryAccount& make_memory_account();
 
-/// The account that this thread's CPU allocations are charged to: its logical device's, or the
-/// host's. For memory that comes from elsewhere and must be charged by hand.
+/// The account that this thread's CPU allocations are charged to: its logical device's or the
+/// host's. For memory that comes from elsewhere and must be charged explicitly.
 MemoryAccount& current_memory_account();
 
-/// Guard: what this thread allocates on the CPU is charged to the host instead of its logical
-/// device, as for batches that a data loader holds ready.
+/// Guard: charges this thread's CPU allocations to the host instead of its logical device, for
+/// example those of a data loader.
 class ChargeHost {
  public:
   ChargeHost();
@@ -65,10 +65,10 @@ class ChargeHost {
   CpuPool* pool_before_;
 };
 
-/// The account a CPU tensor's memory is charged to; null where lockstep did not allocate it.
+/// The account that a CPU tensor's memory is charged to; null if lockstep did not allocate it.
 const MemoryAccount* account_of(const torch::Tensor& tensor);
 
-/// CPU memory that threads asked for outside any logical device.
+/// CPU memory that threads allocated outside any logical device.
 MemoryUsage host_memory();
 
 }  // namespace lockstep

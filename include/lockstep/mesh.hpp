@@ -32,7 +32,7 @@ class Mesh {
   /// over the world: every rank names the same axes, in any order.
   Communicator plane(const std::vector<std::string>& names) const;
 
-  /// This rank's place along an axis.
+  /// This rank's coordinate along an axis.
   int coordinate(std::string_view name) const;
 
   const std::vector<MeshAxis>& axes() const { return axes_; }

@@ -1,13 +1,19 @@
 #pragma once
 
+#include <array>
 #include <functional>
 #include <map>
 #include <optional>
 #include <string>
+#include <string_view>
 
 namespace lockstep {
 
-/// A rank's place in its job, as the launcher told it through variables.
+/// What --backend, LOCKSTEP_BACKEND and WorldOptions::backend may say.
+inline constexpr std::array<std::string_view, 6> kBackendNames = {"auto", "self", "shm",
+                                                                  "gloo", "nccl", "ipc"};
+
+/// What the launcher tells a rank through environment variables.
 struct RankEnvironment {
   std::string launcher = "none";  ///< "lockstep", "torchrun", "mpirun", "srun", "variables", "none"
   int rank = 0;
@@ -16,14 +22,14 @@ struct RankEnvironment {
   int local_world_size = 1;
   int node_rank = 0;
   int restart_count = 0;
-  std::string master_addr;  ///< rank 0's host; "" where nobody said
-  int master_port = 0;      ///< 0: nobody said
-  std::string session;      ///< the same on all ranks of this job and restart, on no others
+  std::string master_addr;  ///< rank 0's host; "" if unknown
+  int master_port = 0;      ///< 0 if unknown
+  std::string session;      ///< the same on all ranks of this job and restart, and on no others
 
-  std::string board;       ///< LOCKSTEP_BOARD: the launcher's board; "" where there is none
-  std::string store;       ///< LOCKSTEP_STORE: "host:port" of the launcher's store; "" or none
-  std::string token;       ///< LOCKSTEP_TOKEN; "" or the secret of the job
-  std::string host_cores;  ///< LOCKSTEP_HOST_CORES: "0,1,2-5", cores of the job on this host
+  std::string board;  ///< LOCKSTEP_BOARD: the launcher's board; "" if there is none
+  std::string store;  ///< LOCKSTEP_STORE: "host:port" of the launcher's store; "" if there is none
+  std::string token;  ///< LOCKSTEP_TOKEN: the secret of the job; "" if there is none
+  std::string host_cores;  ///< LOCKSTEP_HOST_CORES: the job's cores on this host, "0,1,2-5"
   std::string backend;     ///< LOCKSTEP_BACKEND; "" is automatic
   std::optional<double> timeout_s;  ///< LOCKSTEP_TIMEOUT_S
 
@@ -31,9 +37,9 @@ struct RankEnvironment {
 
   using Lookup = std::function<const char*(const char* name)>;  ///< as std::getenv
 
-  /// Reads, in this order: RANK and WORLD_SIZE (lockstep run, torchrun, by hand), Open MPI's,
-  /// MPICH's and Intel's (PMI), SLURM's step variables. None of them: a world of one. Variables
-  /// that are incomplete or contradict each other are an Error (kWorld) that names them.
+  /// Reads the first that are set of: RANK and WORLD_SIZE (lockstep run, torchrun, by hand), Open
+  /// MPI's variables, those of MPICH and Intel MPI (PMI), SLURM's step variables. Without any it is
+  /// a world of one. Throws an Error (kWorld) if variables are incomplete or contradict each other.
   static RankEnvironment from(const Lookup& lookup);
   static RankEnvironment from_env();
 };

@@ -36,25 +36,26 @@ struct DeviceRecord {
   int64_t received_bytes_per_step = 0;
 };
 
-/// What one collective operation cost per optimizer step.
+/// All-reduces per optimizer step.
 struct AllReduces {
   double count = 0;
   int64_t bytes = 0;
 };
 
-/// When one gradient bucket was communicated in the last step, from the begin of its backward.
+/// When one gradient bucket was communicated in the last step. Times count from the start of its
+/// backward.
 struct BucketRecord {
   int index = 0;  ///< in launch order
   int64_t bytes = 0;
   int64_t parameters = 0;  ///< how many parameters share it
   double launched_ms = 0;
-  double finished_ms = 0;  ///< after RunRecord::backward_ms: not wholly hidden behind backward
+  double finished_ms = 0;  ///< past RunRecord::backward_ms if backward did not hide all of it
 };
 
 /// What one rank of a job did.
 struct RankRecord {
   std::string host;
-  double step_ms = 0;  ///< its own mean
+  double step_ms = 0;  ///< mean of this rank
 };
 
 /// An update that was not made because a gradient was not finite.
@@ -65,37 +66,37 @@ struct SkippedStepRecord {
   double scale_after = 0;
 };
 
-/// What the peak memory of rank 0's device is made of, in bytes.
+/// The peak memory of rank 0's device by use, in bytes.
 struct MemorySplit {
   int64_t weights = 0;  ///< with buffers
   int64_t gradients = 0;
   int64_t optimizer_state = 0;
-  int64_t low_precision = 0;  ///< autocast's copies of weights
+  int64_t low_precision = 0;  ///< copies of weights that autocast keeps
   int64_t activations = 0;    ///< the rest of the peak: activations, inputs, temporaries
 };
 
-/// What the gradients of the first optimizer step look like.
+/// Statistics of the gradients of the first optimizer step.
 struct GradientCheck {
   double norm = 0;
   int64_t count = 0;                ///< elements
-  double zero_share = 0;            ///< elements that are exactly 0, of all
-  double fp16_lost = 0;             ///< elements that are not 0 but would be in fp16, of all
-  double fp16_lost_scaled = 0;      ///< the same after a multiplication by 65536
-  double fp16_overflow_scaled = 0;  ///< elements too large for fp16 after that, of all
+  double zero_share = 0;            ///< share of elements that are exactly 0
+  double fp16_lost = 0;             ///< share of elements that fp16 would round to 0
+  double fp16_lost_scaled = 0;      ///< the same after multiplication by 65536
+  double fp16_overflow_scaled = 0;  ///< share of elements too large for fp16 after that
 };
 
-/// Whether the training step was captured into CUDA graphs, and what that cost. Of rank 0.
+/// Whether rank 0 captured its training step into CUDA graphs, and at what cost.
 struct CaptureRecord {
-  bool captured = false;     ///< the last step was replayed
-  std::string reason;        ///< why it was not; "" where it was
-  int64_t graphs = 0;        ///< of a step
-  int64_t replays = 0;       ///< of all steps
+  bool captured = false;     ///< whether the last step was replayed
+  std::string reason;        ///< why it was not; "" if it was
+  int64_t graphs = 0;        ///< per step
+  int64_t replays = 0;       ///< in all steps
   int64_t memory_bytes = 0;  ///< held for the graphs' intermediate results
 };
 
-/// One action of a pipeline, measured or predicted. Times are from the step's begin.
+/// One action of a pipeline, measured or predicted. Times count from the start of the step.
 struct ActionRecord {
-  std::string kind;  ///< F, B, I or W as in schedules; S: a stage's gradients were averaged
+  std::string kind;  ///< F, B, I or W as in schedules, or S for averaging a stage's gradients
   int rank = 0;
   int stage = 0;
   int micro_batch = 0;  ///< 0 for S
@@ -112,89 +113,89 @@ struct StageRecord {
   int64_t layers = 0;
   int64_t parameters = 0;  ///< elements
   double forward_ms = 0;
-  double backward_ms = 0;          ///< whole, or of the input where it is split
-  double weight_ms = 0;            ///< of the weights, where it is split
-  int64_t peak_micro_batches = 0;  ///< whose activations it held at once, at most
-  int64_t message_bytes = 0;       ///< largest output that went to the next stage; 0 for the last
+  double backward_ms = 0;          ///< of the input only, if backward is split
+  double weight_ms = 0;            ///< of the weights, if backward is split
+  int64_t peak_micro_batches = 0;  ///< the most whose activations it held at once
+  int64_t message_bytes = 0;       ///< largest output sent to the next stage; 0 for the last
 };
 
-/// What ranks of one axis told each other in a step, per rank.
+/// Communication of one rank along one axis of the mesh, per step.
 struct AxisRecord {
   std::string name;  ///< data, pipeline or tensor
   int size = 1;
   double calls = 0;
-  int64_t predicted_bytes = 0;  ///< sent, from the model's shapes
+  int64_t predicted_bytes = 0;  ///< sent, according to the model's shapes
   int64_t bytes = 0;            ///< sent, counted
-  double predicted_ms = 0;      ///< from those bytes and a link measured before training
+  double predicted_ms = 0;      ///< from those bytes and the link's speed before training
   double ms = 0;                ///< measured
 };
 
-/// How the last step of a pipeline went. Its span is from the first action's begin to the last
-/// one's end, without synchronisation and update; its bubble is the share of the places' time in it
-/// that no action took.
+/// How a pipeline ran. The span of a step is the time from its first action to its last, without
+/// synchronisation and update. The bubble is the share of that time in which pipeline ranks wait.
 struct PipelineRecord {
   std::string schedule;
-  std::string place;  ///< --place
+  std::string place;  ///< the value of --place
   int64_t micro_batches = 1;
-  std::vector<int64_t> rows;        ///< of each micro-batch, on rank 0
+  std::vector<int64_t> rows;        ///< rows of each micro-batch on rank 0
   std::vector<StageRecord> stages;  ///< of all ranks, by rank and stage
   double predicted_span_ms = 0;     ///< simulated from the stages' times
   double span_ms = 0;               ///< mean over the timed steps
   double predicted_bubble = 0;
   double bubble = 0;                    ///< mean over the timed steps
-  std::vector<ActionRecord> actions;    ///< of the last step on all ranks, by begin
-  std::vector<ActionRecord> predicted;  ///< of rank 0's pipeline, by begin
+  std::vector<ActionRecord> actions;    ///< of the last step on all ranks, by start
+  std::vector<ActionRecord> predicted;  ///< of rank 0's pipeline, by start
   std::vector<AxisRecord> axes;
 };
 
-/// The result of one run: what `--json` writes and all that tables and reports are made from.
+/// The measurements of one run. `--json` writes them; tables and reports are made from them.
 struct RunRecord {
   static constexpr int kSchema = 1;
 
   std::string program;
-  std::map<std::string, std::string> options;   ///< every flag with the value it had
+  std::map<std::string, std::string> options;   ///< every flag with its value
   std::map<std::string, std::string> host;      ///< name, cpu, cores, memory, os
   std::map<std::string, std::string> versions;  ///< lockstep, libtorch, blas, compiler, cuda
   int world_size = 1;
   std::vector<DeviceRecord> devices;
   std::vector<int64_t> split;  ///< rows per device or rank
   Stats step_ms;
-  int64_t warmup_steps = 0;  ///< steps left out of step_ms and of the memory peaks
+  int64_t warmup_steps = 0;  ///< steps excluded from step_ms and from the memory peaks
   double total_s = 0;
   std::vector<double> losses;  ///< one per optimizer step
   double samples_per_s = 0;
   int64_t effective_batch = 0;
   AllReduces all_reduces;
   double comm_ms = 0;          ///< communication per step
-  double exposed_comm_ms = 0;  ///< the part of it that no computation hid
+  double exposed_comm_ms = 0;  ///< the part that computation did not hide
 
-  // Only where gradients are reduced in buckets; a record without them reads as empty and 0.
+  // Set only if gradients are reduced in buckets.
   std::vector<BucketRecord> buckets;  ///< of the last step, in launch order
-  double backward_ms = 0;             ///< when the last step's backward ended, from its begin
+  double backward_ms = 0;             ///< duration of the last step's backward
   std::vector<RankRecord> ranks;      ///< [rank]
 
-  // Only of programs that accumulate gradients or compute in a lower precision.
-  int64_t accum_steps = 1;  ///< micro-steps in an optimizer step
+  // Set only by programs that accumulate gradients or compute in lower precision.
+  int64_t accum_steps = 1;  ///< micro-steps per optimizer step
   std::string amp = "off";  ///< off, bf16 or fp16
   std::vector<SkippedStepRecord> skipped_steps;
-  std::optional<double> scale;  ///< of the scaler at the end; none without one
-  int64_t nonfinite = 0;        ///< losses that were not finite
+  std::optional<double> scale;  ///< of the GradScaler at the end, if there is one
+  int64_t nonfinite = 0;        ///< number of losses that were not finite
   std::optional<MemorySplit> memory;
   std::optional<GradientCheck> gradient_check;
 
-  std::optional<CaptureRecord> capture;  ///< only where capture was asked for or found safe
+  std::optional<CaptureRecord> capture;  ///< set if capture was requested or found safe
 
-  std::optional<PipelineRecord> pipeline;  ///< only of programs that train in stages
+  std::optional<PipelineRecord> pipeline;  ///< set by programs that train in stages
 };
 
 nlohmann::json to_json(const RunRecord& record);
 
-/// Refuses another schema, a missing field, or one of the wrong type or out of range, by name.
+/// Throws an Error that names the field if the schema is another one, or a field is missing, has
+/// the wrong type or is out of range.
 RunRecord record_from_json(const nlohmann::json& json);
 
 RunRecord read_record(const std::string& path);
 
-/// Writes one JSON object; "-" is standard output. Files are written beside and renamed.
+/// Writes one JSON object, atomically if `path` is a file; "-" is standard output.
 void write_record(const RunRecord& record, const std::string& path);
 
 /// name, cpu, cores, memory and os of this machine.

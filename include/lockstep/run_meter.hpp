@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "lockstep/board.hpp"
+#include "lockstep/detail/board.hpp"
 #include "lockstep/device.hpp"
 #include "lockstep/record.hpp"
 
@@ -19,30 +19,30 @@ class GradientSync;
 ///     for (...) { auto [x, y] = next_batch(); meter.begin_step(); ...; meter.end_step(loss); }
 ///     meter.fill(record);
 ///
-/// What happens between end_step and begin_step, such as loading data, counts to the total time
-/// only. Of several ranks each measures itself.
+/// What happens between end_step and begin_step, such as loading data, counts only toward the total
+/// time. Each rank measures itself.
 class RunMeter {
  public:
-  /// The first steps warm up caches and allocators and are left out of the figures: a quarter of
-  /// them, at most five. `page` is this rank's on the launcher's board (World::board_page); without
-  /// one the run makes a board of its own.
+  /// The first steps warm up caches and allocators and are not measured: a quarter of them, at most
+  /// five. `page` is this rank's page of the launcher's board (World::board_page); without one the
+  /// meter makes a board of its own.
   RunMeter(const std::string& program, const Devices& devices, int64_t steps,
            const std::optional<BoardPage>& page = std::nullopt);
   ~RunMeter();
   RunMeter(const RunMeter&) = delete;
   RunMeter& operator=(const RunMeter&) = delete;
 
-  /// From now on this synchronisation counts as communication; it must outlive the meter.
+  /// Counts this synchronisation as communication from now on; it must outlive the meter.
   void watch(const GradientSync& sync) { sync_ = &sync; }
 
   void begin_step();
 
-  /// Waits for the devices, so that the step's time is the work's and not only its launch.
+  /// Waits for the devices, so that the time includes the work and not only its launch.
   void end_step(const torch::Tensor& loss);
 
-  /// The measured part of a record: devices, step_ms, warmup_steps, total_s, losses, samples_per_s
-  /// (from record.effective_batch), and what the watched synchronisation cost. Final bytes are
-  /// those live now. What ranks sent each other counts to the first device.
+  /// Fills in the measured part of a record: devices, step_ms, warmup_steps, total_s, losses,
+  /// samples_per_s (from record.effective_batch), and the cost of the watched synchronisation.
+  /// Final bytes are those live now. What ranks sent each other is attributed to the first device.
   void fill(RunRecord& record) const;
 
   const std::vector<double>& losses() const { return losses_; }
@@ -52,17 +52,17 @@ class RunMeter {
   int64_t last_step_ended_ns() const { return ended_ns_; }
 
  private:
-  // Readings of one device whose increase over the timed steps is reported.
+  // Counters of one device whose increase over the timed steps is reported.
   struct Reading {
     double busy_seconds = 0;
     Traffic traffic;
   };
 
-  // Likewise, of the watched synchronisation.
+  // Likewise of the watched synchronisation.
   struct SyncReading {
     int64_t all_reduces = 0;
     int64_t bytes = 0;
-    int64_t travelling_ns = 0;
+    int64_t communication_ns = 0;
     int64_t exposed_ns = 0;
     Traffic traffic;
   };
@@ -92,7 +92,7 @@ class RunMeter {
   std::vector<Reading> timed_;     // [device], summed over the timed steps
   SyncReading sync_at_begin_;
   SyncReading sync_timed_;
-  std::optional<Board> board_;  // where this process has none from a launcher
+  std::optional<Board> board_;  // if no launcher provided a page
   std::optional<BoardPage> page_;
 };
 

@@ -19,10 +19,10 @@ class Table {
  public:
   Table(std::string title, std::vector<Column> columns);
 
-  /// One cell per column; another number of cells is an Error.
+  /// Adds a row with one cell per column. Another number of cells is an Error.
   void add_row(std::vector<std::string> cells);
 
-  /// A remark printed under the table.
+  /// Adds a remark that is printed under the table.
   void add_note(std::string note);
 
   const std::string& title() const { return title_; }
@@ -30,13 +30,13 @@ class Table {
   const std::vector<std::vector<std::string>>& rows() const { return rows_; }
   const std::vector<std::string>& notes() const { return notes_; }
 
-  /// Ruled and aligned by display width; `bold` marks title and header with ANSI codes.
+  /// With rules, aligned by display width. `bold` sets title and header in bold by ANSI codes.
   std::string terminal(bool bold) const;
 
-  /// A pipe table under a `###` title; characters with a meaning in Markdown are escaped.
+  /// A pipe table under a `###` title, with Markdown's special characters escaped.
   std::string markdown() const;
 
-  /// Header and rows as in RFC 4180; title and notes are left out.
+  /// Header and rows as in RFC 4180, without title and notes.
   std::string csv() const;
 
  private:
@@ -46,18 +46,18 @@ class Table {
   std::vector<std::string> notes_;
 };
 
-/// Columns a UTF-8 text takes on a terminal: "4 µs ± 1" is 8. A broken byte counts as one.
+/// Columns that a UTF-8 text takes on a terminal: 8 for "4 µs ± 1". An invalid byte counts as one.
 size_t display_width(std::string_view utf8);
 
-/// Text with the characters that Markdown would interpret escaped.
+/// The text with Markdown's special characters escaped.
 std::string escape_markdown(std::string_view text);
 
-/// Whether ANSI styles may be written to this descriptor: it is a terminal, and neither NO_COLOR
-/// nor TERM=dumb forbids them.
+/// Whether ANSI styles may be written to this descriptor: it is a terminal, NO_COLOR is not set and
+/// TERM is not "dumb".
 bool may_style(int descriptor);
 
-/// Words broken into lines of at most `width` columns, each line after `indent`; a word that is
-/// longer stands alone. Line breaks in the text stay.
+/// Breaks a text between words into lines of at most `width` columns, each after `indent`. A longer
+/// word gets a line of its own. Line breaks in the text are kept.
 std::string wrap_text(std::string_view text, size_t width, std::string_view indent = "");
 
 }  // namespace lockstep

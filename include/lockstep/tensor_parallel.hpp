@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <ostream>
+#include <string_view>
 
 #include "lockstep/communicator.hpp"
 
@@ -16,32 +17,33 @@ struct ShardAxis;
 
 struct ColumnLinearOptions {
   bool gather_output = false;  ///< every rank gets all output features
-  int64_t parts = 1;  ///< equal blocks of the output that are divided each: 3 for fused q, k, v
+  int64_t parts = 1;  ///< equal blocks of the output, each of which is divided: 3 for fused q, k, v
 };
 
 struct RowLinearOptions {
-  bool scatter_input = false;  ///< the input has all features; every rank takes its own
+  bool scatter_input = false;  ///< the input has all features, and every rank takes its own
 };
 
 /// A Linear whose output features are divided over the ranks of an axis. The input is whole and the
-/// same on all of them; its gradient is summed over them in backward. Features that do not divide
-/// evenly go by torch.tensor_split's rule.
+/// same on all ranks; backward sums its gradient over them. Features that do not divide evenly are
+/// divided by torch.tensor_split's rule.
 ///
 ///     torch::nn::Sequential block(lockstep::ColumnLinear(up, mesh.axis("tp")), torch::nn::GELU(),
 ///                                 lockstep::RowLinear(down, mesh.axis("tp")));
 ///
-/// All ranks of the axis run the same layers in the same order; calls from several threads must
-/// not overlap on one communicator (see set_tensor_axis). With one rank it is the plain Linear.
+/// All ranks of the axis must run the same layers in the same order, and calls from several threads
+/// must not overlap on one communicator (see set_tensor_axis). With one rank it is a plain Linear.
 class ColumnLinearImpl : public torch::nn::Module {
  public:
-  /// Takes this rank's slice of a copy of the weights, which must be the same on all ranks.
+  /// Copies this rank's slice of the weights, which must be the same on all ranks.
   ColumnLinearImpl(const torch::nn::Linear& whole, const Communicator& axis,
                    const ColumnLinearOptions& options = {});
   ~ColumnLinearImpl() override;
 
   torch::Tensor forward(const torch::Tensor& x);
 
-  /// As the whole Linear has them, without history, on every rank. Collective. No bias: undefined.
+  /// Those of the whole Linear, without history, on every rank; undefined without a bias.
+  /// Collective.
   torch::Tensor whole_weight() const;
   torch::Tensor whole_bias() const;
 
@@ -58,8 +60,9 @@ class ColumnLinearImpl : public torch::nn::Module {
 };
 
 /// A Linear whose input features are divided over the ranks of an axis: the other half of a pair.
-/// Takes what a ColumnLinear of as many features gives; the ranks' products are summed in forward,
-/// so that the output is whole and the same on all. The bias, whole on every rank, is added after.
+/// It takes the output of a ColumnLinear with as many features. Forward sums the ranks' products,
+/// so the output is whole and the same on all ranks; the bias, whole on every rank, is added
+/// afterwards.
 class RowLinearImpl : public torch::nn::Module {
  public:
   RowLinearImpl(const torch::nn::Linear& whole, const Communicator& axis,
@@ -68,7 +71,8 @@ class RowLinearImpl : public torch::nn::Module {
 
   torch::Tensor forward(const torch::Tensor& x);
 
-  /// As the whole Linear has them, without history, on every rank. Collective. No bias: undefined.
+  /// Those of the whole Linear, without history, on every rank; undefined without a bias.
+  /// Collective.
   torch::Tensor whole_weight() const;
   torch::Tensor whole_bias() const;
 
@@ -102,10 +106,14 @@ class RowLinear : public torch::nn::ModuleHolder<RowLinearImpl> {
       : ModuleHolder(std::make_shared<RowLinearImpl>(whole, axis, options)) {}
 };
 
-/// From now on every ColumnLinear and RowLinear in `module` talks over this communicator, which has
-/// the same ranks in the same order. Parts of a model that run at the same time, such as the stages
-/// of a pipeline inside one process, need one each: calls of two threads on one communicator could
-/// come in another order on another rank.
+/// Makes every ColumnLinear and RowLinear in `module` use this communicator, which must have the
+/// same ranks in the same order. Parts of a model that run at the same time, such as the stages of
+/// a pipeline inside one process, need one each: on one communicator, calls of two threads could be
+/// in another order on another rank.
 void set_tensor_axis(torch::nn::Module& module, const Communicator& axis);
+
+/// Aborts the communicator of every ColumnLinear and RowLinear in `module`, so that no other rank
+/// of the axis waits for this one after an error.
+void abort_tensor_axes(const torch::nn::Module& module, std::string_view reason);
 
 }  // namespace lockstep

@@ -13,7 +13,7 @@
 
 namespace lockstep {
 
-/// Something a logical device did, in times of monotonic_ns().
+/// Something that a logical device did. Times are those of monotonic_ns().
 struct TraceSpan {
   int rank = 0;
   int device = 0;  ///< logical device
@@ -23,24 +23,24 @@ struct TraceSpan {
   std::map<std::string, std::string> args = {};
 };
 
-/// Collects spans from many threads; costs one relaxed load per span while off.
+/// Collects spans from many threads. While it is off, a span costs one relaxed load.
 class Trace {
  public:
   void enable() { enabled_.store(true, std::memory_order_relaxed); }
   bool enabled() const { return enabled_.load(std::memory_order_relaxed); }
 
-  /// The titles of the timeline's groups and rows.
+  /// Set the titles of the timeline's groups and rows.
   void name_rank(int rank, std::string name);
   void name_device(int rank, int device, std::string name);
 
-  /// Keeps a span; nothing while off. A span that ends before it begins is an Error.
+  /// Adds a span, unless the trace is off. A span that ends before it begins is an Error.
   void add(TraceSpan span);
 
-  /// By rank, device and time; an outer span before those inside it.
+  /// Spans by rank, device and time; an outer span comes before those inside it.
   std::vector<TraceSpan> spans() const;
 
-  /// Writes Chrome trace-event JSON, which Perfetto opens: pid is the rank, tid the logical device,
-  /// times are microseconds since the first span.
+  /// Writes Chrome trace-event JSON, which Perfetto opens. pid is the rank, tid the logical device;
+  /// times are in microseconds since the first span.
   void write(const std::string& path) const;
 
  private:
@@ -51,7 +51,7 @@ class Trace {
   std::map<std::pair<int, int>, std::string> device_names_;  // [rank, device]
 };
 
-/// Guard: a span from construction to destruction; nothing at all when trace is null or off.
+/// Guard: adds a span from construction to destruction, unless the trace is null or off.
 class TraceScope {
  public:
   TraceScope(Trace* trace, int rank, int device, std::string_view name);
@@ -59,11 +59,11 @@ class TraceScope {
   TraceScope(const TraceScope&) = delete;
   TraceScope& operator=(const TraceScope&) = delete;
 
-  /// A fact shown when the span is selected.
+  /// Adds a fact that is shown when the span is selected.
   void arg(std::string_view key, std::string_view value);
 
  private:
-  Trace* trace_;  // null: records nothing
+  Trace* trace_;  // null if nothing is recorded
   TraceSpan span_;
 };
 

@@ -5,8 +5,8 @@
 #include <optional>
 #include <string>
 
-#include "lockstep/board.hpp"
 #include "lockstep/communicator.hpp"
+#include "lockstep/detail/board.hpp"
 #include "lockstep/device.hpp"
 #include "lockstep/rank_environment.hpp"
 
@@ -27,7 +27,7 @@ struct WorldOptions {
   std::optional<std::chrono::milliseconds> timeout = {};
 };
 
-/// This process's place among all that train together: its rank, its devices, its communicator.
+/// This process among all that train together: its rank, its devices, its communicator.
 /// The same program is a world of one when started alone, and of many under `lockstep run`,
 /// torchrun, mpirun or srun.
 class World {

@@ -56,6 +56,7 @@ parse_options() {
       --help) usage && exit 0 ;;
       --no-install) install=no ;;
       --format) part=format ;;
+      --tidy) part=tidy ;;
       *)
         [[ -n ${1:-} ]] || usage_error "$flag needs a value"
         printf -v "${flag#--}" '%s' "$1"

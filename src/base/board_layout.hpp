@@ -1,48 +1,42 @@
 #pragma once
 
-// The bytes of a board file. Processes of different builds may meet here: whoever changes a struct
-// raises kLayoutVersion.
+// The bytes of a board file. Processes of different builds may share one, so every change to a
+// struct must raise kBoardLayoutVersion.
 
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <string>
 #include <string_view>
 #include <type_traits>
 
 #include "base/cell.hpp"
-#include "lockstep/board.hpp"
+#include "lockstep/detail/board.hpp"
 
-namespace lockstep::board_layout {
+namespace lockstep {
 
-inline constexpr uint64_t kMagic = 0x0064'7261'6f42'534c;  // "LSBoard" in the file
-inline constexpr uint32_t kLayoutVersion = 3;
-
-/// How the page shows that a rank waits for the others before there are collectives.
-inline constexpr int64_t kRendezvousSequence = -1;
-inline constexpr std::string_view kRendezvousName = "rendezvous";
+inline constexpr uint64_t kBoardMagic = 0x0064'7261'6f42'534c;  // "LSBoard" in the file
+inline constexpr uint32_t kBoardLayoutVersion = 3;
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free &&
               std::atomic<int64_t>::is_always_lock_free &&
               std::atomic<uint32_t>::is_always_lock_free &&
               std::atomic<double>::is_always_lock_free);
 
-/// A short text of fixed size, cut between UTF-8 characters.
+/// A text of fixed size. A longer one is cut between UTF-8 characters.
 template <size_t Bytes>
-struct Text {
+struct BoardText {
   std::array<char, Bytes> characters;  // ends with NUL
 
-  static Text of(std::string_view source) {
+  static BoardText of(std::string_view source) {
     size_t length = std::min(source.size(), Bytes - 1);
     const auto continues = [&](size_t i) {
       return (static_cast<unsigned char>(source[i]) & 0xC0) == 0x80;
     };
     while (length > 0 && length < source.size() && continues(length)) --length;
-    Text text{};
+    BoardText text{};
     std::memcpy(text.characters.data(), source.data(), length);
     return text;
   }
@@ -54,8 +48,8 @@ struct Text {
 };
 
 struct DeviceIdentity {
-  Text<32> name;
-  Text<64> physical;
+  BoardText<32> name;
+  BoardText<64> physical;
   int64_t capacity_bytes;
 };
 
@@ -68,7 +62,7 @@ struct DevicePage {
 
 struct CollectiveStart {
   int64_t sequence;
-  Text<24> operation;
+  BoardText<24> operation;
   int64_t bytes;
   int64_t bucket;
   int64_t started_ns;
@@ -83,7 +77,7 @@ struct ErrorText {
   int64_t code;
   int64_t at_ns;
   int64_t blamed_rank;
-  Text<496> message;
+  BoardText<496> message;
 };
 
 enum class ErrorState : uint32_t { kNone, kWriting, kComplete };
@@ -97,35 +91,36 @@ struct RankPage {
   std::atomic<uint32_t> phase;
   std::atomic<uint32_t> error_state;
   std::array<std::atomic<int64_t>, 3> clocks_ns;  // [Activity]
-  Cell<Text<64>> program;
+  Cell<BoardText<64>> program;
   Cell<CollectiveStart> collective_start;
   Cell<CollectiveFinish> collective_finish;
   Words<ErrorText> error;
-  std::atomic<int64_t> device_count;  // highest index named, plus one
+  std::atomic<int64_t> device_count;  // the highest index that was named, plus one
   std::array<DevicePage, kBoardDevices> devices;
 };
 
-/// Written once by the maker; `magic` last.
-struct Header {
+/// Written once by the process that creates the board; `magic` is stored last.
+struct BoardHeader {
   std::atomic<uint64_t> magic;
   uint32_t layout_version;
   uint32_t ranks;
   uint64_t page_bytes;
   int64_t launcher_pid;
-  int64_t launcher_start_ticks;  // tells the launcher from a later process with its pid
-  uint64_t pid_namespace;        // where launcher_pid means something
+  int64_t launcher_start_ticks;  // tells the launcher from a later process with the same pid
+  uint64_t pid_namespace;        // in which launcher_pid is valid
   int64_t started_ns;
-  Text<64> run_name;
+  BoardText<64> run_name;
 };
 
-inline constexpr int64_t kHeaderBytes = 4096;
-inline constexpr int64_t kPageBytes = (static_cast<int64_t>(sizeof(RankPage)) + 4095) / 4096 * 4096;
+inline constexpr int64_t kBoardHeaderBytes = 4096;
+inline constexpr int64_t kBoardPageBytes =
+    (static_cast<int64_t>(sizeof(RankPage)) + 4095) / 4096 * 4096;
 
-static_assert(sizeof(Header) == 120 && sizeof(Header) <= kHeaderBytes);
+static_assert(sizeof(BoardHeader) == 120 && sizeof(BoardHeader) <= kBoardHeaderBytes);
 static_assert(sizeof(DevicePage) == 240 && sizeof(Words<ErrorText>) == 520);
-static_assert(sizeof(RankPage) == 62'336, "the layout changed: raise kLayoutVersion");
-static_assert(std::is_standard_layout_v<RankPage> && std::is_standard_layout_v<Header>);
+static_assert(sizeof(RankPage) == 62'336, "the layout changed: raise kBoardLayoutVersion");
+static_assert(std::is_standard_layout_v<RankPage> && std::is_standard_layout_v<BoardHeader>);
 static_assert(std::is_trivially_destructible_v<RankPage> &&
-              std::is_trivially_destructible_v<Header>);
+              std::is_trivially_destructible_v<BoardHeader>);
 
-}  // namespace lockstep::board_layout
+}  // namespace lockstep

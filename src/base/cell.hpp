@@ -1,6 +1,6 @@
 #pragma once
 
-// Values in memory that several processes share, read without a lock and never half written.
+// Values in memory that processes share. They are read without a lock and never half written.
 
 #include <array>
 #include <atomic>
@@ -11,7 +11,7 @@
 
 namespace lockstep {
 
-/// A value as atomic words, so that copying it in or out is never a data race.
+/// A value stored as atomic words, so that copying it in or out is never a data race.
 template <class T>
 struct Words {
   static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % sizeof(uint64_t) == 0);
@@ -34,17 +34,17 @@ struct Words {
   }
 };
 
-/// A value that is read whole or not at all. Note [Cell]: version v lies in copy v % 2. A writer
-/// fills the other copy and then publishes v + 1, so a writer that dies half-way leaves the value
-/// before it intact, which a plain sequence lock would not. A reader that met words of v + 2 in its
-/// copy sees, by acquire and release on the words, a version past v, and reads again.
+/// A value that is read whole. Note [Cell]: version v is in copy v % 2. A writer fills the other
+/// copy and then publishes v + 1, so that a writer that dies half-way leaves the previous value
+/// intact, which a plain sequence lock would not. A reader that saw words of v + 2 in its copy also
+/// sees a version past v, by acquire and release on the words, and reads again.
 template <class T>
 struct Cell {
   std::atomic<uint32_t> version;
   std::atomic<uint32_t> claimed;
   std::array<Words<T>, 2> copies;
 
-  /// Where another thread is writing this cell, that write counts as the later one.
+  /// If another thread is writing this cell, that write counts as the later one.
   void store(const T& value) {
     if (claimed.exchange(1, std::memory_order_acquire) != 0) return;
     const uint32_t next = version.load(std::memory_order_relaxed) + 1;
@@ -53,7 +53,7 @@ struct Cell {
     claimed.store(0, std::memory_order_release);
   }
 
-  /// Frees a cell whose writing process has died.
+  /// Unlocks a cell whose writer has died.
   void release() { claimed.store(0, std::memory_order_release); }
 
   /// All zeros before the first store.

@@ -14,7 +14,7 @@
 namespace lockstep {
 namespace {
 
-// The subcommand that was reached: its flags are the ones the user could have meant.
+// The subcommand that parsing reached. Its flags are the ones the user could have meant.
 const CLI::App& innermost(const CLI::App& app) {
   const auto chosen = app.get_subcommands();
   return chosen.empty() ? app : innermost(*chosen.back());
@@ -73,7 +73,7 @@ const char* kind_of_value(const std::string& type_name) {
   return "a value it takes";
 }
 
-// CLI11 tells the option and the value only inside its text: "Could not convert: --steps = ten".
+// CLI11 gives the option and the value only in its text: "Could not convert: --steps = ten".
 [[noreturn]] void fail_conversion(const CLI::App& app, const std::string& text) {
   constexpr std::string_view kPrefix = "Could not convert: ";
   const size_t equals = text.find(" = ");
@@ -89,7 +89,7 @@ const char* kind_of_value(const std::string& type_name) {
       see_help(app));
 }
 
-// CLI11 2.1's "--steps: 1 required INT missing" says less than it could.
+// Makes CLI11 2.1's "--steps: 1 required INT missing" readable.
 [[noreturn]] void fail_argument_count(const CLI::App& app, const std::string& text) {
   const size_t colon = text.find(": ");
   const bool missing = colon != std::string::npos && text.ends_with(" missing");
@@ -97,7 +97,7 @@ const char* kind_of_value(const std::string& type_name) {
               see_help(app));
 }
 
-// "--steps: Value 0 not in range 1 to 100"; a word where a number belongs reads the same.
+// "--steps: Value 0 not in range 1 to 100". CLI11 says the same of a word in place of a number.
 [[noreturn]] void fail_validation(const CLI::App& app, const std::string& text) {
   constexpr std::string_view kValue = ": Value ";
   constexpr std::string_view kRange = " not in range ";
@@ -127,7 +127,7 @@ std::string lower_first(std::string text) {
 }
 
 [[noreturn]] void translate(const CLI::App& app, const CLI::ParseError& error) {
-  // What was left over comes in the order it was typed, and its first word is the culprit; it also
+  // The words left over are in the order they were typed, so the first one is the culprit. It also
   // explains a "required" error, since an unknown command leaves the required one missing.
   const std::vector<std::string> left_over = app.remaining(true);
   const bool about_left_over = dynamic_cast<const CLI::ExtrasError*>(&error) != nullptr ||
@@ -145,7 +145,7 @@ std::string lower_first(std::string text) {
   throw Error(Code::kUsage, lower_first(error.what()), see_help(app));
 }
 
-// Examples, which CLI11 would print last as the footer, come first.
+// Prints the examples first. CLI11 would print them last, as the footer.
 class ExamplesFirst : public CLI::Formatter {
  public:
   std::string make_description(const CLI::App* app) const override {

@@ -1,6 +1,6 @@
 #pragma once
 
-// CUDA's stream without CUDA's headers, for declarations that every build sees.
+// CUDA's stream type for declarations that are compiled without CUDA's headers too.
 struct CUstream_st;
 
 namespace lockstep {

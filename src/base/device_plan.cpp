@@ -18,12 +18,12 @@ namespace {
 constexpr int kMaxDevices = 256;
 constexpr const char* kGrammar = "write cpu:4, cuda, cuda:0,1 or cuda:0*4";
 
-[[noreturn]] void fail(std::string_view spec, const std::string& reason,
-                       const std::string& help = kGrammar) {
+[[noreturn]] void fail_spec(std::string_view spec, const std::string& reason,
+                            const std::string& help = kGrammar) {
   throw Error(Code::kDeviceSpec, fmt::format("--devices \"{}\": {}", spec, reason), help);
 }
 
-// A whole, non-negative decimal number; anything else, an overflow included, is nothing.
+// Parses a non-negative decimal number. Returns nothing for anything else, overflow included.
 std::optional<int> parse_number(std::string_view text) {
   int value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -34,7 +34,8 @@ std::optional<int> parse_number(std::string_view text) {
 int parse_count(std::string_view spec, std::string_view text) {
   const auto count = parse_number(text);
   if (!count || *count < 1 || *count > kMaxDevices) {
-    fail(spec, fmt::format("\"{}\" is not a number of devices from 1 to {}", text, kMaxDevices));
+    fail_spec(spec,
+              fmt::format("\"{}\" is not a number of devices from 1 to {}", text, kMaxDevices));
   }
   return *count;
 }
@@ -51,7 +52,7 @@ std::vector<SlotPlan> plan_cpu(std::string_view spec, std::string_view count_tex
     slot.index = index;
     slot.threads = hardware.threads_per_device.value_or(cores_each);
     slot.shared_by = own_cores ? 1 : devices;
-    // Where there are more devices than cores, pinning would tie some devices to a crowded core.
+    // With more devices than cores, pinning would tie some devices to a crowded core.
     if (own_cores) {
       const auto first = hardware.cores.begin() + static_cast<long>(index) * cores_each;
       slot.cores.assign(first, first + cores_each);
@@ -83,7 +84,7 @@ struct GpuItem {
 GpuItem parse_gpu_item(std::string_view spec, std::string_view item) {
   const size_t star = item.find('*');
   const auto gpu = parse_number(item.substr(0, star));
-  if (!gpu) fail(spec, fmt::format("\"{}\" is not a GPU number", item.substr(0, star)));
+  if (!gpu) fail_spec(spec, fmt::format("\"{}\" is not a GPU number", item.substr(0, star)));
   const int slots = star == std::string_view::npos ? 1 : parse_count(spec, item.substr(star + 1));
   return {*gpu, slots};
 }
@@ -95,8 +96,8 @@ std::vector<GpuItem> parse_gpu_list(std::string_view spec, std::string_view list
     const size_t comma = std::min(list.find(',', begin), list.size());
     const GpuItem item = parse_gpu_item(spec, list.substr(begin, comma - begin));
     if (!seen.emplace(item.gpu, item.slots).second) {
-      fail(spec, fmt::format("GPU {} is named twice", item.gpu),
-           fmt::format("for logical devices that share a GPU write cuda:{}*2", item.gpu));
+      fail_spec(spec, fmt::format("GPU {} is named twice", item.gpu),
+                fmt::format("for logical devices that share a GPU write cuda:{}*2", item.gpu));
     }
     items.push_back(item);
     begin = comma + 1;
@@ -120,7 +121,7 @@ std::vector<SlotPlan> plan_cuda(std::string_view spec, const std::vector<GpuItem
       slots.push_back(std::move(slot));
     }
   }
-  if (slots.size() > kMaxDevices) fail(spec, fmt::format("more than {} devices", kMaxDevices));
+  if (slots.size() > kMaxDevices) fail_spec(spec, fmt::format("more than {} devices", kMaxDevices));
   return slots;
 }
 
@@ -202,10 +203,10 @@ std::vector<SlotPlan> plan_devices(std::string_view spec, const Hardware& hardwa
     for (int gpu = 0; gpu < hardware.gpus; ++gpu) every_gpu.push_back({gpu, 1});
     return plan_cuda(spec, every_gpu, hardware);
   }
-  // "gpu" is one letter from "cpu", which is the opposite of what is meant.
+  // "gpu" is one letter from "cpu", but "cuda" is meant.
   const std::string meant = kind.starts_with("gpu") ? "cuda" : did_you_mean(kind, {"cpu", "cuda"});
-  fail(spec, fmt::format("\"{}\" is not a kind of device{}", kind,
-                         meant.empty() ? "" : fmt::format(" (did you mean {}?)", meant)));
+  fail_spec(spec, fmt::format("\"{}\" is not a kind of device{}", kind,
+                              meant.empty() ? "" : fmt::format(" (did you mean {}?)", meant)));
 }
 
 std::string spread_over_gpus(const std::vector<int>& gpus, int devices) {

@@ -1,22 +1,43 @@
-#include "lockstep/file.hpp"
+#include "base/file.hpp"
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
 
-#include "base/limits.hpp"
-#include "descriptor.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
 namespace {
+
+constexpr rlim_t kManyFiles = 4096;
+
+rlimit limit_of(__rlimit_resource resource) {
+  rlimit limit{};
+  ::getrlimit(resource, &limit);
+  return limit;
+}
+
+std::string open_files_help(int needed) {
+  const rlimit limit = limit_of(RLIMIT_NOFILE);
+  const rlim_t enough =
+      needed > 0 ? static_cast<rlim_t>(needed) : std::max(kManyFiles, 2 * limit.rlim_cur);
+  std::string text = needed > 0 ? fmt::format("about {} open files are needed, and ", needed) : "";
+  text += fmt::format("the limit is {}; raise it with ulimit -n {}", limit.rlim_cur, enough);
+  if (limit.rlim_max < enough) {
+    text +=
+        fmt::format(" (this user may raise it to {}; only an administrator can raise it further)",
+                    limit.rlim_max);
+  }
+  return text;
+}
 
 [[noreturn]] void fail_write(const std::string& path, int error, const std::string& leftover = "") {
   if (!leftover.empty()) ::unlink(leftover.c_str());
@@ -37,7 +58,7 @@ bool write_all(int fd, std::span<const std::byte> bytes) {
   return true;
 }
 
-// Into a device, pipe or terminal: renaming over /dev/null would destroy it for everyone.
+// Writes to a device, pipe or terminal. Renaming over /dev/null would destroy it for everyone.
 void write_through(const std::string& path, std::span<const std::span<const std::byte>> pieces) {
   const Descriptor file(::open(path.c_str(), O_WRONLY | O_CLOEXEC));
   if (file.get() < 0) fail_write(path, errno);
@@ -82,14 +103,14 @@ void write_file_atomically(const std::string& path,
     write_through(path, pieces);
     return;
   }
-  // Through a symbolic link the file it names is replaced, and the link stays.
+  // If `path` is a symbolic link, replace the file it points to and keep the link.
   std::error_code unresolved;
   const auto resolved = std::filesystem::canonical(path, unresolved);
   const std::string target = unresolved ? path : resolved.string();
 
-  static std::atomic<unsigned> count = 0;  // two threads may write one path at the same time
+  static std::atomic<unsigned> count = 0;  // two threads may write the same path
   const std::string beside = fmt::format("{}.tmp-{}-{}", target, ::getpid(), count++);
-  ::unlink(beside.c_str());  // of a process that had this pid and died
+  ::unlink(beside.c_str());  // may be left from a dead process that had this pid
   const Descriptor file(::open(beside.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
   if (file.get() < 0) fail_write(path, errno);
   for (const auto& piece : pieces) {
@@ -97,8 +118,8 @@ void write_file_atomically(const std::string& path,
   }
   if (::fsync(file.get()) != 0) fail_write(path, errno, beside);
   if (::rename(beside.c_str(), target.c_str()) != 0) fail_write(path, errno, beside);
-  // The rename itself is durable only once the folder is on disk; some file systems refuse to sync
-  // a folder, and then there is nothing more to do.
+  // The rename is durable only once the folder is on disk. Some file systems refuse to sync a
+  // folder; then there is nothing more to do.
   const std::string folder = std::filesystem::path(target).parent_path().string();
   const Descriptor parent(
       ::open(folder.empty() ? "." : folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
@@ -108,6 +129,20 @@ void write_file_atomically(const std::string& path,
 void write_file_atomically(const std::string& path, const std::string& text) {
   const std::array<std::span<const std::byte>, 1> pieces = {std::as_bytes(std::span(text))};
   write_file_atomically(path, pieces);
+}
+
+std::string limit_help(int error, std::string otherwise, int files_needed) {
+  switch (error) {
+    case EMFILE:
+      return open_files_help(files_needed);
+    case ENFILE:
+      return "the whole machine is out of open files (sysctl fs.file-max): end other programs";
+    case EFBIG:
+      return fmt::format("a file may have at most {} bytes here; raise the limit with ulimit -f",
+                         limit_of(RLIMIT_FSIZE).rlim_cur);
+    default:
+      return otherwise;
+  }
 }
 
 }  // namespace lockstep

@@ -4,28 +4,102 @@
 #include <openssl/evp.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <charconv>
 #include <cstdlib>
 #include <initializer_list>
 #include <limits>
+#include <optional>
 #include <vector>
 
+#include "base/slurm_lists.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
-#include "slurm_lists.hpp"
 
 namespace lockstep {
 namespace {
 
+constexpr size_t kMostItems = 1 << 16;
+
+[[noreturn]] void fail_list(const std::string& variable, std::string_view text,
+                            std::string_view form) {
+  throw Error(Code::kWorld,
+              fmt::format("{}=\"{}\" is not a list as SLURM writes it", variable, text),
+              fmt::format("it should look like {}; unset it if SLURM did not set it", form));
+}
+
+std::optional<int> slurm_number(std::string_view digits) {
+  int value = 0;
+  const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
+  const bool whole = end == digits.data() + digits.size() && !digits.empty() && digits[0] != '-';
+  return error == std::errc() && whole ? std::optional(value) : std::nullopt;
+}
+
+// Splits at commas that are not inside brackets.
+std::vector<std::string_view> split_outside_brackets(std::string_view text) {
+  std::vector<std::string_view> parts;
+  size_t begin = 0;
+  int depth = 0;
+  for (size_t i = 0; i <= text.size(); ++i) {
+    if (i == text.size() || (text[i] == ',' && depth == 0)) {
+      parts.push_back(text.substr(begin, i - begin));
+      begin = i + 1;
+    } else if (text[i] == '[') {
+      ++depth;
+    } else if (text[i] == ']') {
+      --depth;
+    }
+  }
+  return parts;
+}
+
+// Expands "01-03,07", without its brackets, and keeps leading zeros. Nothing if the form is wrong.
+std::optional<std::vector<std::string>> expand_ranges(std::string_view ranges) {
+  std::vector<std::string> all;
+  for (const std::string_view range : split_outside_brackets(ranges)) {
+    const size_t dash = range.find('-');
+    const std::string_view low = range.substr(0, dash);
+    const std::string_view high = dash == std::string_view::npos ? low : range.substr(dash + 1);
+    const auto first = slurm_number(low);
+    const auto last = slurm_number(high);
+    if (!first || !last || *last < *first || static_cast<size_t>(*last - *first) >= kMostItems)
+      return std::nullopt;
+    for (int i = *first; i <= *last; ++i) all.push_back(fmt::format("{:0{}}", i, low.size()));
+    if (all.size() > kMostItems) return std::nullopt;
+  }
+  return all;
+}
+
+// Expands a name with any number of brackets, the first of them here and the others recursively.
+bool expand_name(std::string_view name, const std::string& before,
+                 std::vector<std::string>& hosts) {
+  const size_t open = name.find('[');
+  const size_t close = name.find(']');
+  if (open == std::string_view::npos) {
+    if (close != std::string_view::npos || hosts.size() >= kMostItems) return false;
+    hosts.push_back(before + std::string(name));
+    return !hosts.back().empty();
+  }
+  if (close == std::string_view::npos || close < open) return false;
+  const auto middle = expand_ranges(name.substr(open + 1, close - open - 1));
+  if (!middle) return false;
+  for (const auto& part : *middle) {
+    if (!expand_name(name.substr(close + 1), before + std::string(name.substr(0, open)) + part,
+                     hosts))
+      return false;
+  }
+  return true;
+}
+
 constexpr const char* kStartHelp =
     "start the program with `lockstep run -n N`, or alone with none of these variables set";
 
-[[noreturn]] void fail(const std::string& message, const std::string& help = kStartHelp) {
+[[noreturn]] void fail_world(const std::string& message, const std::string& help = kStartHelp) {
   throw Error(Code::kWorld, message, help);
 }
 
-// Variables of this process; an empty one counts as not set.
+// Environment variables. An empty one counts as not set.
 class Variables {
  public:
   explicit Variables(const RankEnvironment::Lookup& lookup) : lookup_(lookup) {}
@@ -44,20 +118,20 @@ class Variables {
     const char* last = value.data() + value.size();
     const auto [end, error] = std::from_chars(value.data(), last, result);
     if (error != std::errc() || end != last) {
-      fail(fmt::format("{}=\"{}\" is not a whole number", name, value));
+      fail_world(fmt::format("{}=\"{}\" is not a whole number", name, value));
     }
     if (result < least || result > most) {
-      fail(fmt::format(
+      fail_world(fmt::format(
           "{}={} is out of range: it must be {}", name, value,
           most == kMost ? fmt::format("{} or more", least) : fmt::format("{} to {}", least, most)));
     }
     return result;
   }
 
-  // Where a partner is set, this one must be too.
+  // A variable that must be set because `partner` is.
   int needed(const char* name, const char* partner, int least) const {
     const auto value = number(name, least, kMost);
-    if (!value) fail(fmt::format("{} is set, but {} is not", partner, name));
+    if (!value) fail_world(fmt::format("{} is set, but {} is not", partner, name));
     return *value;
   }
 
@@ -67,7 +141,7 @@ class Variables {
   const RankEnvironment::Lookup& lookup_;
 };
 
-// The names by which one launcher tells ranks their place.
+// The variables through which a launcher numbers its ranks.
 struct Names {
   const char* rank;
   const char* world_size;
@@ -75,12 +149,12 @@ struct Names {
   const char* local_world_size;
 };
 
-constexpr Names kPlain = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"};
-constexpr Names kOpenMpi = {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-                            "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"};
-constexpr Names kPmi = {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"};
-constexpr Names kSlurm = {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",
-                          "SLURM_STEP_TASKS_PER_NODE"};
+constexpr Names kPlainNames = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"};
+constexpr Names kOpenMpiNames = {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+                                 "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"};
+constexpr Names kPmiNames = {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"};
+constexpr Names kSlurmNames = {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",
+                               "SLURM_STEP_TASKS_PER_NODE"};
 
 bool is_this_host(const std::string& address) {
   if (address.empty() || address == "localhost" || address == "::1" || address.starts_with("127."))
@@ -90,42 +164,44 @@ bool is_this_host(const std::string& address) {
   return address == name.data();
 }
 
-void check_place(const RankEnvironment& world, const Names& names) {
+void check_ranks(const RankEnvironment& world, const Names& names) {
   if (world.rank >= world.world_size) {
-    fail(fmt::format("{}={} does not exist in a world of {}={} ranks", names.rank, world.rank,
-                     names.world_size, world.world_size));
+    fail_world(fmt::format("{}={} does not exist in a world of {}={} ranks", names.rank, world.rank,
+                           names.world_size, world.world_size));
   }
   if (world.local_world_size > world.world_size) {
-    fail(fmt::format("{}={} ranks on this host are more than {}={} in the world",
-                     names.local_world_size, world.local_world_size, names.world_size,
-                     world.world_size));
+    fail_world(fmt::format("{}={} ranks on this host are more than {}={} in the world",
+                           names.local_world_size, world.local_world_size, names.world_size,
+                           world.world_size));
   }
   if (world.local_rank >= world.local_world_size) {
-    fail(fmt::format("{}={} does not exist on a host of {}={} ranks", names.local_rank,
-                     world.local_rank, names.local_world_size, world.local_world_size));
+    fail_world(fmt::format("{}={} does not exist on a host of {}={} ranks", names.local_rank,
+                           world.local_rank, names.local_world_size, world.local_world_size));
   }
   if (world.one_host() && world.local_rank != world.rank) {
-    fail(fmt::format("{}={} and {}={} differ, although all {} ranks are on this host", names.rank,
-                     world.rank, names.local_rank, world.local_rank, world.world_size));
+    fail_world(fmt::format("{}={} and {}={} differ, although all {} ranks are on this host",
+                           names.rank, world.rank, names.local_rank, world.local_rank,
+                           world.world_size));
   }
 }
 
-// Hosts of equal size whose ranks follow each other, where nobody says which host this is.
+// Guesses which host this is from hosts of equal size with consecutive ranks.
 int likely_node_rank(const RankEnvironment& world) {
   if (world.rank == world.local_rank) return 0;
   return std::max(1, (world.rank - world.local_rank) / world.local_world_size);
 }
 
-// Set by hand, a job of one host needs no LOCAL_RANK.
-void read_local_place(const Variables& variables, const Names& names, RankEnvironment& world) {
+// A job on one host whose variables are set by hand needs no LOCAL_RANK.
+void read_local_rank(const Variables& variables, const Names& names, RankEnvironment& world) {
   const auto local_rank = variables.number(names.local_rank, 0, Variables::kMost);
   const auto local_size = variables.number(names.local_world_size, 1, Variables::kMost);
   const bool one_host = is_this_host(world.master_addr);
   if ((!local_rank || !local_size) && !one_host && world.world_size > 1) {
-    fail(fmt::format("{} is not set, and MASTER_ADDR={} is another host",
-                     local_rank ? names.local_world_size : names.local_rank, world.master_addr),
-         fmt::format("set {} and {} too, or start the program with `lockstep run`",
-                     names.local_rank, names.local_world_size));
+    fail_world(
+        fmt::format("{} is not set, and MASTER_ADDR={} is another host",
+                    local_rank ? names.local_world_size : names.local_rank, world.master_addr),
+        fmt::format("set {} and {} too, or start the program with `lockstep run`", names.local_rank,
+                    names.local_world_size));
   }
   world.local_rank = local_rank.value_or(world.rank);
   world.local_world_size = local_size.value_or(world.world_size);
@@ -137,8 +213,8 @@ void read_plain(const Variables& variables, RankEnvironment& world) {
                                                           : "variables";
   world.rank = variables.needed("RANK", "WORLD_SIZE", 0);
   world.world_size = variables.needed("WORLD_SIZE", "RANK", 1);
-  read_local_place(variables, kPlain, world);
-  check_place(world, kPlain);
+  read_local_rank(variables, kPlainNames, world);
+  check_ranks(world, kPlainNames);
   const auto group = variables.number("GROUP_RANK", 0, Variables::kMost);
   const auto node = variables.number("NODE_RANK", 0, Variables::kMost);
   world.node_rank = group.value_or(node.value_or(likely_node_rank(world)));
@@ -146,34 +222,34 @@ void read_plain(const Variables& variables, RankEnvironment& world) {
       variables.number("TORCHELASTIC_RESTART_COUNT", 0, Variables::kMost).value_or(0);
 }
 
-// Open MPI and Hydra (MPICH, Intel) always tell the place on the host. OMPI_COMM_WORLD_NODE_RANK is
-// not what its name says, and is not used.
+// Open MPI and Hydra (MPICH, Intel) always set the local rank. OMPI_COMM_WORLD_NODE_RANK is not
+// what its name says, and is not used.
 void read_mpi(const Variables& variables, const Names& names, RankEnvironment& world) {
   world.launcher = "mpirun";
   world.rank = variables.needed(names.rank, names.world_size, 0);
   world.world_size = variables.needed(names.world_size, names.rank, 1);
   world.local_rank = variables.needed(names.local_rank, names.rank, 0);
   world.local_world_size = variables.needed(names.local_world_size, names.rank, 1);
-  check_place(world, names);
+  check_ranks(world, names);
   world.node_rank = likely_node_rank(world);
 }
 
 void read_slurm_step(const Variables& variables, RankEnvironment& world) {
   world.launcher = "srun";
-  world.rank = variables.needed(kSlurm.rank, kSlurm.world_size, 0);
-  world.world_size = variables.needed(kSlurm.world_size, kSlurm.rank, 1);
-  world.local_rank = variables.needed(kSlurm.local_rank, kSlurm.rank, 0);
-  world.node_rank = variables.needed("SLURM_NODEID", kSlurm.rank, 0);
-  const std::string tasks = variables.text(kSlurm.local_world_size);
+  world.rank = variables.needed(kSlurmNames.rank, kSlurmNames.world_size, 0);
+  world.world_size = variables.needed(kSlurmNames.world_size, kSlurmNames.rank, 1);
+  world.local_rank = variables.needed(kSlurmNames.local_rank, kSlurmNames.rank, 0);
+  world.node_rank = variables.needed("SLURM_NODEID", kSlurmNames.rank, 0);
+  const std::string tasks = variables.text(kSlurmNames.local_world_size);
   if (tasks.empty())
-    fail(fmt::format("SLURM_PROCID is set, but {} is not", kSlurm.local_world_size));
-  const std::vector<int> counts = expand_slurm_counts(kSlurm.local_world_size, tasks);
+    fail_world(fmt::format("SLURM_PROCID is set, but {} is not", kSlurmNames.local_world_size));
+  const std::vector<int> counts = expand_slurm_counts(kSlurmNames.local_world_size, tasks);
   if (static_cast<size_t>(world.node_rank) >= counts.size()) {
-    fail(fmt::format("SLURM_NODEID={} does not exist in {}={}", world.node_rank,
-                     kSlurm.local_world_size, tasks));
+    fail_world(fmt::format("SLURM_NODEID={} does not exist in {}={}", world.node_rank,
+                           kSlurmNames.local_world_size, tasks));
   }
   world.local_world_size = counts[static_cast<size_t>(world.node_rank)];
-  check_place(world, kSlurm);
+  check_ranks(world, kSlurmNames);
   const std::string hosts = variables.text("SLURM_STEP_NODELIST");
   if (world.master_addr.empty() && !hosts.empty())
     world.master_addr = expand_slurm_hosts("SLURM_STEP_NODELIST", hosts).front();
@@ -193,8 +269,9 @@ std::string hash_to_hex(const std::string& text) {
   return hex;
 }
 
-// What all ranks of a job see alike, and no other job of this user does. Each launcher has its own
-// name for a job; addresses tell jobs apart that were started by hand.
+// A text that is the same on all ranks of a job and differs between jobs of this user. Each
+// launcher has its own name for a job; the master's address distinguishes jobs that were started by
+// hand.
 std::string derive_session(const Variables& variables, const RankEnvironment& world) {
   std::string identity = fmt::format("{}|{}|{}", ::geteuid(), world.launcher, world.world_size);
   const auto add = [&](std::initializer_list<const char*> names) {
@@ -202,7 +279,7 @@ std::string derive_session(const Variables& variables, const RankEnvironment& wo
   };
   if (world.launcher == "mpirun") {
     add({"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PMI_PORT"});
-    // Hydra gives its jobs no name. The ranks of one host have one parent, though.
+    // Hydra does not name its jobs, but the ranks of one host have the same parent.
     const bool nameless = !variables.has("PMIX_NAMESPACE") && !variables.has("PMI_PORT");
     if (nameless && world.one_host()) identity += fmt::format("|{}", ::getppid());
   } else if (world.launcher == "srun") {
@@ -225,10 +302,10 @@ void read_lockstep_variables(const Variables& variables, RankEnvironment& world)
   double seconds = 0;
   const char* last = timeout.data() + timeout.size();
   const auto [end, error] = std::from_chars(timeout.data(), last, seconds);
-  // A year is as good as no limit, and does not overflow nanoseconds.
+  // A year is as good as no limit and does not overflow nanoseconds.
   if (error != std::errc() || end != last || !(seconds > 0) || seconds > 366 * 86'400.0) {
-    fail(fmt::format("LOCKSTEP_TIMEOUT_S=\"{}\" is not a number of seconds above 0", timeout),
-         "set it to seconds, such as 30 or 0.5, or unset it");
+    fail_world(fmt::format("LOCKSTEP_TIMEOUT_S=\"{}\" is not a number of seconds above 0", timeout),
+               "set it to seconds, such as 30 or 0.5, or unset it");
   }
   world.timeout_s = seconds;
 }
@@ -240,16 +317,16 @@ RankEnvironment RankEnvironment::from(const Lookup& lookup) {
   RankEnvironment world;
   world.master_addr = variables.text("MASTER_ADDR");
   world.master_port = variables.number("MASTER_PORT", 1, 65535).value_or(0);
-  // srun with PMI-2 sets PMI_RANK too, without the place on the host, which SLURM then tells.
-  const bool in_step = variables.has(kSlurm.rank) && variables.has(kSlurm.world_size);
+  // srun with PMI-2 sets PMI_RANK too, but not the local rank, which SLURM's variables then give.
+  const bool in_step = variables.has(kSlurmNames.rank) && variables.has(kSlurmNames.world_size);
   const bool under_hydra =
-      variables.has(kPmi.rank) && !(in_step && !variables.has(kPmi.local_rank));
+      variables.has(kPmiNames.rank) && !(in_step && !variables.has(kPmiNames.local_rank));
   if (variables.has("RANK") || variables.has("WORLD_SIZE")) {
     read_plain(variables, world);
-  } else if (variables.has(kOpenMpi.rank)) {
-    read_mpi(variables, kOpenMpi, world);
+  } else if (variables.has(kOpenMpiNames.rank)) {
+    read_mpi(variables, kOpenMpiNames, world);
   } else if (under_hydra) {
-    read_mpi(variables, kPmi, world);
+    read_mpi(variables, kPmiNames, world);
   } else if (in_step) {
     read_slurm_step(variables, world);
   }
@@ -261,6 +338,41 @@ RankEnvironment RankEnvironment::from(const Lookup& lookup) {
 
 RankEnvironment RankEnvironment::from_env() {
   return from([](const char* name) -> const char* { return std::getenv(name); });
+}
+
+std::vector<std::string> expand_slurm_hosts(const std::string& variable, std::string_view text) {
+  std::vector<std::string> hosts;
+  for (const std::string_view name : split_outside_brackets(text)) {
+    if (!expand_name(name, "", hosts)) fail_list(variable, text, "n[01-03,07],gpu2");
+  }
+  return hosts;
+}
+
+std::vector<int> expand_slurm_counts(const std::string& variable, std::string_view text) {
+  std::vector<int> counts;
+  for (const std::string_view part : split_outside_brackets(text)) {
+    const size_t open = part.find("(x");
+    const bool repeated = open != std::string_view::npos && part.back() == ')';
+    const auto count = slurm_number(part.substr(0, open));
+    const auto times = repeated
+                           ? slurm_number(part.substr(open + 2, part.size() - open - 3))
+                           : (open == std::string_view::npos ? std::optional(1) : std::nullopt);
+    if (!count || !times || *count < 1 || *times < 1 ||
+        counts.size() + static_cast<size_t>(*times) > kMostItems)
+      fail_list(variable, text, "2(x3),1");
+    counts.insert(counts.end(), static_cast<size_t>(*times), *count);
+  }
+  return counts;
+}
+
+int slurm_port(std::string_view job_id, std::string_view step_id, int offset) {
+  constexpr int kFirstPort = 12'000;
+  constexpr uint32_t kPorts = 20'000;
+  uint32_t sum = 0;
+  for (const char digit : fmt::format("{}.{}", job_id, step_id)) {
+    sum = sum * 31 + static_cast<unsigned char>(digit);
+  }
+  return kFirstPort + static_cast<int>((sum + static_cast<uint32_t>(offset)) % kPorts);
 }
 
 }  // namespace lockstep

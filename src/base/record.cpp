@@ -15,8 +15,8 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "base/file.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/file.hpp"
 #include "lockstep/units.hpp"
 
 namespace lockstep {
@@ -24,7 +24,7 @@ namespace {
 
 using nlohmann::json;
 
-// The value at a fraction of the way through sorted values, interpolated.
+// The quantile of sorted values, linearly interpolated.
 double quantile(const std::vector<double>& sorted, double fraction) {
   const double position = fraction * static_cast<double>(sorted.size() - 1);
   const auto below = static_cast<size_t>(position);
@@ -83,7 +83,7 @@ RunRecord read_record(const std::string& path) {
 }
 
 void write_record(const RunRecord& record, const std::string& path) {
-  // An option may hold a path in any encoding; JSON may not.
+  // An option may contain a path in any encoding, but JSON must be UTF-8.
   const std::string text =
       to_json(record).dump(2, ' ', false, json::error_handler_t::replace) + "\n";
   if (path == "-") {

@@ -1,13 +1,13 @@
 #include "base/running_clock.hpp"
 
 #include <pthread.h>
-#include <signal.h>
 
 #include <algorithm>
 #include <chrono>
 #include <mutex>
 #include <thread>
 
+#include "base/process.hpp"
 #include "lockstep/clock.hpp"
 
 namespace lockstep {
@@ -30,7 +30,7 @@ class RunningClock {
   }
 
  private:
-  // A forked child has none of its parent's threads, and starts its own when it first asks.
+  // A forked child has none of its parent's threads and starts its own when it first needs it.
   RunningClock() {
     ::pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
                      [] {
@@ -39,20 +39,14 @@ class RunningClock {
                      });
   }
 
-  // The thread takes no signals: those are for the program's own threads.
   void start() {
     tick();
-    sigset_t all;
-    sigset_t before;
-    ::sigfillset(&all);
-    ::pthread_sigmask(SIG_SETMASK, &all, &before);
     try {
-      std::thread([this] { tick_forever(); }).detach();
+      start_quiet_thread([this] { tick_forever(); }).detach();
       ticking_ = true;
     } catch (const std::exception&) {
-      // No thread to be had: the clock ticks whenever somebody reads it.
+      // Without a thread, the clock ticks whenever it is read.
     }
-    ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
   void tick_forever() {

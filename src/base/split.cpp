@@ -5,7 +5,6 @@
 #include "lockstep/error.hpp"
 
 namespace lockstep {
-
 namespace {
 
 void require_divisible(int64_t rows, int64_t pieces) {

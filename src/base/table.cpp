@@ -14,25 +14,47 @@
 namespace lockstep {
 namespace {
 
+// Bytes of the UTF-8 sequence that starts with `lead`; 0 if none can.
+size_t sequence_length(unsigned char lead) {
+  if (lead < 0x80) return 1;
+  if (lead >= 0xC2 && lead < 0xE0) return 2;
+  if (lead >= 0xE0 && lead < 0xF0) return 3;
+  if (lead >= 0xF0 && lead < 0xF5) return 4;
+  return 0;
+}
+
+// Whether a code point is valid and has the shortest encoding.
+bool is_well_formed(char32_t point, size_t bytes) {
+  constexpr std::array<char32_t, 5> kFirstOfLength = {0, 0, 0x80, 0x800, 0x10000};
+  const bool surrogate = point >= 0xD800 && point <= 0xDFFF;
+  return point >= kFirstOfLength.at(bytes) && point <= 0x10FFFF && !surrogate;
+}
+
+// C0 and C1 controls, delete, and the two code points that XML forbids.
+bool is_control(char32_t point) {
+  return point < 0x20 || (point >= 0x7F && point < 0xA0) || point == 0xFFFE || point == 0xFFFF;
+}
+
 constexpr std::string_view kGap = "  ";
 
-struct Range {
+struct CodePoints {
   char32_t first;
   char32_t last;
 };
 
-// Combining marks, joiners and variation selectors take no column of their own.
-constexpr std::array kZeroWidth = {Range{0x0300, 0x036F}, Range{0x200B, 0x200F},
-                                   Range{0x20D0, 0x20F0}, Range{0xFE00, 0xFE0F}};
+// Combining marks, joiners and variation selectors take no column.
+constexpr std::array kZeroWidth = {CodePoints{0x0300, 0x036F}, CodePoints{0x200B, 0x200F},
+                                   CodePoints{0x20D0, 0x20F0}, CodePoints{0xFE00, 0xFE0F}};
 // East Asian wide and fullwidth characters and emoji take two.
-constexpr std::array kWide = {
-    Range{0x1100, 0x115F},   Range{0x2E80, 0xA4CF},  Range{0xAC00, 0xD7A3}, Range{0xF900, 0xFAFF},
-    Range{0xFE30, 0xFE4F},   Range{0xFF00, 0xFF60},  Range{0xFFE0, 0xFFE6}, Range{0x1F300, 0x1F64F},
-    Range{0x1F900, 0x1F9FF}, Range{0x20000, 0x3FFFD}};
+constexpr std::array kWide = {CodePoints{0x1100, 0x115F},   CodePoints{0x2E80, 0xA4CF},
+                              CodePoints{0xAC00, 0xD7A3},   CodePoints{0xF900, 0xFAFF},
+                              CodePoints{0xFE30, 0xFE4F},   CodePoints{0xFF00, 0xFF60},
+                              CodePoints{0xFFE0, 0xFFE6},   CodePoints{0x1F300, 0x1F64F},
+                              CodePoints{0x1F900, 0x1F9FF}, CodePoints{0x20000, 0x3FFFD}};
 
 template <size_t N>
-bool in_ranges(char32_t point, const std::array<Range, N>& ranges) {
-  return std::any_of(ranges.begin(), ranges.end(), [point](const Range& range) {
+bool in_ranges(char32_t point, const std::array<CodePoints, N>& ranges) {
+  return std::any_of(ranges.begin(), ranges.end(), [point](const CodePoints& range) {
     return point >= range.first && point <= range.last;
   });
 }
@@ -42,7 +64,7 @@ size_t width_of(char32_t point) {
   return in_ranges(point, kWide) ? 2 : 1;
 }
 
-// A cell is one line on a terminal and in Markdown, whatever was put into it.
+// A cell is always one line on a terminal and in Markdown.
 std::string one_line(std::string_view text) {
   std::string line(text);
   std::replace_if(
@@ -181,7 +203,7 @@ bool may_style(int descriptor) {
 std::string wrap_text(std::string_view text, size_t width, std::string_view indent) {
   std::string wrapped;
   std::string line(indent);
-  bool fresh = true;  // the line holds no word yet
+  bool fresh = true;  // the line has no word yet
   const auto flush = [&](std::string_view end) {
     wrapped += trimmed_right(line) + std::string(end);
     line = indent;
@@ -207,6 +229,37 @@ std::string wrap_text(std::string_view text, size_t width, std::string_view inde
   }
   flush("");
   return wrapped;
+}
+
+Utf8Character first_character(std::string_view utf8) {
+  constexpr Utf8Character kBroken = {0xFFFD, 1};
+  const auto lead = static_cast<unsigned char>(utf8[0]);
+  const size_t length = sequence_length(lead);
+  if (length == 0 || length > utf8.size()) return kBroken;
+  char32_t point = length == 1 ? lead : lead & (0x7FU >> length);
+  for (size_t i = 1; i < length; ++i) {
+    const auto next = static_cast<unsigned char>(utf8[i]);
+    if ((next & 0xC0U) != 0x80U) return kBroken;
+    point = (point << 6U) | (next & 0x3FU);
+  }
+  return is_well_formed(point, length) ? Utf8Character{point, length} : kBroken;
+}
+
+std::string clean_text(std::string_view text) {
+  std::string clean;
+  clean.reserve(text.size());
+  while (!text.empty()) {
+    const auto [point, bytes] = first_character(text);
+    if (is_control(point)) {
+      clean += ' ';
+    } else if (point == 0xFFFD) {
+      clean += "\uFFFD";
+    } else {
+      clean += text.substr(0, bytes);
+    }
+    text.remove_prefix(bytes);
+  }
+  return clean;
 }
 
 }  // namespace lockstep

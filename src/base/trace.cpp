@@ -6,8 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <tuple>
 
+#include "base/file.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/file.hpp"
 
 namespace lockstep {
 namespace {
@@ -76,8 +76,8 @@ void Trace::write(const std::string& path) const {
                         {"pid", rank},
                         {"args", {{"sort_index", rank}}}});
     }
-    for (const auto& [place, name] : device_names_) {
-      const auto& [rank, device] = place;
+    for (const auto& [key, name] : device_names_) {
+      const auto& [rank, device] = key;
       events.push_back(name_event("thread_name", rank, name));
       events.back()["tid"] = device;
     }
@@ -87,7 +87,7 @@ void Trace::write(const std::string& path) const {
   for (const auto& span : sorted) origin_ns = std::min(origin_ns, span.begin_ns);
   for (const auto& span : sorted) events.push_back(span_event(span, origin_ns));
 
-  // One event a line: the file can be read, compared and cut with ordinary tools.
+  // One event per line, so that ordinary tools can read and compare the file.
   std::string text = "{\"displayTimeUnit\":\"ms\",\"traceEvents\":[";
   for (size_t i = 0; i < events.size(); ++i) {
     text += i == 0 ? "\n" : ",\n";
@@ -112,7 +112,7 @@ TraceScope::~TraceScope() {
     span_.end_ns = monotonic_ns();
     trace_->add(std::move(span_));
   } catch (const std::exception&) {
-    // No memory for one more span: a span is worth less than the run.
+    // Out of memory: losing a span is better than ending the run.
   }
 }
 

@@ -11,11 +11,11 @@ struct Utf8Character {
   size_t bytes;
 };
 
-/// The first character of a non-empty text; a broken sequence is U+FFFD and one byte long.
+/// The first character of a non-empty text. An invalid sequence counts as U+FFFD of one byte.
 Utf8Character first_character(std::string_view utf8);
 
-/// A text that every output can hold: broken bytes become U+FFFD, control characters (line breaks
-/// too) become spaces.
+/// A text that every output can show: invalid bytes become U+FFFD, and control characters, line
+/// breaks included, become spaces.
 std::string clean_text(std::string_view text);
 
 }  // namespace lockstep

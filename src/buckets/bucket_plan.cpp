@@ -15,14 +15,12 @@ std::vector<PlannedBucket> plan_buckets(std::span<const ParameterSize> parameter
                                         std::span<const size_t> order, const BucketLimits& limits) {
   struct Open {
     PlannedBucket bucket;
-    int64_t bytes = 0;  // of the gradients, without gaps: what PyTorch counts
+    int64_t bytes = 0;  // of the gradients without gaps, as PyTorch counts them
     int64_t limit_bytes = 0;
   };
   std::map<std::pair<Dtype, int>, Open> open;
   std::vector<PlannedBucket> closed;
-  std::vector<std::pair<size_t, PlannedBucket>>
-      unfilled;  // with the position of the last parameter
-
+  std::vector<std::pair<size_t, PlannedBucket>> unfilled;  // by the last parameter's position
   std::map<std::pair<Dtype, int>, size_t> last_position;
   for (size_t position = 0; position < order.size(); ++position) {
     const ParameterSize& parameter = parameters[order[position]];

@@ -5,19 +5,19 @@
 
 namespace lockstep {
 
-GradientTally::GradientTally(size_t parameters, bool static_graph)
+ReadyTracker::ReadyTracker(size_t parameters, bool static_graph)
     : static_graph_(static_graph),
       left_(parameters, 1),
       arrivals_(parameters, 0),
       used_(parameters, false),
       zero_filled_(parameters, false) {}
 
-void GradientTally::add_reachable(const std::vector<bool>& reachable) {
+void ReadyTracker::add_reachable(const std::vector<bool>& reachable) {
   if (reachable_.empty()) reachable_.assign(reachable.size(), false);
   for (size_t i = 0; i < reachable.size(); ++i) reachable_[i] = reachable_[i] || reachable[i];
 }
 
-std::vector<size_t> GradientTally::begin_backward() {
+std::vector<size_t> ReadyTracker::begin_backward() {
   std::fill(arrivals_.begin(), arrivals_.end(), 0);
   last_arrivals_.clear();
   if (static_arrivals_.empty()) {
@@ -32,7 +32,7 @@ std::vector<size_t> GradientTally::begin_backward() {
   return unused;
 }
 
-GradientTally::Arrival GradientTally::arrive(size_t parameter) {
+ReadyTracker::Arrival ReadyTracker::arrive(size_t parameter) {
   used_[parameter] = true;
   arrivals_[parameter] += 1;
   if (left_[parameter] == 0) return Arrival::kLate;
@@ -44,7 +44,7 @@ GradientTally::Arrival GradientTally::arrive(size_t parameter) {
   return --left_[parameter] == 0 ? Arrival::kLast : Arrival::kOther;
 }
 
-std::vector<size_t> GradientTally::awaited() const {
+std::vector<size_t> ReadyTracker::awaited() const {
   std::vector<size_t> parameters;
   for (size_t i = 0; i < left_.size(); ++i) {
     if (left_[i] > 0) parameters.push_back(i);
@@ -52,13 +52,13 @@ std::vector<size_t> GradientTally::awaited() const {
   return parameters;
 }
 
-std::vector<size_t> GradientTally::learn() {
+std::vector<size_t> ReadyTracker::learn() {
   static_arrivals_ = arrivals_;
   for (const size_t parameter : last_arrivals_) left_[parameter] = 0;
   return std::exchange(last_arrivals_, {});
 }
 
-void GradientTally::end_window() {
+void ReadyTracker::end_window() {
   std::fill(used_.begin(), used_.end(), false);
   std::fill(zero_filled_.begin(), zero_filled_.end(), false);
 }

@@ -5,66 +5,68 @@
 
 namespace lockstep {
 
-/// Which gradients of a synchronised backward have come, and which are awaited still. Parameters
-/// are numbers here, so that neither tensors nor ranks are needed to know what happens.
+/// Tracks which parameters are ready in a synchronised backward and which are still awaited.
+/// Parameters are numbers here, so the logic can be tested without tensors and ranks.
 ///
-/// A parameter is awaited until it has got as many gradients as this backward gives it: one, or in
-/// a static graph what the first backward gave it, or none where nothing reaches it.
-class GradientTally {
+/// A parameter is ready once it has received as many gradients as this backward gives it: one; in a
+/// static graph as many as in the first backward; none if nothing reaches it.
+class ReadyTracker {
  public:
   enum class Arrival {
     kLast,   ///< the parameter is ready
-    kOther,  ///< more will come, or nobody knows yet how many: see learns()
-    kLate,   ///< the parameter was ready already
+    kOther,  ///< more will come, or their number is not known yet: see learns()
+    kLate,   ///< the parameter was already ready
   };
 
-  GradientTally(size_t parameters, bool static_graph);
+  ReadyTracker(size_t parameters, bool static_graph);
 
-  /// The next backward may reach these, and those of other calls since the last; with no call, all.
+  /// The next backward may reach these parameters, and those of earlier calls since the last
+  /// backward. Without any call it may reach all.
   void add_reachable(const std::vector<bool>& reachable);
 
-  /// A synchronised backward begins; gives the parameters that it is known to give no gradient.
+  /// A synchronised backward begins; returns the parameters that will get no gradient.
   std::vector<size_t> begin_backward();
 
-  /// A gradient came in a synchronised backward.
+  /// A gradient arrived in a synchronised backward.
   Arrival arrive(size_t parameter);
 
-  /// A gradient came in a backward that is not synchronised.
+  /// A gradient arrived in a backward that is not synchronised.
   void mark_used(size_t parameter) { used_[parameter] = true; }
 
-  /// No gradient comes for it any more in this backward.
+  /// The parameter gets no further gradient in this backward.
   void expect_none(size_t parameter) { left_[parameter] = 0; }
 
-  /// Parameters that are awaited still, by number.
+  /// The parameters that are still awaited, in ascending order.
   std::vector<size_t> awaited() const;
 
-  /// Whether this backward is the first of a static graph: all of its parameters stay awaited until
-  /// it has ended.
+  /// Whether this is the first backward of a static graph. All parameters stay awaited until it has
+  /// ended.
   bool learns() const { return static_graph_ && static_arrivals_.empty(); }
 
-  /// That backward has ended; gives the parameters that are ready, in the order of their last
-  /// gradient. Those without any are awaited still.
+  /// Ends that backward; returns the parameters that are ready, in the order of their last
+  /// gradient. Those without a gradient are still awaited.
   std::vector<size_t> learn();
 
   /// A backward has ended, synchronised or not.
   void end_backward() { reachable_.clear(); }
 
-  /// The parameter's place holds zeros where it has no gradient.
+  /// The parameter has no gradient, and its part of the bucket was filled with zeros.
   void mark_zero_filled(size_t parameter) { zero_filled_[parameter] = true; }
   bool zero_filled(size_t parameter) const { return zero_filled_[parameter]; }
 
-  /// Parameters that got a gradient since the last end_window().
+  /// The parameters that got a gradient since the last end_window().
   const std::vector<bool>& used() const { return used_; }
 
-  /// What was used and zero-filled is settled, by a synchronised backward or without this rank's.
+  /// A synchronised backward has ended, on this rank or on those it follows in a join: forgets what
+  /// was used and zero-filled.
   void end_window();
 
  private:
   const bool static_graph_;
-  std::vector<int> left_;              // [parameter] gradients until it is ready; 0: ready
-  std::vector<int> arrivals_;          // [parameter] in this backward
-  std::vector<size_t> last_arrivals_;  // parameters of the backward that learns
-  std::vector<int> static_arrivals_;   // [parameter] of a static graph; empty: not known yet
+  std::vector<int> left_;              // [parameter] gradients it still waits for; 0: ready
+  std::vector<int> arrivals_;          // [parameter] gradients in this backward
+  std::vector<size_t> last_arrivals_;  // while learning: parameters by their last gradient
+  std::vector<int> static_arrivals_;   // [parameter] in a static graph; empty: not known yet
   std::vector<bool> reachable_;    // [parameter] from outputs since the last backward; empty: all
   std::vector<bool> used_;         // [parameter]
   std::vector<bool> zero_filled_;  // [parameter]

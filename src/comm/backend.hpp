@@ -2,12 +2,17 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <string_view>
+#include <vector>
 
 #include "base/cuda_stream.hpp"
-#include "comm/call.hpp"
+#include "comm/fingerprint.hpp"
 
 namespace lockstep {
+
+class Store;
+struct AbortRecord;
 
 /// Elements that a call may write.
 struct Buffer {
@@ -30,44 +35,46 @@ struct ConstBuffer {
 /// What accompanies every call.
 struct CallContext {
   int64_t deadline_ns = 0;      ///< running_ns() at which waiting ends in an Error
-  std::string_view label;       ///< what the call is for; appears in messages
+  std::string_view label = {};  ///< what the call is for; appears in messages
   CudaStream stream = nullptr;  ///< of a GPU backend: in whose order the call happens
-};
-
-/// A call that was begun. Its buffers must stay until it is done. Destroyed before that, it aborts
-/// its communicator.
-class Pending {
- public:
-  virtual ~Pending() = default;
-
-  /// Does what can be done without waiting; true when the call is done.
-  virtual bool advance() = 0;
-
-  /// Waits until the call is done.
-  virtual void wait() = 0;
+  /// The call that this one is a part of: errors speak of that one. It outlives this call.
+  const Fingerprint* part_of = nullptr;
 };
 
 /// Memory that peers of the communicator can reach; freed with the last handle.
-class ReachableMemory {
+class RegisteredMemory {
  public:
-  virtual ~ReachableMemory() = default;
+  virtual ~RegisteredMemory() = default;
   virtual void* data() const = 0;
   virtual int64_t bytes() const = 0;
 };
 
-/// A way to move bytes between the ranks of one group. No torch in here: `Communicator` is the same
-/// thing for tensors.
+/// A way to move bytes between the ranks of one group. It knows no torch: `Communicator` is the
+/// same thing for tensors.
 ///
 /// All ranks make the same collective calls in the same order, each from one thread at a time.
-/// Every backend compares the ranks' calls before data moves, and ends every wait at the deadline:
-/// see call.hpp for the errors. After an error the communicator is of no more use: every later call
-/// throws that error again.
+/// Every backend compares the ranks' fingerprints before data moves, and ends every wait at the
+/// deadline: see failure.hpp for the errors. After an error the communicator is of no more use:
+/// every later call throws that error again.
 ///
 /// A GPU backend moves a GPU's memory. Its calls are compared and awaited on the host as all are,
 /// but only queue the movement: "done" means that work queued afterwards on the call's stream finds
 /// the result there, and that what was queued before on it was waited for.
 class Backend {
  public:
+  /// A call that was begun. Its buffers must stay until it is done. Destroyed before that, it
+  /// aborts its communicator.
+  class Work {
+   public:
+    virtual ~Work() = default;
+
+    /// Does what can be done without waiting; true when the call is done.
+    virtual bool advance() = 0;
+
+    /// Waits until the call is done.
+    virtual void wait() = 0;
+  };
+
   virtual ~Backend() = default;
 
   virtual std::string_view name() const = 0;  ///< "shm"
@@ -78,8 +85,8 @@ class Backend {
 
   /// Reduces in place; every rank gets the same bits. Several may be in flight, and other calls may
   /// be made meanwhile. `weight` counts for kMean only.
-  virtual std::unique_ptr<Pending> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
-                                              const CallContext& context) = 0;
+  virtual std::unique_ptr<Work> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
+                                           const CallContext& context) = 0;
 
   virtual void broadcast(const Buffer& buffer, int root, const CallContext& context) = 0;
 
@@ -99,15 +106,64 @@ class Backend {
 
   virtual void barrier(const CallContext& context) = 0;
 
-  /// Ranks of one colour form a new group, ordered by (key, rank); its name appears in messages.
-  virtual std::unique_ptr<Backend> split(int colour, int key, std::string_view group_name,
+  /// Ranks of one color form a new group, ordered by (key, rank); its name appears in messages.
+  virtual std::unique_ptr<Backend> split(int color, int key, std::string_view group_name,
                                          const CallContext& context) = 0;
 
   /// Collective: the same size on every rank. Zeroed, aligned to a page.
-  virtual std::shared_ptr<ReachableMemory> allocate(int64_t bytes, const CallContext& context) = 0;
+  virtual std::shared_ptr<RegisteredMemory> allocate(int64_t bytes, const CallContext& context) = 0;
 
-  /// This rank gives up: peers that wait for it, now or later, get kRankFailed with this reason.
-  virtual void abort(std::string_view reason) noexcept = 0;
+  /// This rank gives up: peers that wait for it, now or later, fail as the record says.
+  virtual void abort(const AbortRecord& record) noexcept = 0;
+
+  /// The same by this rank's own decision: peers get kRankFailed with this reason.
+  void abort(std::string_view reason) noexcept;
 };
+
+// Every backend there is, and how each is made.
+
+/// One rank: every operation is the identity.
+std::unique_ptr<Backend> make_self_backend();
+
+/// Ranks of one host that share memory. `session` is the same text on all ranks of a job and on no
+/// others of this user.
+struct ShmOptions {
+  std::string session;
+  int rank = 0;
+  int size = 1;
+  int64_t deadline_ns = 0;  ///< of the rendezvous
+};
+std::unique_ptr<Backend> make_shm_backend(const ShmOptions& options);
+
+/// The same between threads of this process: [rank].
+std::vector<std::unique_ptr<Backend>> make_shm_thread_backends(int size);
+
+/// Ranks on any hosts, over TCP.
+struct GlooOptions {
+  std::shared_ptr<Store> store;  ///< through which the ranks exchange addresses
+  int rank = 0;
+  int size = 1;
+  std::string address;      ///< this host's address that the others can reach
+  int64_t deadline_ns = 0;  ///< of the rendezvous
+};
+std::unique_ptr<Backend> make_gloo_backend(const GlooOptions& options);
+
+// GPU backends, of builds with CUDA only. Each stands on a host backend of the same ranks, over
+// which fingerprints are compared, and which must outlive it. Collective.
+struct GpuBackendOptions {
+  Backend* host = nullptr;
+  int gpu = 0;              ///< of this rank, as CUDA counts
+  int64_t deadline_ns = 0;  ///< of the rendezvous
+};
+
+/// Ranks of one host, on one GPU or on GPUs that reach each other's memory: CUDA IPC memory and
+/// events.
+std::unique_ptr<Backend> make_ipc_backend(const GpuBackendOptions& options);
+
+/// Ranks with a GPU each, on any hosts.
+std::unique_ptr<Backend> make_nccl_backend(const GpuBackendOptions& options);
+
+/// Whether this build has NCCL; without it make_nccl_backend() is an Error (kBackend).
+bool nccl_is_built();
 
 }  // namespace lockstep

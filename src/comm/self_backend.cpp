@@ -1,23 +1,23 @@
 #include <cstdlib>
 #include <cstring>
-#include <exception>
 
-#include "comm/backends.hpp"
-#include "comm/check_call.hpp"
+#include "comm/arguments.hpp"
+#include "comm/backend.hpp"
+#include "comm/control_session.hpp"
 #include "comm/self_messages.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
 namespace {
 
-class Done final : public Pending {
+class Done final : public Backend::Work {
  public:
   bool advance() override { return true; }
   void wait() override {}
 };
 
 // Memory that only this rank reaches.
-class OwnMemory final : public ReachableMemory {
+class OwnMemory final : public RegisteredMemory {
  public:
   explicit OwnMemory(int64_t bytes) : bytes_(bytes) {
     const size_t rounded = (static_cast<size_t>(bytes) / kAlignment + 1) * kAlignment;
@@ -42,91 +42,74 @@ class OwnMemory final : public ReachableMemory {
 
 class SelfBackend final : public Backend {
  public:
-  explicit SelfBackend(Group group) : group_(std::move(group)), messages_(group_) {}
+  explicit SelfBackend(Group group)
+      : session_(std::move(group), nullptr), messages_(this->group()) {}
 
   std::string_view name() const override { return "self"; }
-  const Group& group() const override { return group_; }
+  const Group& group() const override { return session_.group(); }
 
-  std::unique_ptr<Pending> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
-                                      const CallContext&) override {
-    check_usable();
+  std::unique_ptr<Backend::Work> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
+                                            const CallContext&) override {
+    session_.throw_if_broken();
     check_reduce(buffer, op, weight);
-    check_weight(op, weight);
+    check_weight(Operation::kAllReduce, buffer, op, weight);
     return std::make_unique<Done>();
   }
 
   void broadcast(const Buffer& buffer, int root, const CallContext&) override {
-    check_usable();
-    check_broadcast(group_, buffer, root);
+    session_.throw_if_broken();
+    check_broadcast(group(), buffer, root);
   }
 
   void reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op, double weight,
                       const CallContext&) override {
-    check_usable();
-    check_reduce_scatter(group_, input, output, op, weight);
-    check_weight(op, weight);
+    session_.throw_if_broken();
+    check_reduce_scatter(group(), input, output, op, weight);
+    check_weight(Operation::kReduceScatter, output, op, weight);
     copy(input, output);
   }
 
   void all_gather(const ConstBuffer& input, const Buffer& output, const CallContext&) override {
-    check_usable();
-    check_all_gather(group_, input, output);
+    session_.throw_if_broken();
+    check_all_gather(group(), input, output);
     copy(input, output);
   }
 
   void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) override {
-    check_usable();
-    check_message(group_, buffer.count, to);
+    session_.throw_if_broken();
+    check_message(group(), buffer.count, to);
     messages_.send(buffer, tag, context);
   }
 
   void recv(const Buffer& buffer, int from, int tag, const CallContext& context) override {
-    check_usable();
-    check_message(group_, buffer.count, from);
-    try {
-      messages_.recv(buffer, tag, context);
-    } catch (...) {
-      broken_ = std::current_exception();
-      throw;
-    }
+    session_.throw_if_broken();
+    check_message(group(), buffer.count, from);
+    session_.guarded([&] { messages_.recv(buffer, tag, context); });
   }
 
-  void barrier(const CallContext&) override { check_usable(); }
+  void barrier(const CallContext&) override { session_.throw_if_broken(); }
 
-  std::unique_ptr<Backend> split(int /*colour*/, int /*key*/, std::string_view group_name,
+  std::unique_ptr<Backend> split(int /*color*/, int /*key*/, std::string_view group_name,
                                  const CallContext&) override {
-    check_usable();
-    Group child = group_;
+    session_.throw_if_broken();
+    Group child = group();
     child.name = group_name;
     return std::make_unique<SelfBackend>(std::move(child));
   }
 
-  std::shared_ptr<ReachableMemory> allocate(int64_t bytes, const CallContext&) override {
-    check_usable();
+  std::shared_ptr<RegisteredMemory> allocate(int64_t bytes, const CallContext&) override {
+    session_.throw_if_broken();
     check_allocate(bytes);
     return std::make_shared<OwnMemory>(bytes);
   }
 
-  void abort(std::string_view reason) noexcept override {
-    if (broken_) return;
-    try {
-      throw RankError(Code::kRankFailed, group_.world_ranks[0],
-                      "this rank gave up: " + std::string(reason),
-                      "make a new communicator after an abort");
-    } catch (...) {
-      broken_ = std::current_exception();
-    }
-  }
+  void abort(const AbortRecord& record) noexcept override { session_.abort(record); }
 
  private:
-  void check_usable() const {
-    if (broken_) std::rethrow_exception(broken_);
-  }
-
-  static void check_weight(ReduceOp op, double weight) {
-    if (op != ReduceOp::kMean || weight != 0) return;
-    throw Error(Code::kUsage, "the weights of all ranks are zero",
-                "give at least one rank a weight; a weight is usually its number of samples");
+  static void check_weight(Operation operation, const Buffer& buffer, ReduceOp op, double weight) {
+    const Fingerprint call =
+        make_reduce_fingerprint(operation, buffer.dtype, buffer.count, op, weight);
+    mean_factors({&call, 1});
   }
 
   static void copy(const ConstBuffer& from, const Buffer& to) {
@@ -134,15 +117,22 @@ class SelfBackend final : public Backend {
     std::memcpy(to.data, from.data, static_cast<size_t>(from.bytes()));
   }
 
-  Group group_;
+  ControlSession session_;
   SelfMessages messages_;
-  std::exception_ptr broken_;
 };
 
 }  // namespace
 
+void Backend::abort(std::string_view reason) noexcept {
+  try {
+    abort(AbortRecord{.by = rank(), .blamed = rank(), .text = std::string(reason)});
+  } catch (...) {
+    abort(AbortRecord{.by = rank(), .blamed = rank()});  // no memory for the reason
+  }
+}
+
 std::unique_ptr<Backend> make_self_backend() {
-  return std::make_unique<SelfBackend>(Group{.rank = 0, .world_ranks = {0}, .name = "world"});
+  return std::make_unique<SelfBackend>(Group::world(0, 1));
 }
 
 }  // namespace lockstep

@@ -4,8 +4,9 @@
 #include <deque>
 #include <vector>
 
+#include "comm/arguments.hpp"
 #include "comm/backend.hpp"
-#include "comm/make_call.hpp"
+#include "comm/failure.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -17,16 +18,16 @@ class SelfMessages {
 
   void send(const ConstBuffer& buffer, int tag, const CallContext& context) {
     Message message;
-    message.call = make_message_call(Operation::kSend, ++sent_, buffer, tag, context.label);
+    message.call = make_message_fingerprint(Operation::kSend, ++sent_, buffer, tag, context.label);
     const auto* bytes = static_cast<const char*>(buffer.data);
     message.bytes.assign(bytes, bytes + buffer.bytes());
     messages_.push_back(std::move(message));
   }
 
   void recv(const Buffer& buffer, int tag, const CallContext& context) {
-    const Call call =
-        make_message_call(Operation::kRecv, received_ + 1,
-                          {buffer.data, buffer.count, buffer.dtype}, tag, context.label);
+    const Fingerprint call =
+        make_message_fingerprint(Operation::kRecv, received_ + 1,
+                                 {buffer.data, buffer.count, buffer.dtype}, tag, context.label);
     if (messages_.empty()) {
       throw Error(Code::kUsage, describe(call) + ": this rank waits for a message from itself",
                   "send it first");
@@ -42,7 +43,7 @@ class SelfMessages {
 
  private:
   struct Message {
-    Call call;
+    Fingerprint call;
     std::vector<char> bytes;
   };
 

@@ -11,32 +11,32 @@
 namespace lockstep {
 namespace {
 
-std::atomic<bool> goes_on{false};  // so that asking costs nothing while there is none
-std::mutex mutex;                  // guards what follows
-Capture* going_on = nullptr;
-std::optional<c10::Stream> recorded;
+std::atomic<bool> capturing{false};  // makes current() cheap while there is no capture
+std::mutex capture_mutex;            // guards what follows
+Capture* current_capture = nullptr;
+std::optional<c10::Stream> captured_stream;
 
 }  // namespace
 
 Capture* Capture::current() {
-  if (!goes_on.load(std::memory_order_acquire)) return nullptr;
-  const std::lock_guard lock(mutex);
-  if (going_on == nullptr) return nullptr;
+  if (!capturing.load(std::memory_order_acquire)) return nullptr;
+  const std::lock_guard lock(capture_mutex);
+  if (current_capture == nullptr) return nullptr;
   const c10::impl::VirtualGuardImpl gpu(c10::DeviceType::CUDA);
-  return gpu.getStream(recorded->device()) == *recorded ? going_on : nullptr;
+  return gpu.getStream(captured_stream->device()) == *captured_stream ? current_capture : nullptr;
 }
 
 Capture::Current::Current(Capture& capture) {
-  const std::lock_guard lock(mutex);
-  going_on = &capture;
-  recorded = capture.stream();
-  goes_on.store(true, std::memory_order_release);
+  const std::lock_guard lock(capture_mutex);
+  current_capture = &capture;
+  captured_stream = capture.stream();
+  capturing.store(true, std::memory_order_release);
 }
 
 Capture::Current::~Current() {
-  const std::lock_guard lock(mutex);
-  going_on = nullptr;
-  goes_on.store(false, std::memory_order_release);
+  const std::lock_guard lock(capture_mutex);
+  current_capture = nullptr;
+  capturing.store(false, std::memory_order_release);
 }
 
 void require_not_capturing(const std::string& what, const std::string& remedy) {

@@ -20,18 +20,19 @@ namespace {
 
 constexpr size_t kAlignment = 64;
 
-// Stands in front of every block, one alignment unit wide.
-struct Header {
+// Precedes every block and takes one alignment unit.
+struct BlockHeader {
   CpuPool* pool;
   size_t bytes;
 };
-static_assert(sizeof(Header) <= kAlignment);
+static_assert(sizeof(BlockHeader) <= kAlignment);
 
-Header* header_of(const void* data) {
-  return reinterpret_cast<Header*>(static_cast<std::byte*>(const_cast<void*>(data)) - kAlignment);
+BlockHeader* header_of(const void* data) {
+  return reinterpret_cast<BlockHeader*>(static_cast<std::byte*>(const_cast<void*>(data)) -
+                                        kAlignment);
 }
 
-// Null where there is no memory left.
+// Returns null if there is no memory left.
 void* allocate_from_system(size_t bytes) {
   void* base = nullptr;
   if (bytes > SIZE_MAX - kAlignment) return nullptr;
@@ -89,7 +90,7 @@ void* CpuPool::take(size_t bytes) {
   if (base == nullptr) base = allocate_from_system(bytes);
   if (base == nullptr) {
     for_each_pool(&CpuPool::empty);
-    malloc_trim(0);  // what malloc itself kept of smaller blocks
+    malloc_trim(0);  // returns what malloc itself kept of smaller blocks
     base = allocate_from_system(bytes);
   }
   if (base == nullptr) {
@@ -100,7 +101,7 @@ void* CpuPool::take(size_t bytes) {
                             format_bytes(static_cast<int64_t>(bytes))),
                 "use smaller batches, a smaller model or fewer logical devices");
   }
-  new (base) Header{this, bytes};
+  new (base) BlockHeader{this, bytes};
   account_.charge(static_cast<int64_t>(bytes));
   return static_cast<std::byte*>(base) + kAlignment;
 }
@@ -158,14 +159,14 @@ bool CpuPool::keep(void* base, size_t bytes) noexcept {
 
 void CpuPool::give_back(void* data) noexcept {
   if (data == nullptr) return;
-  Header* header = header_of(data);
+  BlockHeader* header = header_of(data);
   CpuPool& pool = *header->pool;
   const size_t bytes = header->bytes;
   pool.account_.release(static_cast<int64_t>(bytes));
   if (bytes < kSmallestKept || !pool.keep(header, bytes)) std::free(header);
 }
 
-// Takes out the largest kept blocks until live and kept bytes are within the mark. The caller holds
+// Drops the largest kept blocks until live and kept bytes are within the limit. The caller holds
 // the mutex.
 void CpuPool::make_room(Blocks& to_free) {
   for (auto size = sizes_.rbegin(); size != sizes_.rend(); ++size) {
@@ -204,7 +205,7 @@ void CpuPool::end_period() noexcept {
       most_live_large_bytes_ = most_live_in_period_;
       most_live_in_period_ = live_large_bytes_;
       make_room(to_free);
-    } catch (const std::bad_alloc&) {  // the rest waits for the next period
+    } catch (const std::bad_alloc&) {  // the rest follows in the next period
     }
   }
   for (void* block : to_free) std::free(block);
@@ -239,7 +240,7 @@ const CpuPool& CpuPool::pool_of(const void* data) {
 void install_cpu_allocator() {
   static PooledCpuAllocator* allocator = [] {
     auto* created = new PooledCpuAllocator();
-    // Above libtorch's own allocators (priority 0).
+    // Above the priority of libtorch's own allocators (0).
     c10::SetCPUAllocator(created, 100);
     return created;
   }();
@@ -273,6 +274,13 @@ const MemoryAccount& host_account() {
 
 MemoryUsage host_memory() {
   return host_account().usage();
+}
+
+MemoryAccount& make_memory_account() {
+  static std::mutex mutex;
+  static auto* accounts = new std::deque<MemoryAccount>();
+  const std::lock_guard lock(mutex);
+  return accounts->emplace_back();
 }
 
 }  // namespace lockstep

@@ -1,17 +1,34 @@
 #include "lockstep/device.hpp"
 
+#include <ATen/Parallel.h>
+#include <ATen/ThreadLocalState.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <fmt/format.h>
+#include <pthread.h>
+#include <sched.h>
 #include <sys/sysinfo.h>
-#include <torch/cuda.h>
+#include <time.h>
+#include <unistd.h>
 
-#include "base/hidden_amx.hpp"
-#include "device/caller_state.hpp"
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "base/machine.hpp"
 #include "device/capture.hpp"
-#include "device/device_state.hpp"
+#include "device/cpu_allocator.hpp"
+#include "device/rng.hpp"
+#include "device/streams.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/trace.hpp"
+#include "torch_compat.hpp"
 
 #if LOCKSTEP_CUDA
 #include "device/cuda/support.hpp"
@@ -20,8 +37,193 @@
 namespace lockstep {
 namespace {
 
-// The first slot on a GPU takes its default stream, so that a program written for one GPU changes
-// nothing; slots that share it get streams of their own.
+// CPU time that a thread has used.
+int64_t thread_cpu_time_ns(pthread_t handle) {
+  clockid_t clock = 0;
+  timespec now{};
+  if (pthread_getcpuclockid(handle, &clock) != 0 || clock_gettime(clock, &now) != 0) return 0;
+  return now.tv_sec * 1'000'000'000LL + now.tv_nsec;
+}
+
+}  // namespace
+
+// One thread that runs tasks in order. Tasks must not throw.
+class Worker {
+ public:
+  // `prepare` runs first, on the new thread.
+  Worker(std::string thread_name, std::function<void()> prepare)
+      : queue_(std::make_shared<Queue>()),
+        thread_([queue = queue_, name = std::move(thread_name), prepare = std::move(prepare)] {
+          pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
+          prepare();
+          run_tasks(*queue);
+        }) {}
+
+  // Waits for the tasks already posted. If called on the worker itself, by its last task, the
+  // thread is left to end on its own.
+  ~Worker() {
+    {
+      const std::lock_guard lock(queue_->mutex);
+      queue_->stopping = true;
+    }
+    queue_->has_task.notify_one();
+    if (is_this_thread()) {
+      thread_.detach();
+    } else {
+      thread_.join();
+    }
+  }
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
+
+  void post(std::function<void()> task) {
+    {
+      const std::lock_guard lock(queue_->mutex);
+      queue_->tasks.push_back(std::move(task));
+    }
+    queue_->has_task.notify_one();
+  }
+
+  bool is_this_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
+
+  int64_t cpu_time_ns() const { return thread_cpu_time_ns(thread_.native_handle()); }
+
+ private:
+  struct Queue {       // shared with the thread, which may outlive this object
+    std::mutex mutex;  // guards tasks and stopping
+    std::condition_variable has_task;
+    std::deque<std::function<void()>> tasks;
+    bool stopping = false;
+  };
+
+  static void run_tasks(Queue& queue) {
+    for (;;) {
+      std::function<void()> task;
+      {
+        std::unique_lock lock(queue.mutex);
+        queue.has_task.wait(lock, [&] { return queue.stopping || !queue.tasks.empty(); });
+        if (queue.tasks.empty()) return;
+        task = std::move(queue.tasks.front());
+        queue.tasks.pop_front();
+      }
+      task();
+    }
+  }
+
+  std::shared_ptr<Queue> queue_;
+  mutable std::thread thread_;
+};
+
+// The modes of a thread that apply wherever its work runs: grad mode, inference mode, autocast.
+class CallerState {
+ public:
+  CallerState() : autocast_(compat::AutocastDtypes::get()) {}
+
+  // Guard: they apply to this thread.
+  class Applied {
+   public:
+    explicit Applied(const CallerState& state)
+        : autocast_before_(compat::AutocastDtypes::get()),
+          thread_local_state_(state.thread_local_state_) {
+      state.autocast_.set();
+      at::autocast::increment_nesting();
+    }
+
+    // Casts of this task's weights must not outlive it. libtorch 1.13 keeps them per thread, where
+    // the caller's own autocast guard cannot clear them.
+    ~Applied() {
+      if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+      autocast_before_.set();
+    }
+    Applied(const Applied&) = delete;
+    Applied& operator=(const Applied&) = delete;
+
+   private:
+    compat::AutocastDtypes autocast_before_;
+    at::ThreadLocalStateGuard thread_local_state_;
+  };
+
+ private:
+  at::ThreadLocalState thread_local_state_;
+  compat::AutocastDtypes autocast_;
+};
+
+// Processor time of the threads that work for a device besides its worker.
+class UserClock {
+ public:
+  void enter(pthread_t thread) {
+    const std::lock_guard lock(mutex_);
+    inside_.emplace_back(thread, thread_cpu_time_ns(thread));
+  }
+
+  void leave(pthread_t thread) {
+    const std::lock_guard lock(mutex_);
+    const auto entry = std::find_if(inside_.begin(), inside_.end(), [&](const auto& user) {
+      return pthread_equal(user.first, thread) != 0;
+    });
+    if (entry == inside_.end()) return;
+    past_ns_ += thread_cpu_time_ns(thread) - entry->second;
+    inside_.erase(entry);
+  }
+
+  int64_t total_ns() const {
+    const std::lock_guard lock(mutex_);
+    int64_t total_ns = past_ns_;
+    for (const auto& [thread, at_entry_ns] : inside_) {
+      total_ns += thread_cpu_time_ns(thread) - at_entry_ns;
+    }
+    return total_ns;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<std::pair<pthread_t, int64_t>> inside_;  // thread, its CPU time at entry
+  int64_t past_ns_ = 0;
+};
+
+struct Device::State {
+  explicit State(SlotPlan slot);
+
+  torch::Device torch_device() const;
+
+  // Makes the calling thread work on this device's hardware.
+  void enter_thread(Device& self);
+
+  SlotPlan plan;
+  MemoryAccount& account;
+  CpuPool& cpu_pool;                    // used by CPU devices only
+  std::optional<OwnStream> own_stream;  // of slots that share a GPU, except the first
+  std::optional<c10::Stream> stream;    // of GPU slots
+  std::atomic<int64_t> gpu_busy_ns{0};
+  UserClock users;
+  pid_t process = getpid();
+
+  std::mutex submit_mutex;  // guards the seeding of rng and the order of tasks
+  DeviceRng rng;
+
+  std::atomic<int64_t> sent_bytes{0};
+  std::atomic<int64_t> received_bytes{0};
+
+  std::atomic<Trace*> trace{nullptr};
+  std::atomic<int> rank{0};
+
+  std::optional<Worker> worker;  // last: its thread uses all of the above
+};
+
+namespace {
+
+thread_local Device* device_of_thread = nullptr;
+
+void pin_this_thread(const std::vector<int>& cores) {
+  if (cores.empty()) return;
+  cpu_set_t mask;
+  CPU_ZERO(&mask);
+  for (const int core : cores) CPU_SET(core, &mask);
+  pthread_setaffinity_np(pthread_self(), sizeof(mask), &mask);
+}
+
+// The first slot on a GPU uses its default stream, so that a program written for one GPU needs no
+// change. Slots that share a GPU get streams of their own.
 std::optional<c10::Stream> stream_for(const SlotPlan& plan, torch::Device device,
                                       std::optional<OwnStream>& own) {
   if (plan.kind == DeviceKind::kCpu) return std::nullopt;
@@ -102,7 +304,7 @@ void Device::post(const char* name, std::shared_ptr<Task> task) {
                         seed = state_->rng.next_seed(), under_guards] {
     try {
       under_guards(*self, *task, caller, seed);
-    } catch (...) {  // a guard's own failure, such as a GPU that is gone
+    } catch (...) {  // a guard failed, for example because the GPU is gone
       task->fail(std::current_exception());
     }
     task->publish();
@@ -188,16 +390,56 @@ void Devices::require_not_on_worker(const char* what) const {
   }
 }
 
-// Asked once: a thread under UseDevice would see its own device's cores only.
-Hardware detect_hardware() {
-  static const Hardware hardware = [] {
-#if LOCKSTEP_CUDA
-    return Hardware::detect(static_cast<int>(torch::cuda::device_count()));
-#else
-    return Hardware::detect(0);
-#endif
-  }();
-  return hardware;
+Device* current_device() {
+  return device_of_thread;
+}
+
+void Device::State::enter_thread(Device& self) {
+  device_of_thread = &self;
+  exchange_current_pool(plan.kind == DeviceKind::kCpu ? &cpu_pool : nullptr);
+  pin_this_thread(plan.cores);
+  // At its first use, libtorch sets a thread's number of threads from a process-wide number that
+  // other threads change. Let that happen first, so that ours is not overwritten.
+  (void)at::get_num_threads();
+  at::set_num_threads(plan.threads);
+}
+
+struct UseDevice::Saved {
+  Saved(Device& device, std::optional<c10::Stream> device_stream)
+      : now(device), before(device_of_thread), threads(at::get_num_threads()) {
+    CPU_ZERO(&cores);
+    pthread_getaffinity_np(pthread_self(), sizeof(cores), &cores);
+    if (device_stream) stream.emplace(*device_stream);
+  }
+
+  Device& now;
+  Device* before;
+  int threads;
+  cpu_set_t cores;
+  CpuPool* pool = nullptr;
+  std::optional<c10::StreamGuard> stream;
+};
+
+UseDevice::UseDevice(Device& device) {
+  if (device_of_thread == &device) return;
+  auto& state = *device.state_;
+  saved_ = std::make_unique<Saved>(device, state.stream);
+  saved_->pool = exchange_current_pool(nullptr);
+  if (saved_->before != nullptr) saved_->before->state_->users.leave(pthread_self());
+  state.enter_thread(device);
+  state.users.enter(pthread_self());
+}
+
+UseDevice::~UseDevice() {
+  if (!saved_) return;
+  saved_->now.state_->users.leave(pthread_self());
+  device_of_thread = saved_->before;
+  if (saved_->before != nullptr && !saved_->before->on_worker()) {
+    saved_->before->state_->users.enter(pthread_self());
+  }
+  exchange_current_pool(saved_->pool);
+  at::set_num_threads(saved_->threads);
+  pthread_setaffinity_np(pthread_self(), sizeof(saved_->cores), &saved_->cores);
 }
 
 }  // namespace lockstep

@@ -4,11 +4,11 @@
 
 #include <optional>
 
-#include "lockstep/dtype.hpp"
+#include "base/dtype.hpp"
 
 namespace lockstep {
 
-/// Nothing where libtorch has a type that lockstep does not move, such as complex numbers.
+/// Nothing for a type that lockstep does not support, such as complex numbers.
 std::optional<Dtype> dtype_of(torch::ScalarType scalar_type);
 
 torch::ScalarType scalar_type_of(Dtype dtype);

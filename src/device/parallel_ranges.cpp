@@ -9,16 +9,16 @@
 namespace lockstep {
 namespace {
 
-constexpr int64_t kPartsPerThread = 4;  // so that a thread that is held up does not hold up all
+constexpr int64_t kPartsPerThread = 4;  // so that a delayed thread does not delay all
 
-// What GCC makes of "omp parallel"; LLVM's and Intel's runtimes have it too.
+// The function that GCC calls for "omp parallel". LLVM's and Intel's runtimes have it too.
 using Fork = void (*)(void (*run)(void*), void* data, unsigned int threads, unsigned int flags);
 
 Fork find_fork() {
   return reinterpret_cast<Fork>(::dlsym(RTLD_DEFAULT, "GOMP_parallel"));
 }
 
-struct Work {
+struct Ranges {
   int64_t count;
   int64_t part;  // elements
   const std::function<void(int64_t, int64_t)>& body;
@@ -43,8 +43,8 @@ void parallel_ranges(int64_t count, int64_t grain,
       std::min<int64_t>(at::get_num_threads(), std::max<int64_t>(count / grain, 1));
   if (threads == 1 || fork == nullptr || at::in_parallel_region()) return body(0, count);
   const int64_t parts = std::min(threads * kPartsPerThread, count / grain);
-  Work work{count, (count + parts - 1) / parts, body};
-  fork([](void* data) { static_cast<Work*>(data)->run(); }, &work,
+  Ranges ranges{count, (count + parts - 1) / parts, body};
+  fork([](void* data) { static_cast<Ranges*>(data)->run(); }, &ranges,
        static_cast<unsigned int>(threads), 0);
 }
 

@@ -5,14 +5,13 @@
 
 namespace lockstep {
 
-/// Runs `body(begin, end)` over parts of 0 to count, on as many threads as libtorch would use here
-/// (at::get_num_threads: the budget of a rank or a logical device), and returns when all are done.
-/// A part has at least `grain` elements, unless there are fewer in all. `body` must not throw, and
-/// results must not depend on where the parts are cut.
+/// Runs `body(begin, end)` over parts of the range from 0 to count, on as many threads as libtorch
+/// would use here (at::get_num_threads: the budget of a rank or a logical device), and returns when
+/// all are done. A part has at least `grain` elements, unless there are fewer in total. `body` must
+/// not throw, and results must not depend on where the range is cut.
 ///
-/// at::parallel_for is not used: it is a template that runs on one thread wherever it is compiled
-/// without OpenMP. Here OpenMP's runtime is the one that libtorch has loaded, whichever that is, so
-/// that the two share their threads.
+/// This does not use at::parallel_for, a template that runs on one thread if it is compiled without
+/// OpenMP. It uses the OpenMP runtime that libtorch has loaded, so that both share their threads.
 void parallel_ranges(int64_t count, int64_t grain,
                      const std::function<void(int64_t begin, int64_t end)>& body);
 

@@ -10,8 +10,8 @@
 
 namespace lockstep {
 
-/// Notes about tensors of this process, such as who holds the master weight of a parameter. A note
-/// ends with its tensor: a weak reference keeps the address from being used again. Thread-safe.
+/// Maps tensors of this process to notes, such as the owner of a parameter's master weight. A note
+/// ends with its tensor: a weak reference keeps the address from being reused. Thread-safe.
 template <class Note>
 class ParameterMap {
  public:

@@ -19,7 +19,8 @@
 namespace lockstep {
 namespace {
 
-// A dispatch key that libtorch reserves for modes, uses nowhere itself, and asks before all others.
+// A dispatch key that libtorch reserves for modes, does not use itself, and handles before all
+// others.
 constexpr auto kModeKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
 thread_local DeviceRng* current_rng = nullptr;
@@ -31,7 +32,8 @@ bool takes_generator(const c10::FunctionSchema& schema) {
   return false;
 }
 
-// The device an operation's arguments name, by a tensor or outright; the CPU when none does.
+// The device of the first tensor or device among an operation's arguments; the CPU if there is
+// none.
 c10::DeviceType device_of_call(c10::ArrayRef<c10::IValue> arguments) {
   for (const auto& argument : arguments) {
     if (argument.isTensor() && argument.toTensor().defined()) {
@@ -42,7 +44,7 @@ c10::DeviceType device_of_call(c10::ArrayRef<c10::IValue> arguments) {
   return c10::DeviceType::CPU;
 }
 
-// Runs in place of every operation with a `generator` argument while a UseRng is in force.
+// Runs in place of every operation with a `generator` argument while a UseRng is active.
 void supply_generator(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                       torch::jit::Stack* stack) {
   const auto& formal = op.schema().arguments();
@@ -57,8 +59,8 @@ void supply_generator(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kModeKey), stack);
 }
 
-// Dropout on a GPU draws inside one kernel that takes no generator. Its older sibling, with the
-// same kernel, does.
+// Dropout on a GPU draws inside one kernel that takes no generator. The older operation with the
+// same kernel does.
 void drop_out(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto arguments = torch::jit::last(*stack, 3);  // input, p, train
   const at::Tensor input = arguments[0].toTensor();
@@ -95,10 +97,10 @@ void install_interception() {
   });
 }
 
-// The bits of mt19937's first word that carry a mark.
+// The bits of mt19937's first word that hold a mark.
 constexpr uint32_t kMarkBits = 0x7fffffff;
 
-// A hash of all that decides which numbers the generator will give.
+// A hash of all state that determines which numbers the generator will give.
 uint64_t fingerprint_of(at::CPUGeneratorImpl& generator, const at::mt19937_data_pod& engine) {
   const auto float_sample = generator.next_float_normal_sample();
   const auto double_sample = generator.next_double_normal_sample();
@@ -111,7 +113,7 @@ uint64_t fingerprint_of(at::CPUGeneratorImpl& generator, const at::mt19937_data_
   return XXH3_64bits_withSeed(words.data(), sizeof(words), XXH3_64bits(rest.data(), sizeof(rest)));
 }
 
-// A mark that no generator has had before. `bits` are those it replaces, which it must differ from.
+// A mark that no generator has had before. It differs from `bits`, which it replaces.
 DeviceRng::Mark next_mark(uint64_t fingerprint, uint32_t bits) {
   static std::atomic<uint64_t> marks{0};
   for (;;) {
@@ -121,8 +123,8 @@ DeviceRng::Mark next_mark(uint64_t fingerprint, uint32_t bits) {
   }
 }
 
-// The mark in the generator, which gets a new one where it was seeded or drawn from since.
-// See Note [How a seeding is noticed].
+// Returns the mark in the generator, after writing a new one if the generator was seeded or drawn
+// from since. See Note [How a seeding is noticed].
 DeviceRng::Mark marked(at::Generator generator, DeviceRng::Mark& last) {
   const std::lock_guard lock(generator.mutex());
   auto& impl = *generator.get<at::CPUGeneratorImpl>();

@@ -9,28 +9,28 @@
 namespace lockstep {
 
 /// Note [Random numbers on workers]
-/// libtorch draws from one global generator per physical device. Two workers that drop out units at
+/// libtorch draws from one global generator per physical device. Two workers that apply dropout at
 /// the same time would share it in an order that changes from run to run. So each logical device
-/// has generators of its own, and while a worker runs a task every random operation that names no
-/// generator takes them. They are seeded anew for each task from the submitting thread's generator
-/// (its seed and its position), a count of the device's tasks since that generator was last seeded
-/// or drawn from, and the device's index: the same program gives the same numbers every time, what
-/// follows torch::manual_seed is always the same, and the submitting thread's own sequence is not
-/// advanced.
+/// has generators of its own, which every random operation of a task uses unless it names another.
+/// They are seeded for each task from the submitting thread's generator (its seed and its
+/// position), the number of the device's tasks since that generator was last seeded or drawn from,
+/// and the device's index. Hence the same program draws the same numbers every time, the numbers
+/// after torch::manual_seed are always the same, and the submitting thread's own sequence does not
+/// advance.
 ///
 /// Note [How a seeding is noticed]
-/// Seeding again with the same seed gives a generator the very state it had, so a state alone does
-/// not tell whether the count goes on. mt19937 has 19937 bits of state in 624 words of 32 bits: the
-/// lower 31 bits of the first word are never read again once that word has been drawn, nor before
-/// the first draw after a seeding. next_seed() writes a mark there, which changes no number that
-/// the generator will ever give, and which every seeding overwrites. A missing mark means that the
-/// generator was seeded or drawn from. (A state that was saved with a mark in it and is set again
-/// brings its mark back: that is no seeding, and the count goes on.)
+/// Seeding again with the same seed restores the same state, so the state alone does not tell
+/// whether the count continues. mt19937 has 19937 bits of state in 624 words of 32 bits: the lower
+/// 31 bits of the first word are read neither after that word was drawn nor before the first draw
+/// after a seeding. next_seed() writes a mark there, which does not change any number that the
+/// generator will give, and which every seeding overwrites. A missing mark means that the generator
+/// was seeded or drawn from. (Restoring a state that was saved with a mark restores the mark too;
+/// that is not a seeding, and the count continues.)
 class DeviceRng {
  public:
   DeviceRng(c10::Device device, int index);
 
-  /// The seed of the task being submitted. Called on the submitting thread.
+  /// Returns the seed of the task being submitted. Called on the submitting thread.
   uint64_t next_seed();
 
   /// Starts the sequence of a task. Called on the worker.
@@ -40,7 +40,7 @@ class DeviceRng {
 
   /// What next_seed() last wrote into a generator.
   struct Mark {
-    uint64_t number = 0;       ///< counted over all marks of the process; 0: none yet
+    uint64_t number = 0;       ///< counts all marks of the process; 0 if there is none yet
     uint64_t fingerprint = 0;  ///< a hash of the generator's state without the mark
     uint32_t bits = 0;
   };
@@ -50,7 +50,7 @@ class DeviceRng {
   at::Generator cpu_;
   std::optional<at::Generator> cuda_;
   Mark own_mark_;           // in cpu_, for tasks that this device's worker submits itself
-  uint64_t last_mark_ = 0;  // number of the mark that the last submitting thread's generator had
+  uint64_t last_mark_ = 0;  // the mark of the last submitting thread's generator
   uint64_t tasks_since_mark_ = 0;
 };
 

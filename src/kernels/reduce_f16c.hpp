@@ -1,5 +1,6 @@
-// F16 by the F16C instructions, which AVX-512 machines have too (GCC 12 warns about its own
-// 512-bit ones). Included by reduce_avx2.cpp and reduce_avx512.cpp after they set their target.
+// F16 by the F16C instructions, which AVX-512 machines have too (GCC 12's headers for the 512-bit
+// ones cause warnings). reduce_avx2.cpp and reduce_avx512.cpp include this after they set their
+// target.
 
 #include <immintrin.h>
 

@@ -1,6 +1,6 @@
 #include "kernels/reduce_kernels.hpp"
 
-#include "base/instructions.hpp"
+#include "base/machine.hpp"
 
 namespace lockstep {
 namespace {

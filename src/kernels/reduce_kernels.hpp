@@ -3,30 +3,30 @@
 #include <cstdint>
 #include <span>
 
-#include "lockstep/dtype.hpp"
+#include "base/dtype.hpp"
 #include "lockstep/reduce_op.hpp"
 
 namespace lockstep {
 
-/// Reduces `count` elements of all inputs, in their order, and writes the result to every output.
+/// Reduces `count` elements of all inputs, in order, and writes the result to every output.
 ///
 /// An output may be one of the inputs, but must not overlap one otherwise. `factors` has one number
-/// per input and counts for kMean only, where input r enters as value * factors[r]. F16 and BF16
-/// are reduced in F32 and rounded once. Integers wrap. BOOL: sum and max are "or", min is "and".
-/// Maximum and minimum of anything with a NaN is NaN.
+/// per input and is used only for kMean, which multiplies input r by factors[r]. F16 and BF16 are
+/// reduced in F32 and rounded once. Integers wrap. For BOOL, sum and max are "or", min is "and".
+/// The maximum and minimum of values that include a NaN is NaN.
 ///
-/// The bits of an element depend on the inputs alone: not on its index, on count, or on alignment.
+/// The bits of a result depend only on the inputs, not on its index, on count or on alignment.
 void reduce(Dtype dtype, ReduceOp op, std::span<const void* const> inputs,
             std::span<const double> factors, std::span<void* const> outputs, int64_t count);
 
-/// Whether op is defined for the elements: all but the mean of integers and BOOL.
+/// Whether op is defined for the dtype: all are but the mean of integers and BOOL.
 bool reduces(Dtype dtype, ReduceOp op);
 
-/// One element type and operation, for one set of instructions.
+/// The kernel for one dtype, operation and set of instructions.
 using ReduceKernel = void (*)(const void* const* inputs, const double* factors, int64_t input_count,
                               void* const* outputs, int64_t output_count, int64_t count);
 
-/// [dtype][op]; null where reduces() is false.
+/// [dtype][op]; null if reduces() is false.
 struct ReduceKernels {
   ReduceKernel kernels[10][4];
 };

@@ -1,11 +1,11 @@
-// The reduction loops, compiled once per set of instructions: included by reduce_plain.cpp,
-// reduce_avx2.cpp and reduce_avx512.cpp, each of which first sets its target and defines Float16.
-// Everything is in an unnamed namespace and nothing of the standard library is called, so that no
-// function compiled for one target can be taken by the linker for another.
+// The reduction loops, compiled once per set of instructions. reduce_plain.cpp, reduce_avx2.cpp and
+// reduce_avx512.cpp include this after they set their target and define Float16. Everything is in
+// an unnamed namespace and calls nothing of the standard library, so that the linker cannot take a
+// function that was compiled for one target for another.
 //
-// A strip is what is held in registers: four vectors. Every strip is reduced by the same
-// instructions, a short one at the end is padded, and products are never fused with sums; so an
-// element's bits do not depend on where it lies.
+// A strip is the four vectors that are held in registers. Every strip is reduced by the same
+// instructions, a short one at the end is padded, and products are never fused with sums. So the
+// bits of a result do not depend on its index.
 
 #include <cstdint>
 
@@ -17,7 +17,7 @@ namespace {
 #define LOCKSTEP_INLINE [[gnu::always_inline]] inline
 
 constexpr int kVectorBytes = 64;
-constexpr int kVectors = 4;  // of a strip
+constexpr int kVectors = 4;  // per strip
 
 template <class T>
 struct VectorOf {
@@ -26,7 +26,7 @@ struct VectorOf {
 template <class T>
 using Vector = typename VectorOf<T>::Type;
 
-// Sixteen 16-bit elements, as they lie in memory: half a vector, since they are reduced in F32.
+// Sixteen 16-bit elements in memory: half a vector, since they are reduced in F32.
 using Halves [[gnu::vector_size(kVectorBytes / 2)]] = uint16_t;
 using Floats = Vector<float>;
 using Bits = Vector<uint32_t>;
@@ -37,8 +37,8 @@ LOCKSTEP_INLINE void reinterpret(To& to, const From& from) {
   __builtin_memcpy(&to, &from, sizeof to);
 }
 
-// An element type: how a vector's worth is read, written and combined. `Accumulator` elements are
-// what is summed.
+// An element type: how a vector of elements is loaded and stored. Reductions are computed in
+// `Accumulator`.
 template <class T>
 struct Plain {
   using Element = T;
@@ -53,7 +53,7 @@ struct Plain {
   }
 };
 
-// Truth values: any byte but 0 is true.
+// Booleans: any byte but 0 is true.
 struct Truth : Plain<uint8_t> {
   LOCKSTEP_INLINE static void load(Vector<uint8_t>& to, const uint8_t* from) {
     Plain<uint8_t>::load(to, from);
@@ -72,7 +72,7 @@ struct BFloat16 {
     const Bits bits = __builtin_convertvector(halves, Bits) << 16;
     reinterpret(to, bits);
   }
-  // To nearest, ties to even. A NaN keeps its sign and upper bits, and stays one.
+  // Rounds to nearest, ties to even. A NaN stays one and keeps its sign and upper bits.
   LOCKSTEP_INLINE static void store(uint16_t* to, const Floats& from) {
     Bits bits;
     reinterpret(bits, from);
@@ -83,7 +83,7 @@ struct BFloat16 {
   }
 };
 
-// Acc op= x. For kMean the factor was applied before.
+// acc op= x. For kMean, x was multiplied by its factor before.
 template <ReduceOp kOp, class V>
 LOCKSTEP_INLINE void combine(V& acc, const V& x) {
   if constexpr (kOp == ReduceOp::kMax) {
@@ -158,7 +158,7 @@ void reduce_kernel(const void* const* inputs, const double* factors, int64_t inp
   }
 }
 
-// Sums of signed integers are those of unsigned ones, where wrapping is defined.
+// Signed integers are summed as unsigned ones, for which wrapping is defined.
 template <class Signed, class Unsigned>
 constexpr void fill_integer(ReduceKernel (&row)[4]) {
   row[static_cast<int>(ReduceOp::kSum)] = reduce_kernel<Plain<Unsigned>, ReduceOp::kSum>;

@@ -31,13 +31,13 @@ float widen(uint16_t half) {
     const float magnitude = static_cast<float>(mantissa) * 0x1p-24F;
     return float_of(float_bits(magnitude) | sign);
   }
-  if (exponent == 0x1f) {  // a signalling NaN becomes a quiet one, as the hardware does
+  if (exponent == 0x1f) {  // a signalling NaN becomes quiet, as in hardware
     return float_of(sign | 0x7f800000U | (mantissa << 13) | (mantissa != 0 ? 0x400000U : 0U));
   }
   return float_of(sign | ((exponent + 112) << 23) | (mantissa << 13));
 }
 
-// To nearest, ties to even.
+// Rounds to nearest, ties to even.
 uint16_t narrow(float value) {
   const uint32_t bits = float_bits(value);
   const auto sign = static_cast<uint16_t>((bits >> 16) & 0x8000U);

@@ -1,6 +1,6 @@
 #include "kernels/scan_kernels.hpp"
 
-#include "base/instructions.hpp"
+#include "base/machine.hpp"
 
 namespace lockstep {
 namespace {

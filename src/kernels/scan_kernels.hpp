@@ -5,25 +5,25 @@
 
 namespace lockstep {
 
-/// Gradients are read in blocks of this many elements. A block's sum has one order of additions,
-/// and blocks are added in theirs, so that no number of threads and no set of instructions changes
-/// a bit.
+/// Gradients are scanned in blocks of this many elements. The additions within a block and the
+/// additions of blocks have a fixed order, so that neither the number of threads nor the set of
+/// instructions changes a bit.
 inline constexpr int64_t kScanBlock = 4096;
 
-/// What is found in at most kScanBlock elements.
+/// The result of scanning at most kScanBlock elements.
 struct BlockScan {
   bool finite = true;
-  double sum_of_squares = 0;  ///< meaningful where finite
+  double sum_of_squares = 0;  ///< valid if `finite`
 };
 
 BlockScan scan_block(const float* data, int64_t count);
 BlockScan scan_block(const double* data, int64_t count);
 
-/// Multiplies in place; false where an element was infinite or not a number before.
+/// Multiplies in place. Returns false if an element was infinite or NaN before.
 bool unscale_block(float* data, int64_t count, float inverse_scale);
 bool unscale_block(double* data, int64_t count, double inverse_scale);
 
-/// The same functions for one set of instructions.
+/// These functions for one set of instructions.
 struct ScanKernels {
   BlockScan (*scan_f32)(const float* data, int64_t count);
   BlockScan (*scan_f64)(const double* data, int64_t count);

@@ -1,11 +1,11 @@
-// The loops over gradients, compiled once per set of instructions: included by scan_plain.cpp,
-// scan_avx2.cpp and scan_avx512.cpp, each of which first sets its target. Everything is in an
-// unnamed namespace and nothing of the standard library is called, so that no function compiled for
-// one target can be taken by the linker for another.
+// The loops over gradients, compiled once per set of instructions. scan_plain.cpp, scan_avx2.cpp
+// and scan_avx512.cpp include this after they set their target. Everything is in an unnamed
+// namespace and calls nothing of the standard library, so that the linker cannot take a function
+// that was compiled for one target for another.
 //
-// A strip is kStrip elements; the sum of squares has one lane per element of a strip, in double,
-// and the lanes are added in order at the end. A square of a float is exact there and cannot
-// overflow, so its sum is finite exactly where every float is.
+// A strip has kStrip elements. The sum of squares has one lane per element of a strip, in double,
+// and the lanes are added in order at the end. The square of a float is exact in double and cannot
+// overflow, so that the sum is finite if and only if every float is.
 
 #include <cstdint>
 
@@ -70,7 +70,7 @@ BlockScan scan_floats(const float* data, int64_t count) {
   return {is_finite(sum), sum};
 }
 
-// Squares of large doubles overflow: then only the elements tell.
+// Squares of large doubles may overflow; then the elements decide.
 BlockScan scan_doubles(const double* data, int64_t count) {
   const double sum = sum_of_squares(data, count);
   if (is_finite(sum)) return {true, sum};
@@ -79,7 +79,7 @@ BlockScan scan_doubles(const double* data, int64_t count) {
   return {finite, sum};
 }
 
-// x - x is 0 for finite x and not a number otherwise, and so is a sum of such.
+// x - x is 0 for finite x and NaN otherwise, and so is a sum of such differences.
 template <class T>
 bool unscale(T* data, int64_t count, T inverse_scale) {
   using Elements = typename VectorOf<T, kStrip>::Type;

@@ -15,7 +15,7 @@
 namespace lockstep {
 namespace {
 
-// The root of every element of a vector.
+// The square root of every element of a vector.
 template <class Vector>
 [[gnu::always_inline]] inline void root_of(Vector& vector) {
   __m256 halves[2];

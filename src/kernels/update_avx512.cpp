@@ -16,7 +16,8 @@
 namespace lockstep {
 namespace {
 
-// The root of every element of a vector; masked, since GCC 12 warns about its own unmasked ones.
+// The square root of every element of a vector. Masked, because GCC 12's headers for the unmasked
+// ones cause warnings.
 template <class Vector>
 [[gnu::always_inline]] inline void root_of(Vector& vector) {
   static_assert(sizeof(__m512) == sizeof vector);

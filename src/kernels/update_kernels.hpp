@@ -3,11 +3,11 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "lockstep/dtype.hpp"
+#include "base/dtype.hpp"
 
 namespace lockstep {
 
-/// Elements that one kernel updates: dense arrays of equal length that do not overlap.
+/// The elements that a kernel updates: dense arrays of equal length that do not overlap.
 struct UpdatePiece {
   void* weight = nullptr;
   void* gradient = nullptr;
@@ -51,12 +51,12 @@ struct AdamRates {
   bool store_gradient = false;
 };
 
-/// Elements are F32 or F64. The bits of an element depend on its values alone: not on its index, on
-/// count, on alignment, or on the instructions of this machine.
+/// Elements are F32 or F64. The bits of a result depend only on the values of its element, not on
+/// its index, on count, on alignment or on the instructions of this machine.
 void update_sgd(Dtype dtype, const SgdRates& rates, const UpdatePiece& piece);
 void update_adam(Dtype dtype, const AdamRates& rates, const UpdatePiece& piece);
 
-/// One set of instructions.
+/// The kernels for one set of instructions.
 struct UpdateKernels {
   void (*sgd)(Dtype dtype, const SgdRates& rates, const UpdatePiece& piece);
   void (*adam)(Dtype dtype, const AdamRates& rates, const UpdatePiece& piece);

@@ -1,12 +1,12 @@
-// The update loops, compiled once per set of instructions: included by update_plain.cpp,
-// update_avx2.cpp and update_avx512.cpp, each of which first sets its target and defines root_of().
-// Everything is in an unnamed namespace and nothing of the standard library is called, so that no
-// function compiled for one target can be taken by the linker for another.
+// The update loops, compiled once per set of instructions. update_plain.cpp, update_avx2.cpp and
+// update_avx512.cpp include this after they set their target and define root_of(). Everything is in
+// an unnamed namespace and calls nothing of the standard library, so that the linker cannot take a
+// function that was compiled for one target for another.
 //
-// Every vector is updated by the same instructions and a short one at the end is padded. Products
-// are never fused with sums, and every set of instructions rounds roots and quotients exactly: so
-// an element's bits depend on its values alone. Fusing would save nothing, for the loops wait for
-// memory.
+// Every vector is updated by the same instructions, and a short one at the end is padded. Products
+// are never fused with sums, and every set of instructions rounds roots and quotients correctly, so
+// that the bits of a result depend only on the values of its element. Fusing would save nothing,
+// because the loops are bound by memory.
 
 #include <cstdint>
 
@@ -29,7 +29,7 @@ using Vector = typename VectorOf<T>::Type;
 template <class T>
 constexpr int64_t kLanes = kVectorBytes / sizeof(T);
 
-// The arrays of a piece, as their elements.
+// The typed arrays of a piece.
 template <class T>
 struct Arrays {
   explicit Arrays(const UpdatePiece& piece)
@@ -130,7 +130,7 @@ struct AdamUpdate {
   T factor, gradient_decay, decay, beta1, beta2, take1, take2, step_size, root_factor, eps;
 };
 
-// Runs `update` on the elements behind the last whole vector, padded with zeros.
+// Runs `update` on the elements after the last whole vector, padded with zeros.
 template <class T, class Update>
 void update_rest(const Update& update, const Arrays<T>& arrays, int64_t begin, int64_t count) {
   T padded[4][kLanes<T>] = {};

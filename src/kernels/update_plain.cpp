@@ -13,8 +13,8 @@
 namespace lockstep {
 namespace {
 
-// The root of every element of a vector. The compiler makes a call of each, for errno's sake, where
-// it is not told otherwise.
+// The square root of every element of a vector. Unless told otherwise, the compiler makes a call
+// for each one in order to set errno.
 template <class Vector>
 void root_of(Vector& vector) {
 #ifdef __SSE2__

@@ -1,8 +1,12 @@
 #include "launch/flags.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <array>
+#include <charconv>
+#include <cmath>
+#include <set>
 
 #include "lockstep/error.hpp"
 
@@ -33,9 +37,9 @@ constexpr std::array kFlags = {
              "PET_NODE_RANK"},
     FlagInfo{"rdzv-endpoint", "", "HOST[:PORT]", "where the hosts meet: host 0", kHosts,
              "PET_RDZV_ENDPOINT"},
-    FlagInfo{"rdzv-id", "", "NAME", "name of the job: others are refused (default: none)", kHosts,
+    FlagInfo{"rdzv-id", "", "NAME", "name of the job; others are refused (default: none)", kHosts,
              "PET_RDZV_ID"},
-    FlagInfo{"rdzv-backend", "", "static|c10d", "both mean lockstep's own meeting", kHosts,
+    FlagInfo{"rdzv-backend", "", "static|c10d", "both mean lockstep's own rendezvous", kHosts,
              "PET_RDZV_BACKEND"},
     FlagInfo{"rdzv-conf", "", "KEY=VALUE,...", "join_timeout=SECONDS to wait for hosts (300)",
              kHosts, "PET_RDZV_CONF"},
@@ -51,7 +55,7 @@ constexpr std::array kFlags = {
     FlagInfo{"timeout", "", "SECONDS", "longest wait of a rank for another (LOCKSTEP_TIMEOUT_S)",
              kFailures, "LOCKSTEP_TIMEOUT_S"},
     FlagInfo{"grace", "", "SECONDS", "from SIGTERM to SIGKILL (default: 5)", kFailures, ""},
-    FlagInfo{"max-restarts", "", "N", "start all ranks again so many times (default: 0)", kFailures,
+    FlagInfo{"max-restarts", "", "N", "restart all ranks at most N times (default: 0)", kFailures,
              "PET_MAX_RESTARTS"},
     FlagInfo{
         "signals-to-handle", "", "LIST",
@@ -66,8 +70,8 @@ constexpr std::array kFlags = {
              kOutput, "PET_REDIRECTS"},
     FlagInfo{"tee", "t", "0-3|LIST", "to the console also: 1 output, 2 errors, 3 both, or 0:1,1:3",
              kOutput, "PET_TEE"},
-    FlagInfo{"local-ranks-filter", "", "LIST", "console shows these local ranks and nobody else",
-             kOutput, "PET_LOCAL_RANKS_FILTER"},
+    FlagInfo{"local-ranks-filter", "", "LIST", "the console shows only these local ranks", kOutput,
+             "PET_LOCAL_RANKS_FILTER"},
     FlagInfo{"quiet", "", "", "no start line", kOutput, ""},
     FlagInfo{"dry-run", "", "", "print the plan and where each value came from; start nothing",
              kOutput, ""},
@@ -77,18 +81,20 @@ constexpr std::array kFlags = {
 
     FlagInfo{"run-path", "", "", "refused: programs are started, not run inside lockstep",
              kTorchrun, "PET_RUN_PATH"},
-    FlagInfo{"monitor-interval", "", "SECONDS", "ends are seen at once", kTorchrun,
+    FlagInfo{"monitor-interval", "", "SECONDS", "exits are seen at once", kTorchrun,
              "PET_MONITOR_INTERVAL"},
-    FlagInfo{"start-method", "", "NAME", "ranks are always fresh processes", kTorchrun,
+    FlagInfo{"start-method", "", "NAME", "ranks are always new processes", kTorchrun,
              "PET_START_METHOD"},
     FlagInfo{"event-log-handler", "", "NAME", "there is no event log", kTorchrun,
              "PET_EVENT_LOG_HANDLER"},
     FlagInfo{"logs-specs", "", "NAME", "see --log-dir", kTorchrun, "PET_LOGS_SPECS"},
-    FlagInfo{"local-addr", "", "HOST", "the meeting finds addresses by itself", kTorchrun,
+    FlagInfo{"local-addr", "", "HOST", "the rendezvous finds addresses itself", kTorchrun,
              "PET_LOCAL_ADDR"},
     FlagInfo{"numa-binding", "", "KIND", "each rank has its own cores; see --no-pin", kTorchrun,
              "PET_NUMA_BINDING"},
 };
+
+constexpr int kLongestRange = 4096;  // more cores or ranks than any host has
 
 bool switch_is_on(const Setting& setting) {
   if (setting.text == "1" || setting.text == "true") return true;
@@ -121,6 +127,52 @@ Settings collect_settings(const std::map<std::string, std::string>& given,
     settings[name] = flag.is_switch() ? Setting{"1", variable} : setting;
   }
   return settings;
+}
+
+std::string format_number_list(const std::vector<int>& numbers) {
+  std::vector<std::string> parts;
+  for (size_t begin = 0; begin < numbers.size();) {
+    size_t end = begin;
+    while (end + 1 < numbers.size() && numbers[end + 1] == numbers[end] + 1) ++end;
+    parts.push_back(begin == end ? std::to_string(numbers[begin])
+                                 : fmt::format("{}-{}", numbers[begin], numbers[end]));
+    begin = end + 1;
+  }
+  return fmt::format("{}", fmt::join(parts, ","));
+}
+
+std::optional<std::vector<int>> parse_number_list(std::string_view text) {
+  std::set<int> numbers;
+  for (size_t begin = 0; begin <= text.size();) {
+    const size_t comma = std::min(text.find(',', begin), text.size());
+    const std::string_view item = text.substr(begin, comma - begin);
+    const size_t dash = item.find('-', 1);
+    const auto first = parse_whole_number(item.substr(0, dash));
+    const auto last =
+        dash == std::string_view::npos ? first : parse_whole_number(item.substr(dash + 1));
+    if (!first || !last || *first < 0 || *last < *first || *last - *first > kLongestRange) {
+      return std::nullopt;
+    }
+    for (int number = *first; number <= *last; ++number) numbers.insert(number);
+    begin = comma + 1;
+  }
+  return std::vector<int>(numbers.begin(), numbers.end());
+}
+
+std::optional<int> parse_whole_number(std::string_view text) {
+  int value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+  return value;
+}
+
+std::optional<double> parse_finite_number(std::string_view text) {
+  double value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size() || !std::isfinite(value)) {
+    return std::nullopt;
+  }
+  return value;
 }
 
 }  // namespace lockstep

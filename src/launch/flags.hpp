@@ -2,21 +2,24 @@
 
 #include <functional>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
+
+// The flags of `lockstep run`, and the lists and numbers they take.
 
 namespace lockstep {
 
-/// A flag of `lockstep run`. The table of them is what the command line, the PET_ variables and
-/// --help are made from.
+/// One flag. The command line, the PET_ variables and --help are all made from the table of these.
 struct FlagInfo {
-  std::string_view name;      ///< "nproc-per-node": the word without its dashes
+  std::string_view name;      ///< without dashes: "nproc-per-node"
   std::string_view letter;    ///< "n", or "" for none
-  std::string_view value;     ///< what it takes, for --help; "": nothing, it is a switch
+  std::string_view value;     ///< the value's description in --help; "" for a switch
   std::string_view help;      ///< one line
   std::string_view group;     ///< heading in --help
-  std::string_view variable;  ///< read where the flag is absent: "PET_NNODES"; "" for none
+  std::string_view variable;  ///< read if the flag is absent: "PET_NNODES"; "" for none
 
   bool is_switch() const { return value.empty(); }
 };
@@ -34,8 +37,20 @@ using Settings = std::map<std::string, Setting, std::less<>>;
 
 using VariableLookup = std::function<const char*(const char* name)>;  ///< as std::getenv
 
-/// The flags that were given, completed from variables. A switch that is on has the text "1".
+/// The given flags, completed from variables. A switch that is on has the text "1".
 Settings collect_settings(const std::map<std::string, std::string>& given,
                           const VariableLookup& lookup);
+
+/// "0-3,8" for {0,1,2,3,8}; "" for none.
+std::string format_number_list(const std::vector<int>& numbers);
+
+/// The numbers of "0,2-5", ascending and without duplicates; nullopt if the text is no such list.
+std::optional<std::vector<int>> parse_number_list(std::string_view text);
+
+/// A decimal integer; nullopt for anything else, including overflow.
+std::optional<int> parse_whole_number(std::string_view text);
+
+/// A finite decimal number; nullopt for anything else.
+std::optional<double> parse_finite_number(std::string_view text);
 
 }  // namespace lockstep

@@ -1,55 +1,81 @@
 #include "launch/launcher.hpp"
 
 #include <fmt/format.h>
-#include <netdb.h>
 #include <signal.h>
-#include <sys/random.h>
-#include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
+#include <cerrno>
+#include <cstring>
 #include <memory>
-#include <optional>
+#include <string_view>
 
-#include "base/descriptor.hpp"
 #include "base/running_clock.hpp"
-#include "launch/console.hpp"
-#include "launch/log_folder.hpp"
-#include "launch/port_hold.hpp"
-#include "launch/rendezvous.hpp"
-#include "launch/round.hpp"
-#include "launch/signal_watch.hpp"
-#include "launch/token.hpp"
+#include "launch/attempt.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
+#include "net/secret.hpp"
 #include "net/socket.hpp"
 
 namespace lockstep {
 namespace {
 
 constexpr int64_t kLastFlushNs = 2'000'000'000;
-constexpr int kSessionDigits = 32;
+constexpr size_t kSessionDigits = 32;
 
-// Only a host's own address can be bound.
-bool is_this_host(const std::string& name) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_DGRAM;
-  addrinfo* found = nullptr;
-  if (::getaddrinfo(name.c_str(), nullptr, &hints, &found) != 0) return false;
-  const std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> owner(found, &::freeaddrinfo);
-  for (const addrinfo* entry = found; entry != nullptr; entry = entry->ai_next) {
-    const Descriptor socket(::socket(entry->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-    if (::bind(socket.get(), entry->ai_addr, entry->ai_addrlen) == 0) return true;
-  }
-  return false;
+enum class Found { kNothing, kFolder, kNotExecutable, kExecutable };
+
+Found look_at_path(const std::string& path) {
+  struct stat info {};
+  if (::stat(path.c_str(), &info) != 0) return Found::kNothing;
+  if (S_ISDIR(info.st_mode)) return Found::kFolder;
+  return ::access(path.c_str(), X_OK) == 0 ? Found::kExecutable : Found::kNotExecutable;
 }
 
-/// The hosts of a job: one, or several that have met.
+[[noreturn]] void fail_program(const std::string& message, const std::string& help) {
+  throw Error(Code::kLaunch, message, help);
+}
+
+std::string check_path(const std::string& path) {
+  switch (look_at_path(path)) {
+    case Found::kNothing:
+      fail_program(fmt::format("there is no program {}", path),
+                   "check the path, or build it first");
+    case Found::kFolder:
+      fail_program(fmt::format("{} is a folder, not a program", path),
+                   "name the program inside it");
+    case Found::kNotExecutable:
+      fail_program(fmt::format("{} may not be executed", path),
+                   fmt::format("chmod +x {}, or name the program that reads it", path));
+    case Found::kExecutable:
+      break;
+  }
+  return path;
+}
+
+std::string search_path(const std::string& name, std::string_view path_variable) {
+  for (size_t begin = 0; begin <= path_variable.size();) {
+    const size_t end = std::min(path_variable.find(':', begin), path_variable.size());
+    const std::string folder(path_variable.substr(begin, end - begin));
+    const std::string path = (folder.empty() ? "." : folder) + "/" + name;
+    if (look_at_path(path) == Found::kExecutable) return path;
+    begin = end + 1;
+  }
+  if (look_at_path("./" + name) == Found::kExecutable) {
+    fail_program(fmt::format("there is no program {} in PATH", name),
+                 fmt::format("to start the one in this folder write ./{}", name));
+  }
+  fail_program(fmt::format("there is no program {} in PATH", name),
+               "write its path, such as ./train or build/train");
+}
+
+// The hosts of a job: one, or several after their rendezvous.
 class Hosts {
  public:
   explicit Hosts(const LaunchPlan& plan) : plan_(plan) {
     if (plan.nnodes == 1) {
-      begin_round_on_one_host();
+      begin_attempt_on_one_host();
       return;
     }
     token_ = load_or_make_token();
@@ -62,10 +88,10 @@ class Hosts {
   const std::string& token() const { return token_; }
   NodeLink* link() const { return link_.get(); }
 
-  /// A new session and port, on all hosts.
-  void begin_next_round() {
+  // Agrees on a new session and port on all hosts.
+  void begin_next_attempt() {
     if (link_ == nullptr) {
-      begin_round_on_one_host();
+      begin_attempt_on_one_host();
       return;
     }
     port_ = std::make_unique<PortHold>(0, false);
@@ -75,7 +101,7 @@ class Hosts {
 
  private:
   // Without --node-rank the first launcher on the endpoint's host serves the rendezvous. A second
-  // one there finds the port taken, and joins the first.
+  // one there finds the port in use, and joins the first.
   std::unique_ptr<NodeLink> join() const {
     if (plan_.node_rank == 0) return join(true);
     if (plan_.node_rank > 0 || !is_this_host(plan_.endpoint_host)) return join(false);
@@ -102,8 +128,8 @@ class Hosts {
                            .master_port = port_->port()});
   }
 
-  void begin_round_on_one_host() {
-    port_.reset();  // the user's own port must be free before it is held again
+  void begin_attempt_on_one_host() {
+    port_.reset();  // the user's own port must be free before it is reserved again
     port_ = std::make_unique<PortHold>(plan_.master_port, plan_.master_port == 0);
     layout_ = {};
     layout_.local_world_sizes = {plan_.local_world_size};
@@ -124,24 +150,24 @@ class Hosts {
   JobLayout layout_;
 };
 
-RoundResult run_round(const LaunchPlan& plan, const std::string& program, const Hosts& hosts,
-                      const LogFolder& logs, const SignalWatch& signals, Console& console,
-                      int round) {
+AttemptResult run_attempt(const LaunchPlan& plan, const std::string& program, const Hosts& hosts,
+                          const LogFolder& logs, const SignalWatch& signals, Console& console,
+                          int attempt) {
   const Board board =
       Board::create(Board::default_path(plan.run_name), plan.local_world_size, plan.run_name);
-  const RoundEnvironment environment{hosts.layout(), round, board.path(), logs.round_folder(round),
-                                     hosts.token()};
+  const AttemptEnvironment environment{hosts.layout(), attempt, board.path(),
+                                       logs.attempt_folder(attempt), hosts.token()};
   Leftovers leftovers{{board.path()}, {}};
   if (!logs.kept()) leftovers.folders.push_back(logs.path());
   const SignalWatch::WhileRanksRun while_ranks_run(signals);
-  return Round({.plan = plan,
-                .program = program,
-                .environment = environment,
-                .board = board,
-                .leftovers = leftovers,
-                .signals = signals,
-                .console = console,
-                .link = hosts.link()})
+  return Attempt({.plan = plan,
+                  .program = program,
+                  .environment = environment,
+                  .board = board,
+                  .leftovers = leftovers,
+                  .signals = signals,
+                  .console = console,
+                  .link = hosts.link()})
       .run();
 }
 
@@ -158,33 +184,45 @@ void announce(const LaunchPlan& plan, const Hosts& hosts, Console& console) {
   console.message(line);
 }
 
-// The last words of a run that is over.
-void report(const RoundResult& result, LogFolder& logs, Console& console) {
+// What the launcher prints when the run is over.
+void report(const AttemptResult& result, LogFolder& logs, Console& console) {
   if (result.failure) {
     logs.keep();
     console.message(result.failure->block());
-  } else if (result.kind == RoundResult::Kind::kPreempted) {
-    console.message("lockstep: all ranks stopped as they were asked to (exit code 75)");
+  } else if (result.kind == AttemptResult::Kind::kPreempted) {
+    console.message("lockstep: all ranks stopped as requested (exit code 75)");
   }
   console.flush_until(monotonic_ns() + kLastFlushNs);
 }
 
 }  // namespace
 
+std::string find_program(const LaunchPlan& plan, const VariableLookup& lookup) {
+  if (!plan.script.empty() && ::access(plan.script.c_str(), R_OK) != 0) {
+    fail_program(fmt::format("cannot read {}: {}", plan.script, std::strerror(errno)),
+                 "check the path");
+  }
+  const std::string& name = plan.command[0];
+  if (name.find('/') != std::string::npos) return check_path(name);
+  const char* path_variable = lookup("PATH");
+  return search_path(name,
+                     path_variable == nullptr ? "/usr/local/bin:/usr/bin:/bin" : path_variable);
+}
+
 int launch(const LaunchPlan& plan, const std::string& program) {
-  ::signal(SIGPIPE, SIG_IGN);  // a reader of our output that goes away must not end the training
+  ::signal(SIGPIPE, SIG_IGN);  // a reader of our output that leaves must not end the training
   const SignalWatch signals(plan.signals);
   remove_stale_boards();
   Console console;
   Hosts hosts(plan);
   LogFolder logs(plan.log_folder, plan.keep_logs);
   announce(plan, hosts, console);
-  for (int round = 0;; ++round) {
-    const RoundResult result = run_round(plan, program, hosts, logs, signals, console, round);
-    const bool again = result.kind == RoundResult::Kind::kFailed && !result.host_lost &&
-                       !result.permanent && round < plan.max_restarts;
+  for (int attempt = 0;; ++attempt) {
+    const AttemptResult result = run_attempt(plan, program, hosts, logs, signals, console, attempt);
+    const bool again = result.kind == AttemptResult::Kind::kFailed && !result.host_lost &&
+                       !result.permanent && attempt < plan.max_restarts;
     if (!again) {
-      if (result.permanent && round < plan.max_restarts) {
+      if (result.permanent && attempt < plan.max_restarts) {
         console.message("lockstep: no restart: the ranks would end the same way again");
       }
       report(result, logs, console);
@@ -192,19 +230,9 @@ int launch(const LaunchPlan& plan, const std::string& program) {
     }
     logs.keep();
     console.message(
-        fmt::format("lockstep: {}; restart {} of {}", result.line, round + 1, plan.max_restarts));
-    hosts.begin_next_round();
+        fmt::format("lockstep: {}; restart {} of {}", result.line, attempt + 1, plan.max_restarts));
+    hosts.begin_next_attempt();
   }
-}
-
-std::string random_hex(int digits) {
-  std::array<unsigned char, 32> bytes{};
-  if (::getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
-    throw Error(Code::kInternal, "the system gives no random numbers");
-  }
-  std::string text;
-  for (const unsigned char byte : bytes) text += fmt::format("{:02x}", byte);
-  return text.substr(0, static_cast<size_t>(digits));
 }
 
 std::string host_name() {

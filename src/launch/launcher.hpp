@@ -6,12 +6,13 @@
 
 namespace lockstep {
 
-/// Does what the plan says and gives the exit code: 0, 75 where ranks were preempted, the culprit's
-/// own, or 128 + signal. Errors escape only before anything was started.
-int launch(const LaunchPlan& plan, const std::string& program);
+/// The path of the plan's program. A program that does not exist, is a folder or is not executable
+/// is an Error (kLaunch) with its remedy; so is a Python file that cannot be read.
+std::string find_program(const LaunchPlan& plan, const VariableLookup& lookup);
 
-/// Random hexadecimal digits.
-std::string random_hex(int digits);
+/// Executes the plan and returns the exit code: 0, 75 if ranks were preempted, the culprit's own,
+/// or 128 + signal. Throws only before anything was started.
+int launch(const LaunchPlan& plan, const std::string& program);
 
 /// This machine's name.
 std::string host_name();

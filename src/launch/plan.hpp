@@ -5,11 +5,29 @@
 #include <string>
 #include <vector>
 
-#include "launch/console_plan.hpp"
 #include "launch/flags.hpp"
 #include "lockstep/device_plan.hpp"
 
 namespace lockstep {
+
+enum class Stream { kOut, kErr };
+
+/// What the console does with a line; log files keep every line.
+enum class Shown {
+  kHidden,
+  kHeld,  ///< shown after a short delay, unless the run fails first: then only the culprit counts
+  kLive
+};
+
+/// Whose output the console shows.
+struct ConsolePlan {
+  std::optional<std::vector<int>> ranks = std::vector<int>{0};  ///< --ranks; nullopt: all
+  std::optional<std::vector<int>> local_ranks;  ///< --local-ranks-filter: only these
+  std::vector<int> redirects;                   ///< [local rank] bit 0: output, bit 1: errors
+  std::vector<int> tee;                         ///< [local rank] as redirects, which it overrides
+};
+
+Shown decide_shown(const ConsolePlan& plan, int rank, int local_rank, Stream stream);
 
 /// One value of the plan, for --dry-run.
 struct PlanFact {
@@ -18,38 +36,38 @@ struct PlanFact {
   std::string source;  ///< "--nproc-per-node", "default"
 };
 
-/// Everything `lockstep run` is going to do on this host. What --dry-run prints is what runs.
+/// Everything that `lockstep run` is going to do on this host. --dry-run prints this very object.
 struct LaunchPlan {
   std::string run_name;              ///< names board and logs: "train-3f9a1c"
-  std::vector<std::string> command;  ///< [0] is a program's name or path
-  std::string script;                ///< the Python file in it; "" where there is none
+  std::vector<std::string> command;  ///< [0] is the name or path of a program
+  std::string script;                ///< the Python file in it; "" if there is none
 
   int local_world_size = 1;
-  std::vector<int> host_cores;  ///< of all ranks here
+  std::vector<int> host_cores;  ///< of all ranks on this host
   std::vector<SlotPlan> slots;  ///< [local rank] cores and threads
   bool pin = true;
   int threads = 1;      ///< OMP_NUM_THREADS
-  std::string backend;  ///< "" is automatic
+  std::string backend;  ///< "" means auto
   std::string role = "default";
 
   int nnodes = 1;
   int node_rank = -1;         ///< -1: by order of arrival
-  std::string endpoint_host;  ///< where several hosts meet
+  std::string endpoint_host;  ///< of the rendezvous of several hosts
   int endpoint_port = 0;
   std::string job_id = "none";
   double join_timeout_s = 300;
-  double host_timeout_s = 10;             ///< of silence, after which another host is lost
-  std::string master_addr = "127.0.0.1";  ///< one host only; several agree on theirs
-  int master_port = 0;                    ///< 0: any free one
+  double host_timeout_s = 10;             ///< a host that is silent for so long is lost
+  std::string master_addr = "127.0.0.1";  ///< one host only; several agree on one
+  int master_port = 0;                    ///< 0: any free port
 
   std::optional<double> timeout_s;
   double grace_s = 5;
   int max_restarts = 0;
-  std::vector<int> signals;  ///< that the launcher handles; see SignalWatch
+  std::vector<int> signals;  ///< handled by the launcher; see SignalWatch
 
   ConsolePlan console;
-  std::string log_folder;  ///< of this run; one folder a round inside
-  bool keep_logs = false;  ///< also after success
+  std::string log_folder;  ///< of this run, with one subfolder per attempt
+  bool keep_logs = false;  ///< even after success
   bool quiet = false;
   bool dry_run = false;
 
@@ -57,25 +75,25 @@ struct LaunchPlan {
   std::vector<PlanFact> facts;
 };
 
-/// What the plan depends on besides flags.
+/// What the plan depends on besides the flags.
 struct LaunchFacts {
-  std::vector<int> cores;           ///< that this process may use
-  std::function<int()> count_gpus;  ///< asked only where a flag needs it
-  std::string random;               ///< six letters or digits that no other run has
+  std::vector<int> cores;           ///< this process may use
+  std::function<int()> count_gpus;  ///< called only if a flag needs it
+  std::string random;               ///< six characters that no other run has
   std::string temporary_folder;     ///< "/tmp"
   unsigned user = 0;                ///< user id
   VariableLookup lookup;            ///< OMP_NUM_THREADS, PYTHON_EXEC
 };
 
-/// Flags and facts to a plan; a value that makes no sense is an Error (kUsage) that names it and
-/// its remedy. Touches nothing.
+/// Makes the plan from flags and facts, without side effects. An invalid value is an Error (kUsage)
+/// that names it and its remedy.
 LaunchPlan make_plan(const Settings& settings, const std::vector<std::string>& program,
                      const LaunchFacts& facts);
 
 /// The plan as a table, for --dry-run.
 std::string describe_plan(const LaunchPlan& plan);
 
-/// One line: version, ranks, hosts, threads and cores, logs.
+/// One line: version, ranks, hosts, threads and cores, backend, logs.
 std::string start_line(const LaunchPlan& plan);
 
 }  // namespace lockstep

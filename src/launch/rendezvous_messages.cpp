@@ -66,7 +66,7 @@ json to_json(const LayoutMessage& message) {
           {"hosts", layout.hosts},
           {"master_addr", layout.master_addr},
           {"master_port", layout.master_port},
-          {"round", layout.round},
+          {"round", layout.attempt},
           {"session", layout.session},
           {"store_port", message.store_port}};
 }
@@ -115,7 +115,7 @@ NodeMessage read_layout(const json& object) {
   object.at("hosts").get_to(layout.hosts);
   layout.master_addr = text(object, "master_addr");
   layout.master_port = integer(object, "master_port", 0, kMaxPort);
-  layout.round = integer(object, "round", 0, kMaxInt);
+  layout.attempt = integer(object, "round", 0, kMaxInt);
   layout.session = text(object, "session");
   message.store_port = integer(object, "store_port", 1, kMaxPort);
   const size_t nodes = layout.hosts.size();
@@ -145,7 +145,7 @@ NodeMessage read(const json& object) {
 std::string encode(const NodeMessage& message) {
   const json object =
       std::visit([](const auto& alternative) { return to_json(alternative); }, message);
-  // A host's or a program's text may hold anything.
+  // Names and messages may contain invalid UTF-8.
   return object.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
@@ -153,7 +153,7 @@ NodeMessage decode_node_message(std::string_view payload) {
   try {
     return read(json::parse(payload));
   } catch (const std::exception&) {
-    throw Error(Code::kRendezvous, "a message that no launcher understands",
+    throw Error(Code::kRendezvous, "a message that is not a launcher's",
                 "install the same version of lockstep on all hosts");
   }
 }

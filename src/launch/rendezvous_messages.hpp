@@ -8,14 +8,14 @@
 
 #include "launch/rendezvous.hpp"
 
-// What launchers say to each other, as JSON in authenticated frames.
+// The messages between launchers: JSON in authenticated frames.
 
 namespace lockstep {
 
 inline constexpr size_t kMaxNodeMessage = 1 << 20;  // bytes
 inline constexpr int kMaxNodes = 2048;
 
-/// A launcher wants to take part.
+/// A launcher wants to join.
 struct JoinMessage {
   std::string version;  ///< of lockstep
   std::string job_id;
@@ -24,15 +24,15 @@ struct JoinMessage {
   NodeOffer offer;
 };
 
-/// A launcher whose ranks are gone wants the next round.
+/// A launcher whose ranks are gone wants to join the next attempt.
 struct RejoinMessage {
   int master_port = 0;
 };
 
-/// Still here; both ways.
+/// A heartbeat; both ways.
 struct BeatMessage {};
 
-/// A failure: to node 0 from where it happened, from there to all.
+/// A failure: from its host to node 0, and from there to all.
 struct FailedMessage {
   RemoteFailure failure;
 };
@@ -40,21 +40,21 @@ struct FailedMessage {
 /// To node 0: this host's ranks ended well. From node 0: those of all hosts did.
 struct FinishedMessage {};
 
-/// From node 0: you cannot take part.
+/// From node 0: the launcher cannot join.
 struct RefusedMessage {
   std::string why;
   std::string help;
 };
 
-/// From node 0, while hosts are awaited: who is here.
+/// From node 0, while it waits for hosts: who has joined.
 struct StatusMessage {
-  std::vector<std::pair<int, std::string>> present;  ///< node rank (-1: not yet given) and host
-  std::vector<std::string> turned_away;              ///< who came and could not stay, and why
+  std::vector<std::pair<int, std::string>> present;  ///< node rank (-1: not yet assigned) and host
+  std::vector<std::string> turned_away;              ///< who, and why
 };
 
-/// From node 0: all are here. Without `store`, which the receiver makes of its master_addr.
+/// From node 0: all have joined. The receiver derives layout.store from its master_addr.
 struct LayoutMessage {
-  JobLayout layout;  ///< master_addr is empty but for node 0 itself
+  JobLayout layout;  ///< master_addr is set for node 0 only
   int store_port = 0;
 };
 
@@ -63,7 +63,7 @@ using NodeMessage = std::variant<JoinMessage, RejoinMessage, BeatMessage, Failed
 
 std::string encode(const NodeMessage& message);
 
-/// Anything that encode() cannot have made is an Error (kRendezvous).
+/// Anything that encode() cannot produce is an Error (kRendezvous).
 NodeMessage decode_node_message(std::string_view payload);
 
 }  // namespace lockstep

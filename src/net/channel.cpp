@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include "lockstep/error.hpp"
-#include "net/bytes.hpp"
 
 namespace lockstep {
 namespace {
@@ -12,7 +11,7 @@ constexpr std::string_view kMagic = "lockstep";
 constexpr unsigned char kProtocol = 1;
 constexpr size_t kNonceBytes = 32;
 constexpr size_t kGreetingBytes = kMagic.size() + 1 + kNonceBytes;
-constexpr size_t kVerdictBytes = 1 + kMacBytes;
+constexpr size_t kReplyBytes = 1 + kMacBytes;
 constexpr char kAccepted = 1;
 constexpr char kWrongToken = 2;
 constexpr size_t kLengthBytes = 4;
@@ -21,13 +20,13 @@ constexpr size_t kSequenceBytes = 8;
 constexpr const char* kTokenHelp =
     "use the same secret on all hosts: set LOCKSTEP_TOKEN, or copy ~/.config/lockstep/token";
 
-[[noreturn]] void refuse(const std::string& why, const char* help) {
+[[noreturn]] void reject(const std::string& why, const char* help) {
   throw Error(Code::kRendezvous, why, help);
 }
 
-// What was read stays in front until it is worth moving the rest: a connection's buffer neither
-// grows without end nor is moved for every frame.
-void forget_front(std::string& buffer, size_t& done) {
+// Drops the consumed front of a buffer once that is worth the move: the buffer neither grows
+// without end nor is moved for every frame.
+void drop_front(std::string& buffer, size_t& done) {
   if (done == buffer.size()) {
     buffer.clear();
     done = 0;
@@ -48,7 +47,7 @@ Channel::Channel(Role role, std::string token, size_t max_payload)
       max_payload_(max_payload) {
   if (role_ == Role::kPlain) return;
   if (token_.empty()) {
-    refuse("a connection over TCP needs a token, and there is none",
+    reject("a connection over TCP needs a token, and there is none",
            "set LOCKSTEP_TOKEN to the same secret on all hosts");
   }
   own_nonce_ = random_bytes(kNonceBytes);
@@ -72,7 +71,7 @@ Channel Channel::server(std::string token, size_t max_payload) {
 }
 
 void Channel::feed(std::string_view bytes) {
-  if (state_ == State::kBroken) refuse("the connection has failed before", "connect again");
+  if (state_ == State::kBroken) reject("the connection has already failed", "connect again");
   input_ += bytes;
   try {
     while (parse_one()) {
@@ -81,7 +80,7 @@ void Channel::feed(std::string_view bytes) {
     state_ = State::kBroken;
     throw;
   }
-  forget_front(input_, input_done_);
+  drop_front(input_, input_done_);
 }
 
 bool Channel::parse_one() {
@@ -100,11 +99,11 @@ bool Channel::parse_one() {
       return true;
     case State::kAwaitProof:
       if (!whole(kMacBytes)) return false;
-      judge_proof(next(kMacBytes));
+      check_proof(next(kMacBytes));
       return true;
-    case State::kAwaitVerdict:
-      if (!whole(kVerdictBytes)) return false;
-      judge_verdict(next(kVerdictBytes));
+    case State::kAwaitReply:
+      if (!whole(kReplyBytes)) return false;
+      check_reply(next(kReplyBytes));
       return true;
     case State::kReady:
       return parse_frame();
@@ -114,12 +113,12 @@ bool Channel::parse_one() {
   return false;
 }
 
-// Rubbish is recognised by its first byte; nobody has to send forty for us to be sure.
+// Garbage is rejected at its first byte rather than after a whole greeting.
 void Channel::check_first_bytes() const {
   const std::string_view seen = input().substr(0, kMagic.size());
   if (!kMagic.starts_with(seen)) {
-    refuse("what is at the other end is not lockstep",
-           "give the port of lockstep's own endpoint, not that of another service");
+    reject("the other end is not lockstep",
+           "use the port of lockstep's endpoint, not that of another service");
   }
 }
 
@@ -132,7 +131,7 @@ void Channel::greet(std::string_view greeting) {
     output_ += own_nonce_;
   }
   if (protocol != kProtocol) {
-    refuse(fmt::format("the other end speaks version {} of lockstep's protocol, this one {}",
+    reject(fmt::format("the other end speaks version {} of lockstep's protocol, this one speaks {}",
                        protocol, kProtocol),
            "install the same version of lockstep on all hosts");
   }
@@ -140,32 +139,32 @@ void Channel::greet(std::string_view greeting) {
     state_ = State::kAwaitProof;
   } else {
     output_ += proof("client");
-    state_ = State::kAwaitVerdict;
+    state_ = State::kAwaitReply;
   }
 }
 
-// "client" and "server" keep anyone from answering a challenge with the other side's own answer.
+// "client" and "server" prevent answering a challenge with the other side's own proof.
 std::string Channel::proof(std::string_view who) const {
   const bool server = role_ == Role::kServer;
   return hmac_sha256(token_,
                      {who, server ? peer_nonce_ : own_nonce_, server ? own_nonce_ : peer_nonce_});
 }
 
-void Channel::judge_proof(std::string_view their_proof) {
+void Channel::check_proof(std::string_view their_proof) {
   if (!equal_secrets(their_proof, proof("client"))) {
     output_ += kWrongToken;
     output_.append(kMacBytes, '\0');
-    refuse("the other end does not know the token", kTokenHelp);
+    reject("the other end does not know the token", kTokenHelp);
   }
   output_ += kAccepted;
   output_ += proof("server");
   open_for_frames();
 }
 
-void Channel::judge_verdict(std::string_view verdict) {
-  if (verdict[0] == kWrongToken) refuse("the server refused our token", kTokenHelp);
-  if (verdict[0] != kAccepted || !equal_secrets(verdict.substr(1), proof("server"))) {
-    refuse("the server does not know the token", kTokenHelp);
+void Channel::check_reply(std::string_view reply) {
+  if (reply[0] == kWrongToken) reject("the server refused our token", kTokenHelp);
+  if (reply[0] != kAccepted || !equal_secrets(reply.substr(1), proof("server"))) {
+    reject("the server does not know the token", kTokenHelp);
   }
   open_for_frames();
 }
@@ -179,7 +178,7 @@ void Channel::open_for_frames() {
 
 std::string Channel::frame_code(const std::string& key, std::string_view header,
                                 std::string_view payload) const {
-  return hmac_sha256(key, {header, payload});  // the header holds the length
+  return hmac_sha256(key, {header, payload});  // the header contains the length
 }
 
 bool Channel::parse_frame() {
@@ -190,7 +189,7 @@ bool Channel::parse_frame() {
   if (in.size() < kLengthBytes) return false;
   const size_t length = get_integer(in, kLengthBytes);
   if (length > max_payload_) {
-    refuse(fmt::format("the other end announces {} bytes; at most {} are allowed", length,
+    reject(fmt::format("the other end announces {} bytes; at most {} are allowed", length,
                        max_payload_),
            "use the same version of lockstep on both sides");
   }
@@ -200,7 +199,7 @@ bool Channel::parse_frame() {
     const uint64_t sequence = get_integer(in.substr(kLengthBytes), kSequenceBytes);
     const std::string code = frame_code(receive_key_, in.substr(0, numbers), payload);
     if (sequence != received_ || !equal_secrets(code, in.substr(numbers, kMacBytes))) {
-      refuse("a message was changed or injected on its way",
+      reject("a message was changed or injected in transit",
              "check who else has access to this network");
     }
   }
@@ -236,7 +235,7 @@ void Channel::send(std::string_view payload) {
 
 void Channel::wrote(size_t count) {
   output_done_ += count;
-  forget_front(output_, output_done_);
+  drop_front(output_, output_done_);
 }
 
 }  // namespace lockstep

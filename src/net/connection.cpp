@@ -18,7 +18,7 @@ namespace lockstep {
 namespace {
 
 constexpr int64_t kRetryPauseNs = 50'000'000;
-// Of several addresses of one name the first may be a black hole.
+// A name may have several addresses, and the first may be a black hole.
 constexpr int64_t kOneAttemptNs = 5'000'000'000;
 
 int poll_timeout_ms(int64_t deadline_ns) {
@@ -26,7 +26,7 @@ int poll_timeout_ms(int64_t deadline_ns) {
   return static_cast<int>(std::clamp<int64_t>((left_ns + 999'999) / 1'000'000, 0, 3'600'000));
 }
 
-// 0, or the errno of a connection that was begun.
+// Returns 0, or the errno of a connection that was started.
 int finish_connect(const Socket& socket, int64_t deadline_ns) {
   pollfd item{socket.get(), POLLOUT, 0};
   for (;;) {
@@ -41,64 +41,66 @@ int finish_connect(const Socket& socket, int64_t deadline_ns) {
   return error;
 }
 
-bool may_come_later(int error) {
+bool may_succeed_later(int error) {
   return error == ECONNREFUSED || error == ECONNRESET || error == ETIMEDOUT || error == EAGAIN ||
          error == ECONNABORTED;
 }
 
-// What one attempt brought: a connection, or why there is none and whether to try again.
-struct Attempt {
+// The result of one try: a connection, or why there is none and whether to retry.
+struct ConnectResult {
   std::optional<Connection> connection;
   std::string problem;
-  bool try_again = false;
+  bool retry = false;
 };
 
-Attempt greet(Socket socket, Channel channel, const std::string& server, int64_t deadline_ns) {
-  Attempt attempt;
+ConnectResult authenticate(Socket socket, Channel channel, const std::string& server,
+                           int64_t deadline_ns) {
+  ConnectResult result;
   try {
     Connection connection(std::move(socket), std::move(channel), server);
     while (!connection.ready()) {
       if (running_ns() >= deadline_ns) {
-        attempt.problem = "somebody listens there but does not answer";
-        return attempt;
+        result.problem = "a server accepts connections but does not answer";
+        return result;
       }
       connection.wait(Connection::Until::kWritten, deadline_ns);
       if (!connection.ready()) connection.wait(Connection::Until::kInput, deadline_ns);
     }
-    attempt.connection = std::move(connection);
+    result.connection = std::move(connection);
   } catch (const ConnectionLost&) {
-    // A server that is just ending, or has too many callers at this moment.
-    attempt.problem = "the server hung up";
-    attempt.try_again = true;
+    // The server is about to exit, or has too many connections at the moment.
+    result.problem = "the server hung up";
+    result.retry = true;
   }
-  return attempt;
+  return result;
 }
 
 using Start = std::function<Socket(int& error)>;
 using MakeChannel = std::function<Channel()>;
 
-Attempt try_once(const Start& start, const MakeChannel& make_channel, const std::string& server,
-                 int64_t deadline_ns) {
+ConnectResult try_once(const Start& start, const MakeChannel& make_channel,
+                       const std::string& server, int64_t deadline_ns) {
   int error = 0;
   Socket socket = start(error);
   if (error == EINPROGRESS)
     error = finish_connect(socket, std::min(deadline_ns, running_ns() + kOneAttemptNs));
   if (error == 0 && connected_to_itself(socket)) error = ECONNREFUSED;
-  if (error != 0) return {std::nullopt, std::strerror(error), may_come_later(error)};
+  if (error != 0) return {std::nullopt, std::strerror(error), may_succeed_later(error)};
   set_no_delay(socket);
-  return greet(std::move(socket), make_channel(), server, deadline_ns);
+  return authenticate(std::move(socket), make_channel(), server, deadline_ns);
 }
 
-Connection open(const std::vector<Start>& starts, const MakeChannel& make_channel,
-                const std::string& server, int64_t deadline_ns, Connection::Retry retry) {
+Connection connect_with_retries(const std::vector<Start>& starts, const MakeChannel& make_channel,
+                                const std::string& server, int64_t deadline_ns,
+                                Connection::Retry retry) {
   for (;;) {
     bool try_again = false;
     std::string problem;
     for (const auto& start : starts) {
-      Attempt attempt = try_once(start, make_channel, server, deadline_ns);
-      if (attempt.connection) return std::move(*attempt.connection);
-      problem = attempt.problem;
-      try_again = try_again || attempt.try_again;
+      ConnectResult result = try_once(start, make_channel, server, deadline_ns);
+      if (result.connection) return std::move(*result.connection);
+      problem = result.problem;
+      try_again = try_again || result.retry;
     }
     if (!try_again || retry == Connection::Retry::kNever ||
         running_ns() + kRetryPauseNs >= deadline_ns) {
@@ -121,7 +123,7 @@ Connection Connection::open_tcp(const Endpoint& server, const std::string& token
   for (auto& address : resolve(server)) {
     starts.emplace_back([address](int& error) { return start_connect(address, error); });
   }
-  return open(
+  return connect_with_retries(
       starts, [&] { return Channel::client(token, max_payload); },
       endpoint_text(server.host, server.port), deadline_ns, retry);
 }
@@ -133,11 +135,11 @@ Connection Connection::open_unix(const std::string& name, size_t max_payload, in
     if (error == 0 && !peer_is_this_user(socket)) {
       throw Error(Code::kRendezvous,
                   fmt::format("the Unix socket \"{}\" is served by another user", name),
-                  "end that process, or start the job again: it takes a new name");
+                  "end that process, or start the job again: it uses a new name");
     }
     return socket;
   };
-  return open(
+  return connect_with_retries(
       {start}, [&] { return Channel::plain(max_payload); },
       fmt::format("the Unix socket \"{}\"", name), deadline_ns, retry);
 }
@@ -175,7 +177,7 @@ bool Connection::read_some() {
 
 void Connection::wait(Until until, int64_t deadline_ns, int also) {
   for (;;) {
-    // A server that has said its last word may have closed already: what it said counts first.
+    // Read first: a server may have closed after its last message, which still counts.
     const bool writing = !channel_.output().empty();
     if (until == Until::kWritten && !writing) return;
     std::array<pollfd, 2> items = {

@@ -10,19 +10,18 @@
 #include <cstring>
 #include <limits>
 
+#include "base/process.hpp"
 #include "lockstep/clock.hpp"
-#include "lockstep/error.hpp"
-#include "net/quiet_thread.hpp"
 
 namespace lockstep {
 namespace {
 
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 constexpr int64_t kAcceptPauseNs = 100'000'000;
-constexpr int64_t kLastWordsNs = 1'000'000'000;  // for a peer that is being dropped to read why
-constexpr int kReadsAtOnce = 16;                 // of one peer, before the others get their turn
+constexpr int64_t kLastWordsNs = 1'000'000'000;  // for a dropped peer to read the reason
+constexpr int kReadsAtOnce = 16;                 // from one peer before the others get their turn
 
-// Half of the descriptors this process may open; the other half is for its own work.
+// Half of the descriptors that this process may open; the rest is for its own work.
 size_t most_peers() {
   rlimit limit{};
   ::getrlimit(RLIMIT_NOFILE, &limit);
@@ -42,7 +41,7 @@ Hub::Hub(Socket listener, HubOptions options, HubHandler& handler, std::vector<S
     peers_.emplace(++last_id_, Peer{.socket = std::move(socket),
                                     .channel = Channel::plain(options_.max_payload),
                                     .address = "this host",
-                                    .arrived = true});
+                                    .authenticated = true});
   }
   thread_ = start_quiet_thread([this] { run(); });
 }
@@ -58,14 +57,14 @@ void Hub::run() {
   if (options_.linger_ns > 0) linger();
 }
 
-// What peers had sent before the end still counts, and what it caused to be sent is still written.
+// Input that arrived before the end is still delivered, and the output it causes is still written.
 void Hub::linger() {
   const int64_t until_ns = monotonic_ns() + options_.linger_ns;
   wake_.clear();
   one_pass(monotonic_ns(), false);
   while (!peers_.empty() && monotonic_ns() < until_ns) {
     for (auto& [id, peer] : peers_) {
-      if (!peer.arrived) peer.gone = true;
+      if (!peer.authenticated) peer.gone = true;
       if (peer.channel.output().empty()) ::shutdown(peer.socket.get(), SHUT_WR);
     }
     one_pass(until_ns, false);
@@ -76,7 +75,7 @@ int64_t Hub::next_wake_ns(int64_t latest_ns) const {
   int64_t next = std::min(latest_ns, next_tick_ns_);
   if (accept_again_ns_ != 0) next = std::min(next, accept_again_ns_);
   for (const auto& [id, peer] : peers_) {
-    if (!peer.arrived) next = std::min(next, peer.since_ns + kStrangerNs);
+    if (!peer.authenticated) next = std::min(next, peer.since_ns + kAuthenticationNs);
     if (!peer.why_closing.empty()) next = std::min(next, peer.close_by_ns);
   }
   return next;
@@ -111,8 +110,8 @@ void Hub::one_pass(int64_t latest_ns, bool accepting) {
     next_tick_ns_ = monotonic_ns() + options_.tick_ns;
     handler_.tick(*this);
   }
-  drop_the_late();
-  sweep();
+  drop_expired();
+  remove_gone();
 }
 
 void Hub::accept_all() {
@@ -138,27 +137,27 @@ void Hub::accept_all() {
                                          : Channel::server(options_.token, options_.max_payload),
                         .address = std::move(address),
                         .since_ns = monotonic_ns(),
-                        .arrived = plain});
+                        .authenticated = plain});
   }
 }
 
-// Whoever holds a stranger's place the longest has had the most time to prove himself.
+// Drops the unauthenticated peer that has had the most time to authenticate.
 void Hub::make_room() {
-  int strangers = 0;
+  int unauthenticated = 0;
   Peer* oldest = nullptr;
   for (auto& [id, peer] : peers_) {
-    if (peer.arrived || peer.gone) continue;
-    ++strangers;
-    if (oldest == nullptr) oldest = &peer;  // ids ascend with time
+    if (peer.authenticated || peer.gone) continue;
+    ++unauthenticated;
+    if (oldest == nullptr) oldest = &peer;  // ids increase with time
   }
-  if (strangers >= kMaxStrangers && oldest != nullptr)
-    close_peer(*oldest, "too many connections without proof", true);
+  if (unauthenticated >= kMaxUnauthenticated && oldest != nullptr)
+    close_peer(*oldest, "too many unauthenticated connections", true);
 }
 
 bool Hub::full() const {
-  const auto arrived = std::count_if(peers_.begin(), peers_.end(),
-                                     [](const auto& item) { return item.second.arrived; });
-  return static_cast<size_t>(arrived) >= max_peers_;
+  const auto authenticated = std::count_if(
+      peers_.begin(), peers_.end(), [](const auto& item) { return item.second.authenticated; });
+  return static_cast<size_t>(authenticated) >= max_peers_;
 }
 
 void Hub::read_from(PeerId id, Peer& peer) {
@@ -171,7 +170,7 @@ void Hub::read_from(PeerId id, Peer& peer) {
       close_peer(peer, count == 0 ? "it closed the connection" : std::strerror(errno), true);
       return;
     }
-    if (!peer.why_closing.empty()) continue;  // being dropped: nothing it says counts any more
+    if (!peer.why_closing.empty()) continue;  // being dropped: its input no longer counts
     try {
       peer.channel.feed({buffer.data(), static_cast<size_t>(count)});
       deliver(id, peer);
@@ -184,12 +183,12 @@ void Hub::read_from(PeerId id, Peer& peer) {
 }
 
 void Hub::deliver(PeerId id, Peer& peer) {
-  if (!peer.arrived && peer.channel.ready()) {
+  if (!peer.authenticated && peer.channel.ready()) {
     if (full()) {
       close_peer(peer, "too many connections", true);
       return;
     }
-    peer.arrived = true;
+    peer.authenticated = true;
   }
   write_to(peer);
   while (auto payload = peer.channel.take()) {
@@ -205,7 +204,7 @@ void Hub::write_to(Peer& peer) {
     if (count < 0 && errno == EINTR) continue;
     if (count < 0 && errno == EAGAIN) break;
     if (count < 0) {
-      // What it said before it closed may still be unread; read_from finds the end.
+      // Input that it sent before it closed may still be unread; read_from finds the end.
       if (errno != EPIPE && errno != ECONNRESET) close_peer(peer, std::strerror(errno), true);
       peer.channel.wrote(output.size());
       return;
@@ -222,26 +221,26 @@ void Hub::close_peer(Peer& peer, const std::string& why, bool at_once) {
   peer.gone = peer.gone || at_once;
 }
 
-void Hub::drop_the_late() {
+void Hub::drop_expired() {
   const int64_t now_ns = monotonic_ns();
   for (auto& [id, peer] : peers_) {
-    if (!peer.arrived && now_ns >= peer.since_ns + kStrangerNs)
-      close_peer(peer, "no proof within 5 s", true);
+    if (!peer.authenticated && now_ns >= peer.since_ns + kAuthenticationNs)
+      close_peer(peer, "not authenticated within 5 s", true);
     if (peer.why_closing.empty()) continue;
     write_to(peer);
     if (peer.channel.output().empty() || now_ns >= peer.close_by_ns) peer.gone = true;
   }
 }
 
-// The handler may send to and drop others while it hears of one that left.
-void Hub::sweep() {
+// The handler may send to or drop other peers meanwhile, so the search starts over.
+void Hub::remove_gone() {
   for (bool found = true; found;) {
     found = false;
     for (auto item = peers_.begin(); item != peers_.end(); ++item) {
       if (!item->second.gone) continue;
       auto node = peers_.extract(item);
       const Peer& peer = node.mapped();
-      if (peer.arrived) {
+      if (peer.authenticated) {
         handler_.left(*this, node.key(), peer.why_closing);
       } else {
         handler_.turned_away(*this, peer.address, peer.why_closing);

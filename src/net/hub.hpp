@@ -10,51 +10,50 @@
 
 #include "net/channel.hpp"
 #include "net/socket.hpp"
-#include "net/wake.hpp"
 
 namespace lockstep {
 
 class Hub;
 
-/// Names one connection of a hub; never used twice.
+/// Identifies one connection of a hub; never reused.
 using PeerId = uint64_t;
 
-/// What a server does with what its clients say. All calls come from the hub's thread.
+/// A server's reaction to its clients. All calls come from the hub's thread.
 class HubHandler {
  public:
   virtual ~HubHandler() = default;
 
-  /// An Error drops this peer, and only this one.
+  /// Throwing an Error drops this peer only.
   virtual void received(Hub& hub, PeerId peer, std::string_view payload) = 0;
 
-  /// A peer that had proved itself is gone.
+  /// An authenticated peer is gone.
   virtual void left(Hub& hub, PeerId peer, const std::string& why) = 0;
 
-  /// Somebody at `address` who did not prove himself was turned away.
+  /// A peer at `address` failed authentication and was turned away.
   virtual void turned_away(Hub& /*hub*/, const std::string& /*address*/,
                            const std::string& /*why*/) {}
 
-  /// Every tick_ns; all that had arrived before has been received.
+  /// Called every tick_ns, after everything that had arrived was delivered.
   virtual void tick(Hub& /*hub*/) {}
 };
 
 struct HubOptions {
-  std::string token;       ///< empty: a Unix socket, whose peers must be this user
+  std::string token;       ///< empty for a Unix socket, whose peers must be this user
   size_t max_payload = 0;  ///< bytes
   int64_t tick_ns = 0;     ///< 0: none
-  /// At the end: how long to wait until the peers have read the last words and hung up.
+  /// How long the destructor waits for peers to read the last messages and disconnect.
   int64_t linger_ns = 0;
 };
 
-/// Serves connections from one thread of its own. Strangers (no proof yet) are few and are dropped
-/// after five seconds, the oldest first when there are too many; nobody who sends rubbish, a part
-/// of a message, or nothing can delay the others.
+/// Serves connections from a thread of its own. Unauthenticated peers are limited in number and
+/// dropped after five seconds, the oldest first if there are too many. A peer that sends garbage,
+/// part of a message, or nothing cannot delay the others.
 class Hub {
  public:
-  static constexpr int kMaxStrangers = 64;
-  static constexpr int64_t kStrangerNs = 5'000'000'000;
+  static constexpr int kMaxUnauthenticated = 64;
+  static constexpr int64_t kAuthenticationNs = 5'000'000'000;
 
-  /// `adopted` are ends of socket pairs of this process: peers 1, 2, … from the start.
+  /// `adopted` are ends of socket pairs within this process; they become peers 1, 2, ...
   Hub(Socket listener, HubOptions options, HubHandler& handler, std::vector<Socket> adopted = {});
   ~Hub();
   Hub(const Hub&) = delete;
@@ -62,11 +61,11 @@ class Hub {
 
   int port() const { return port_; }
 
-  // For the handler, on the hub's thread. A peer that has gone meanwhile is ignored.
+  // For the handler, on the hub's thread. Calls for a peer that is gone are ignored.
   void send(PeerId peer, std::string_view payload);
-  void drop(PeerId peer, const std::string& why);  ///< once what was sent is written
+  void drop(PeerId peer, const std::string& why);  ///< after pending output is written
   std::string peer_address(PeerId peer) const;
-  std::string own_address(PeerId peer) const;  ///< by which that peer reached us
+  std::string own_address(PeerId peer) const;  ///< the address by which that peer reached us
 
  private:
   struct Peer {
@@ -74,9 +73,9 @@ class Hub {
     Channel channel;
     std::string address;
     int64_t since_ns = 0;
-    bool arrived = false;          // has proved itself
-    std::string why_closing = {};  // not empty: close once written
-    int64_t close_by_ns = 0;       // and at the latest then
+    bool authenticated = false;
+    std::string why_closing = {};  // if not empty: close after pending output is written
+    int64_t close_by_ns = 0;       // or at this time
     bool gone = false;             // close now
   };
 
@@ -91,8 +90,8 @@ class Hub {
   void deliver(PeerId id, Peer& peer);
   void write_to(Peer& peer);
   void close_peer(Peer& peer, const std::string& why, bool at_once);
-  void drop_the_late();
-  void sweep();
+  void drop_expired();
+  void remove_gone();
 
   Socket listener_;
   const HubOptions options_;
@@ -102,10 +101,10 @@ class Hub {
   Wake wake_;
   std::atomic<bool> stop_ = false;
 
-  // The hub's thread only.
+  // Used by the hub's thread only.
   std::map<PeerId, Peer> peers_;
   PeerId last_id_ = 0;
-  int64_t accept_again_ns_ = 0;  // no descriptors left: pause
+  int64_t accept_again_ns_ = 0;  // set while there are no descriptors left
   int64_t next_tick_ns_ = 0;
 
   std::thread thread_;

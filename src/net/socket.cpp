@@ -5,6 +5,7 @@
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 
@@ -14,8 +15,7 @@
 #include <cstring>
 #include <memory>
 
-#include "base/limits.hpp"
-#include "lockstep/error.hpp"
+#include "base/file.hpp"
 
 namespace lockstep {
 namespace {
@@ -39,7 +39,7 @@ struct UnixAddress {
                   "use a shorter name");
     }
     address.sun_family = AF_UNIX;
-    std::memcpy(address.sun_path + 1, name.data(), name.size());  // the zero before it: abstract
+    std::memcpy(address.sun_path + 1, name.data(), name.size());  // a leading zero: abstract
     length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
   }
 };
@@ -47,17 +47,17 @@ struct UnixAddress {
 [[noreturn]] void fail_listen(const std::string& where, int error) {
   const std::string message = fmt::format("cannot listen at {}: {}", where, std::strerror(error));
   if (error == EADDRINUSE) {
-    throw AddressInUse(Code::kRendezvous, message, "another job uses it: choose another port");
+    throw AddressInUse(Code::kRendezvous, message, "another job is using it: choose another port");
   }
   throw Error(Code::kRendezvous, message,
               limit_help(error, error == EADDRNOTAVAIL
-                                    ? "it is no address of this host: node 0 must run on the host "
-                                      "that the endpoint names"
+                                    ? "it is not an address of this host: node 0 must run on the "
+                                      "host that the endpoint names"
                                 : error == EACCES ? "use a port of 1024 or above"
                                                   : "choose another endpoint"));
 }
 
-Socket listen_at(const sockaddr* address, socklen_t length, const std::string& where) {
+Socket bind_and_listen(const sockaddr* address, socklen_t length, const std::string& where) {
   Socket socket(::socket(address->sa_family, kSocketFlags, 0));
   if (!socket) fail_listen(where, errno);
   if (address->sa_family != AF_UNIX) {
@@ -74,19 +74,19 @@ Socket listen_at(const sockaddr* address, socklen_t length, const std::string& w
   return socket;
 }
 
-// A machine whose kernel has no IPv6 still has every IPv4 address.
+// Falls back to IPv4 if the kernel has no IPv6.
 Socket listen_everywhere(int port, const std::string& where) {
   const Socket probe(::socket(AF_INET6, kSocketFlags, 0));
   if (!probe) {
     sockaddr_in any{};
     any.sin_family = AF_INET;
     any.sin_port = htons(static_cast<uint16_t>(port));
-    return listen_at(as_address(&any), sizeof any, where);
+    return bind_and_listen(as_address(&any), sizeof any, where);
   }
   sockaddr_in6 any{};
   any.sin6_family = AF_INET6;
   any.sin6_port = htons(static_cast<uint16_t>(port));
-  return listen_at(as_address(&any), sizeof any, where);
+  return bind_and_listen(as_address(&any), sizeof any, where);
 }
 
 using AddressList = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
@@ -109,7 +109,7 @@ std::string address_text(const Socket& socket, Getter getter) {
   if (getter(socket.get(), address, &length) != 0 || storage.ss_family == AF_UNIX) return "";
   char text[NI_MAXHOST] = {};
   if (::getnameinfo(address, length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) != 0) return "";
-  // A listener for both families shows IPv4 peers so.
+  // A dual-stack listener shows IPv4 peers with this prefix.
   static constexpr std::string_view kMapped = "::ffff:";
   const std::string_view view = text;
   const bool mapped = view.starts_with(kMapped) && view.find('.') != std::string_view::npos;
@@ -138,7 +138,7 @@ Endpoint parse_endpoint(std::string_view text) {
   }
   const bool bare_six = !bracketed && host.find_first_of(":[]") != std::string_view::npos;
   if (host.empty() || bare_six || port < 0 || port > 65535) {
-    throw Error(Code::kUsage, fmt::format("\"{}\" is no endpoint", text),
+    throw Error(Code::kUsage, fmt::format("\"{}\" is not an endpoint", text),
                 "write host:port, such as node1:29500 or [fd00::1]:29500");
   }
   return {std::string(host), port};
@@ -154,9 +154,9 @@ std::vector<ResolvedAddress> resolve(const Endpoint& endpoint) {
   const AddressList list = look_up(endpoint.host, endpoint.port, 0, error);
   if (error != 0) {
     throw Error(Code::kRendezvous,
-                fmt::format("the host \"{}\" cannot be found: {}", endpoint.host,
+                fmt::format("cannot resolve the host \"{}\": {}", endpoint.host,
                             error == EAI_SYSTEM ? std::strerror(errno) : ::gai_strerror(error)),
-                "check its spelling, or give its address in digits");
+                "check its spelling, or use its numeric address");
   }
   std::vector<ResolvedAddress> addresses;
   for (const addrinfo* one = list.get(); one != nullptr; one = one->ai_next) {
@@ -168,8 +168,8 @@ std::vector<ResolvedAddress> resolve(const Endpoint& endpoint) {
 
 Socket listen_unix(const std::string& name) {
   const UnixAddress address(name);
-  return listen_at(as_address(&address.address), address.length,
-                   fmt::format("the Unix socket \"{}\"", name));
+  return bind_and_listen(as_address(&address.address), address.length,
+                         fmt::format("the Unix socket \"{}\"", name));
 }
 
 Socket listen_tcp(const Endpoint& endpoint) {
@@ -177,8 +177,8 @@ Socket listen_tcp(const Endpoint& endpoint) {
   const std::string host = endpoint.host == "localhost" ? "127.0.0.1" : endpoint.host;
   int error = 0;
   const AddressList digits = look_up(host, endpoint.port, AI_NUMERICHOST | AI_PASSIVE, error);
-  if (error == 0) return listen_at(digits->ai_addr, digits->ai_addrlen, where);
-  resolve(endpoint);  // a name nobody can find is an Error here, not a long wait on other hosts
+  if (error == 0) return bind_and_listen(digits->ai_addr, digits->ai_addrlen, where);
+  resolve(endpoint);  // fail here if the name does not resolve, rather than let other hosts wait
   return listen_everywhere(endpoint.port, where);
 }
 
@@ -215,6 +215,18 @@ bool is_loopback(std::string_view address) {
   return address == "::1" || address == "localhost" || address.starts_with("127.");
 }
 
+// Only an address of this host can be bound.
+bool is_this_host(const std::string& host) {
+  int error = 0;
+  const AddressList list = look_up(host, 0, 0, error);
+  if (error != 0) return false;
+  for (const addrinfo* one = list.get(); one != nullptr; one = one->ai_next) {
+    const Socket socket(::socket(one->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    if (::bind(socket.get(), one->ai_addr, one->ai_addrlen) == 0) return true;
+  }
+  return false;
+}
+
 bool peer_is_this_user(const Socket& socket) {
   ucred peer{};
   socklen_t length = sizeof peer;
@@ -236,6 +248,47 @@ bool connected_to_itself(const Socket& socket) {
 void set_no_delay(const Socket& socket) {
   const int on = 1;
   ::setsockopt(socket.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+}
+
+PortHold::PortHold(int port, bool loopback)
+    : socket_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+  const int on = 1;
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  address.sin_addr.s_addr = htonl(loopback ? INADDR_LOOPBACK : INADDR_ANY);
+  const bool bound = socket_ &&
+                     ::setsockopt(socket_.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
+                     ::bind(socket_.get(), as_address(&address), sizeof address) == 0;
+  if (!bound) {
+    const int reason = errno;
+    throw Error(
+        Code::kLaunch,
+        port == 0 ? fmt::format("cannot reserve a port: {}", std::strerror(reason))
+                  : fmt::format("port {} cannot be used: {}", port, std::strerror(reason)),
+        limit_help(reason, port == 0 ? "check whether this machine has free ports"
+                                     : "leave out --master-port, and lockstep finds a free one"));
+  }
+  port_ = bound_port(socket_);
+}
+
+Wake::Wake() : event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (event_.get() < 0) {
+    throw Error(Code::kRendezvous,
+                fmt::format("cannot create an eventfd: {}", std::strerror(errno)),
+                "raise the limit of open files: ulimit -n");
+  }
+}
+
+void Wake::raise() {
+  const uint64_t one = 1;
+  // A full counter is readable anyway.
+  [[maybe_unused]] const ssize_t written = ::write(event_.get(), &one, sizeof one);
+}
+
+void Wake::clear() {
+  uint64_t count = 0;
+  [[maybe_unused]] const ssize_t got = ::read(event_.get(), &count, sizeof count);
 }
 
 }  // namespace lockstep

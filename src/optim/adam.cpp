@@ -1,4 +1,4 @@
-#include "lockstep/adam.hpp"
+#include "lockstep/optim.hpp"
 
 #include <fmt/format.h>
 #include <torch/torch.h>
@@ -7,23 +7,19 @@
 #include <utility>
 
 #include "lockstep/error.hpp"
-#include "optim/common.hpp"
-#include "optim/for_each_part.hpp"
 #include "optim/gpu_step.hpp"
-#include "optim/state_memory.hpp"
+#include "optim/optimizer_state.hpp"
 #include "optim/step_items.hpp"
 
 namespace lockstep {
 namespace {
 
-using Groups = std::vector<torch::optim::OptimizerParamGroup>;
-
-// What the two optimizers do not share.
+// What Adam and AdamW do not share.
 template <class TorchAdam>
-struct Kind;
+struct AdamKind;
 
 template <>
-struct Kind<torch::optim::Adam> {
+struct AdamKind<torch::optim::Adam> {
   static constexpr std::string_view kName = "Adam";
   static constexpr bool kDecoupledDecay = false;
   using Options = torch::optim::AdamOptions;
@@ -31,7 +27,7 @@ struct Kind<torch::optim::Adam> {
 };
 
 template <>
-struct Kind<torch::optim::AdamW> {
+struct AdamKind<torch::optim::AdamW> {
   static constexpr std::string_view kName = "AdamW";
   static constexpr bool kDecoupledDecay = true;
   using Options = torch::optim::AdamWOptions;
@@ -39,12 +35,12 @@ struct Kind<torch::optim::AdamW> {
 };
 
 template <class TorchAdam>
-using OptionsOf = typename Kind<TorchAdam>::Options;
+using OptionsOf = typename AdamKind<TorchAdam>::Options;
 template <class TorchAdam>
-using StateOf = typename Kind<TorchAdam>::State;
+using StateOf = typename AdamKind<TorchAdam>::State;
 
 template <class TorchAdam, class Options>
-OptionsOf<TorchAdam> torch_options(const Options& options) {
+OptionsOf<TorchAdam> adam_options(const Options& options) {
   return OptionsOf<TorchAdam>(options.lr)
       .betas({options.beta1, options.beta2})
       .eps(options.eps)
@@ -52,10 +48,10 @@ OptionsOf<TorchAdam> torch_options(const Options& options) {
 }
 
 template <class TorchAdam>
-void check_options(const Groups& groups) {
+void check_options(const ParamGroups& groups) {
   for (size_t i = 0; i < groups.size(); ++i) {
     if (!static_cast<const OptionsOf<TorchAdam>&>(groups[i].options()).amsgrad()) continue;
-    constexpr auto kName = Kind<TorchAdam>::kName;
+    constexpr auto kName = AdamKind<TorchAdam>::kName;
     throw Error(Code::kUsage,
                 fmt::format("lockstep::{} has no amsgrad, and group {} asks for it", kName, i),
                 fmt::format("leave amsgrad off, or use torch::optim::{}", kName));
@@ -68,7 +64,7 @@ struct ItemState {
   bool is_new = false;
 };
 
-// [item]. New states of all items share an allocation.
+// Returns the state of each item. All new states share an allocation.
 template <class State>
 std::vector<ItemState<State>> states_of(torch::optim::Optimizer& optimizer,
                                         const StepItems& items) {
@@ -97,13 +93,13 @@ std::vector<ItemState<State>> states_of(torch::optim::Optimizer& optimizer,
 }
 
 template <class TorchAdam>
-std::vector<GroupRates> group_rates(const Groups& groups) {
+std::vector<GroupRates> group_rates(const ParamGroups& groups) {
   std::vector<GroupRates> rates(groups.size());
   for (size_t i = 0; i < groups.size(); ++i) {
     const auto& options = static_cast<const OptionsOf<TorchAdam>&>(groups[i].options());
     rates[i].lr = options.lr();
     rates[i].weight_decay = options.weight_decay();
-    rates[i].decoupled = Kind<TorchAdam>::kDecoupledDecay ? 1 : 0;
+    rates[i].decoupled = AdamKind<TorchAdam>::kDecoupledDecay ? 1 : 0;
     rates[i].beta1 = std::get<0>(options.betas());
     rates[i].beta2 = std::get<1>(options.betas());
     rates[i].eps = options.eps();
@@ -112,11 +108,11 @@ std::vector<GroupRates> group_rates(const Groups& groups) {
 }
 
 template <class TorchAdam>
-AdamRates rates_of(const OptionsOf<TorchAdam>& options, int64_t step) {
+AdamRates adam_rates(const OptionsOf<TorchAdam>& options, int64_t step) {
   const auto [beta1, beta2] = options.betas();
   const auto t = static_cast<double>(step);
   AdamRates rates;
-  if (Kind<TorchAdam>::kDecoupledDecay) {
+  if (AdamKind<TorchAdam>::kDecoupledDecay) {
     rates.decay = 1 - options.lr() * options.weight_decay();
   } else {
     rates.gradient_decay = options.weight_decay();
@@ -133,17 +129,17 @@ AdamRates rates_of(const OptionsOf<TorchAdam>& options, int64_t step) {
 
 template <class TorchAdam>
 FusedAdam<TorchAdam>::FusedAdam(std::vector<torch::Tensor> parameters, const Options& options)
-    : TorchAdam(without_repeats(parameters), torch_options<TorchAdam>(options)),
+    : TorchAdam(without_repeats(parameters), adam_options<TorchAdam>(options)),
       masters_(options.masters) {
-  check_parameters(this->param_groups(), masters_, Kind<TorchAdam>::kName);
+  check_parameters(this->param_groups(), masters_, AdamKind<TorchAdam>::kName);
 }
 
 template <class TorchAdam>
-FusedAdam<TorchAdam>::FusedAdam(Groups groups, const Options& defaults)
-    : TorchAdam(without_repeats(std::move(groups)), torch_options<TorchAdam>(defaults)),
+FusedAdam<TorchAdam>::FusedAdam(ParamGroups groups, const Options& defaults)
+    : TorchAdam(without_repeats(std::move(groups)), adam_options<TorchAdam>(defaults)),
       masters_(defaults.masters) {
   check_options<TorchAdam>(this->param_groups());
-  check_parameters(this->param_groups(), masters_, Kind<TorchAdam>::kName);
+  check_parameters(this->param_groups(), masters_, AdamKind<TorchAdam>::kName);
 }
 
 template <class TorchAdam>
@@ -162,9 +158,9 @@ template <class TorchAdam>
 torch::Tensor FusedAdam<TorchAdam>::step_fused(const ScaledGradients& gradients,
                                                const StepExtras& extras) {
   const torch::NoGradGuard no_grad;
-  check_options<TorchAdam>(this->param_groups());  // a group may have been added, or loaded
+  check_options<TorchAdam>(this->param_groups());  // a group may have been added or loaded
   check_extras(extras);
-  const StepItems items(this->param_groups(), masters_, Kind<TorchAdam>::kName);
+  const StepItems items(this->param_groups(), masters_, AdamKind<TorchAdam>::kName);
   const ScaledGradients known = items.with_squares(gradients, this->param_groups(), extras);
   if (items.empty()) return {};
   return items.on_cuda() ? step_on_cuda(items, known, extras) : step_on_cpu(items, known, extras);
@@ -179,7 +175,7 @@ torch::Tensor FusedAdam<TorchAdam>::step_on_cpu(const StepItems& items,
     return {};
   }
   store_gpu_steps();
-  slots_ = nullptr;  // the model came back from a GPU
+  slots_ = nullptr;  // the model may have been on a GPU
   const torch::Tensor norm = gradient_norm(gradients, extras);
   const double factor = gradient_factor(gradients, extras, norm);
   const auto states = states_of<StateOf<TorchAdam>>(*this, items);
@@ -190,8 +186,8 @@ torch::Tensor FusedAdam<TorchAdam>::step_on_cpu(const StepItems& items,
     const auto& group = this->param_groups()[items[i].group];
     auto& state = *states[i].state;
     state.step(state.step() + 1);
-    rates[i] = rates_of<TorchAdam>(static_cast<const OptionsOf<TorchAdam>&>(group.options()),
-                                   state.step());
+    rates[i] = adam_rates<TorchAdam>(static_cast<const OptionsOf<TorchAdam>&>(group.options()),
+                                     state.step());
     rates[i].gradient_factor = factor;
     rates[i].store_gradient = factor != 1 && !extras.zero_grad;
     pieces[i] = piece_of(items[i], state.exp_avg(), state.exp_avg_sq());

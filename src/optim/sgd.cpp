@@ -1,34 +1,32 @@
-#include "lockstep/sgd.hpp"
+#include "lockstep/optim.hpp"
 
 #include <torch/torch.h>
 
 #include "lockstep/error.hpp"
-#include "optim/common.hpp"
-#include "optim/for_each_part.hpp"
 #include "optim/gpu_step.hpp"
-#include "optim/state_memory.hpp"
+#include "optim/optimizer_state.hpp"
 #include "optim/step_items.hpp"
 
 namespace lockstep {
 namespace {
 
-constexpr std::string_view kName = "SGD";
+constexpr std::string_view kSgdName = "SGD";
 
-using Options = torch::optim::SGDOptions;
-using State = torch::optim::SGDParamState;
+using SgdGroupOptions = torch::optim::SGDOptions;
+using SgdState = torch::optim::SGDParamState;
 
-Options torch_options(const SgdOptions& options) {
-  return Options(options.lr)
+SgdGroupOptions sgd_group_options(const SgdOptions& options) {
+  return SgdGroupOptions(options.lr)
       .momentum(options.momentum)
       .dampening(options.dampening)
       .weight_decay(options.weight_decay)
       .nesterov(options.nesterov);
 }
 
-// An item's momentum; undefined where its group has none.
+// An item's momentum.
 struct Momentum {
-  torch::Tensor buffer;
-  bool is_new = false;  // zeros, to become a copy of the gradient
+  torch::Tensor buffer;  // undefined where the group has no momentum
+  bool is_new = false;   // zeros, which the step replaces by the gradient
 };
 
 std::vector<Momentum> momenta_of(torch::optim::Optimizer& optimizer, const StepItems& items) {
@@ -37,8 +35,8 @@ std::vector<Momentum> momenta_of(torch::optim::Optimizer& optimizer, const StepI
   std::vector<torch::Tensor> models;
   for (size_t i = 0; i < items.size(); ++i) {
     const auto& group = optimizer.param_groups()[items[i].group];
-    if (static_cast<const Options&>(group.options()).momentum() == 0) continue;
-    State& state = state_of<State>(optimizer, items[i].parameter);
+    if (static_cast<const SgdGroupOptions&>(group.options()).momentum() == 0) continue;
+    SgdState& state = state_of<SgdState>(optimizer, items[i].parameter);
     if (state.momentum_buffer().defined()) {
       state.momentum_buffer(fit_state(state.momentum_buffer(), items[i].weight, "momentum buffer"));
       momenta[i].buffer = state.momentum_buffer();
@@ -50,16 +48,15 @@ std::vector<Momentum> momenta_of(torch::optim::Optimizer& optimizer, const StepI
   const auto made = zeros_like_all(models);
   for (size_t m = 0; m < missing.size(); ++m) {
     momenta[missing[m]] = {made[m], true};
-    state_of<State>(optimizer, items[missing[m]].parameter).momentum_buffer(made[m]);
+    state_of<SgdState>(optimizer, items[missing[m]].parameter).momentum_buffer(made[m]);
   }
   return momenta;
 }
 
-[[maybe_unused]] std::vector<GroupRates> rates_of(
-    const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+[[maybe_unused]] std::vector<GroupRates> sgd_rates(const ParamGroups& groups) {
   std::vector<GroupRates> rates(groups.size());
   for (size_t i = 0; i < groups.size(); ++i) {
-    const auto& options = static_cast<const Options&>(groups[i].options());
+    const auto& options = static_cast<const SgdGroupOptions&>(groups[i].options());
     rates[i].lr = options.lr();
     rates[i].weight_decay = options.weight_decay();
     rates[i].momentum = options.momentum();
@@ -72,15 +69,15 @@ std::vector<Momentum> momenta_of(torch::optim::Optimizer& optimizer, const StepI
 }  // namespace
 
 Sgd::Sgd(std::vector<torch::Tensor> parameters, const SgdOptions& options)
-    : torch::optim::SGD(without_repeats(parameters), torch_options(options)),
+    : torch::optim::SGD(without_repeats(parameters), sgd_group_options(options)),
       masters_(options.masters) {
-  check_parameters(param_groups(), masters_, kName);
+  check_parameters(param_groups(), masters_, kSgdName);
 }
 
-Sgd::Sgd(std::vector<torch::optim::OptimizerParamGroup> groups, const SgdOptions& defaults)
-    : torch::optim::SGD(without_repeats(std::move(groups)), torch_options(defaults)),
+Sgd::Sgd(ParamGroups groups, const SgdOptions& defaults)
+    : torch::optim::SGD(without_repeats(std::move(groups)), sgd_group_options(defaults)),
       masters_(defaults.masters) {
-  check_parameters(param_groups(), masters_, kName);
+  check_parameters(param_groups(), masters_, kSgdName);
 }
 
 torch::Tensor Sgd::step(LossClosure closure) {
@@ -96,7 +93,7 @@ torch::Tensor Sgd::step(const StepExtras& extras) {
 torch::Tensor Sgd::step_fused(const ScaledGradients& gradients, const StepExtras& extras) {
   const torch::NoGradGuard no_grad;
   check_extras(extras);
-  const StepItems items(param_groups(), masters_, kName);
+  const StepItems items(param_groups(), masters_, kSgdName);
   const ScaledGradients known = items.with_squares(gradients, param_groups(), extras);
   if (items.empty()) return {};
   return items.on_cuda() ? step_on_cuda(items, known, extras) : step_on_cpu(items, known, extras);
@@ -108,7 +105,7 @@ torch::Tensor Sgd::step_on_cpu(const StepItems& items, const ScaledGradients& gr
     items.finish(false, extras);
     return {};
   }
-  slots_ = nullptr;  // the model came back from a GPU
+  slots_ = nullptr;  // the model may have been on a GPU
   const torch::Tensor norm = gradient_norm(gradients, extras);
   const double factor = gradient_factor(gradients, extras, norm);
   const auto momenta = momenta_of(*this, items);
@@ -116,7 +113,8 @@ torch::Tensor Sgd::step_on_cpu(const StepItems& items, const ScaledGradients& gr
   std::vector<UpdatePiece> pieces(items.size());
   std::vector<Dtype> dtypes(items.size());
   for (size_t i = 0; i < items.size(); ++i) {
-    const auto& options = static_cast<const Options&>(param_groups()[items[i].group].options());
+    const auto& options =
+        static_cast<const SgdGroupOptions&>(param_groups()[items[i].group].options());
     rates[i].gradient_factor = factor;
     rates[i].lr = options.lr();
     rates[i].weight_decay = options.weight_decay();
@@ -147,13 +145,13 @@ torch::Tensor Sgd::step_on_cuda([[maybe_unused]] const StepItems& items,
   for (size_t i = 0; i < items.size(); ++i) {
     states[i] = {momenta[i].buffer, {}, slots[i].slot, -1};
     if (momenta[i].is_new) {
-      states[i].start = 0;  // its first update makes the buffer, also after skipped ones
+      states[i].start = 0;  // its first update fills the buffer, even after skipped ones
     } else if (slots[i].is_new) {
-      states[i].start = 1;  // the buffer was loaded, or came with the model
+      states[i].start = 1;  // the buffer was loaded or has moved with the model
     }
   }
   norm = step_on_gpus(
-      GpuOptimizer::kSgd, items, states, [this] { return rates_of(param_groups()); }, gradients,
+      GpuOptimizer::kSgd, items, states, [this] { return sgd_rates(param_groups()); }, gradients,
       extras);
   keep_for_replays(slots_, states);
 #endif

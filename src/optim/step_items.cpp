@@ -11,22 +11,16 @@
 
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
-#include "optim/state_memory.hpp"
 #include "precision/gradient_scan.hpp"
 #include "precision/model_parallel.hpp"
-#if LOCKSTEP_CUDA
-#include "precision/gpu_gradients.hpp"
-#endif
 
 namespace lockstep {
 namespace {
 
-using Groups = std::vector<torch::optim::OptimizerParamGroup>;
-
 constexpr double kNormEpsilon = 1e-6;  // clip_grad_norm_'s
 
-// Where a parameter stands, for errors.
-struct Place {
+// A parameter and its position in the optimizer, for errors.
+struct ParameterAt {
   size_t group;
   size_t index;
   const torch::Tensor& parameter;
@@ -40,69 +34,79 @@ struct Place {
   }
 };
 
-// Whether the build has the kernels for it.
+// Whether this build has the GPU kernels.
 #if LOCKSTEP_CUDA
 constexpr bool kGpuUpdates = true;
 #else
 constexpr bool kGpuUpdates = false;
 #endif
 
-void check_master(const Place& place, const torch::Tensor& master) {
-  const torch::Tensor& parameter = place.parameter;
+// Whether elements are at the same offsets in memory in both.
+bool same_memory_order(const torch::Tensor& a, const torch::Tensor& b) {
+  if (a.sizes() != b.sizes()) return false;
+  for (int64_t d = 0; d < a.dim(); ++d) {
+    if (a.size(d) > 1 && a.stride(d) != b.stride(d)) return false;
+  }
+  return true;
+}
+
+void check_master(const ParameterAt& at, const torch::Tensor& master) {
+  const torch::Tensor& parameter = at.parameter;
   const auto dtype = parameter.scalar_type();
   if ((dtype != torch::kFloat16 && dtype != torch::kBFloat16) ||
       !same_memory_order(parameter, master)) {
-    place.refuse(
+    at.refuse(
         Code::kTensorMismatch,
-        fmt::format("{}, is not the rounded copy of its master weight any more", dtype_text(dtype)),
+        fmt::format("{}, is no longer the rounded copy of its master weight", dtype_text(dtype)),
         "make MasterWeights and the optimizer after the module was converted");
   }
 }
 
-void check_parameter(const Place& place, const std::optional<MasterWeights>& masters) {
-  const torch::Tensor& parameter = place.parameter;
+void check_parameter(const ParameterAt& at, const std::optional<MasterWeights>& masters) {
+  const torch::Tensor& parameter = at.parameter;
   const auto dtype = parameter.scalar_type();
   if (!parameter.device().is_cpu() && !parameter.is_cuda()) {
-    place.refuse(Code::kPlacement, fmt::format("is on {}", parameter.device().str()),
-                 "move the model to the CPU or a GPU");
+    at.refuse(Code::kPlacement, fmt::format("is on {}", parameter.device().str()),
+              "move the model to the CPU or a GPU");
   }
   if (parameter.is_cuda() && !kGpuUpdates) {
-    place.refuse(Code::kEngine, "is on a GPU, and lockstep was built without CUDA",
-                 "build lockstep with -DLOCKSTEP_CUDA=ON");
+    at.refuse(Code::kEngine, "is on a GPU, and lockstep was built without CUDA",
+              "build lockstep with -DLOCKSTEP_CUDA=ON");
   }
-  if (masters && masters->holds(parameter)) return check_master(place, masters->of(parameter));
+  if (masters && masters->holds(parameter)) return check_master(at, masters->of(parameter));
   const bool wide = dtype == torch::kFloat32 || dtype == torch::kFloat64;
   const bool narrow = dtype == torch::kFloat16 || dtype == torch::kBFloat16;
   if (!wide && !(narrow && parameter.is_cuda())) {
-    place.refuse(Code::kTensorMismatch, fmt::format("is {}", dtype_text(dtype)),
-                 "keep the weights in float32, compute in less under lockstep::Autocast, or hold "
-                 "them in lockstep::MasterWeights");
+    at.refuse(
+        Code::kTensorMismatch, fmt::format("is {}", dtype_text(dtype)),
+        "keep the weights in float32, compute in lower precision under lockstep::Autocast, or hold "
+        "them in lockstep::MasterWeights");
   }
   if (parameter.layout() != torch::kStrided || !parameter.is_non_overlapping_and_dense()) {
-    place.refuse(Code::kTensorMismatch, "is not dense in memory",
-                 "make the parameter from a contiguous() copy");
+    at.refuse(Code::kTensorMismatch, "is not dense in memory",
+              "make the parameter from a contiguous() copy");
   }
 }
 
-void check_gradient(const Place& place, const torch::Tensor& gradient) {
-  const torch::Tensor& parameter = place.parameter;
+void check_gradient(const ParameterAt& at, const torch::Tensor& gradient) {
+  const torch::Tensor& parameter = at.parameter;
   if (gradient.layout() != torch::kStrided) {
-    place.refuse(Code::kTensorMismatch, "has a sparse gradient",
-                 "make the gradient dense (for an embedding, sparse(false))");
+    at.refuse(Code::kTensorMismatch, "has a sparse gradient",
+              "make the gradient dense (for an embedding, sparse(false))");
   }
   if (gradient.scalar_type() != parameter.scalar_type() ||
       gradient.device() != parameter.device() || gradient.sizes() != parameter.sizes()) {
-    place.refuse(Code::kTensorMismatch,
-                 fmt::format("{} on {}, has a gradient of shape {}, {} on {}",
-                             dtype_text(parameter.scalar_type()), parameter.device().str(),
-                             shape_text(gradient.sizes()), dtype_text(gradient.scalar_type()),
-                             gradient.device().str()),
-                 "give it a gradient of its own kind");
+    at.refuse(Code::kTensorMismatch,
+              fmt::format("{} on {}, has a gradient of shape {}, {} on {}",
+                          dtype_text(parameter.scalar_type()), parameter.device().str(),
+                          shape_text(gradient.sizes()), dtype_text(gradient.scalar_type()),
+                          gradient.device().str()),
+              "give it a gradient of its own kind");
   }
 }
 
-// The gradient as the weight lies in memory. A GPU's kernels read gradients of half types beside
-// float32 weights; the CPU's do not.
+// Brings the gradient into the weight's memory order. A GPU's kernels read half-precision gradients
+// of float32 weights; the CPU's do not.
 StepItem make_item(const torch::Tensor& parameter, const torch::Tensor& weight,
                    const torch::Tensor& gradient, size_t group) {
   const bool readable = gradient.dtype() == weight.dtype() || gradient.is_cuda();
@@ -122,14 +126,14 @@ StepItem make_item(const torch::Tensor& parameter, const torch::Tensor& weight,
 double squares_on_cpu(const std::vector<torch::Tensor>& gradients) {
   const GradientScan scan = scan_gradients(gradients);
   if (scan.first_nonfinite < 0) return scan.sum_of_squares;
-  double squares = 0;  // infinity or NaN, as clip_grad_norm_ would find
+  double squares = 0;  // infinity or NaN, as clip_grad_norm_ gives
   for (const torch::Tensor& gradient : gradients) {
     squares += gradient.norm().to(torch::kFloat64).square().item<double>();
   }
   return squares;
 }
 
-// A double scalar on `home`; nobody waits for GPUs.
+// Returns a double scalar on `home`, without waiting for GPUs.
 torch::Tensor squares_of(const std::vector<torch::Tensor>& gradients, torch::Device home) {
   const auto options = torch::device(home).dtype(torch::kDouble);
   if (home.is_cpu()) return torch::full({}, squares_on_cpu(gradients), options);
@@ -150,11 +154,11 @@ torch::Tensor squares_of(const std::vector<torch::Tensor>& gradients, torch::Dev
 }
 
 template <class Visit>
-void for_each_parameter(const Groups& groups, std::string_view optimizer, Visit&& visit) {
+void for_each_parameter(const ParamGroups& groups, std::string_view optimizer, Visit&& visit) {
   for (size_t group = 0; group < groups.size(); ++group) {
     const auto& parameters = groups[group].params();
     for (size_t i = 0; i < parameters.size(); ++i) {
-      visit(Place{group, i, parameters[i], optimizer});
+      visit(ParameterAt{group, i, parameters[i], optimizer});
     }
   }
 }
@@ -164,48 +168,48 @@ void for_each_parameter(const Groups& groups, std::string_view optimizer, Visit&
 void check_extras(const StepExtras& extras) {
   if (!extras.max_norm || *extras.max_norm >= 0) return;
   throw Error(Code::kUsage, fmt::format("max_norm is {}", *extras.max_norm),
-              "give the largest length that gradients may have, 0 or more");
+              "give the largest norm that gradients may have, 0 or more");
 }
 
-void check_parameters(const Groups& groups, const std::optional<MasterWeights>& masters,
+void check_parameters(const ParamGroups& groups, const std::optional<MasterWeights>& masters,
                       std::string_view optimizer) {
   std::optional<torch::Device> first;
   std::unordered_map<const c10::TensorImpl*, std::pair<size_t, size_t>> seen;  // group, index
-  for_each_parameter(groups, optimizer, [&](const Place& place) {
-    check_parameter(place, masters);
-    // Threads would update it at the same time.
+  for_each_parameter(groups, optimizer, [&](const ParameterAt& at) {
+    check_parameter(at, masters);
+    // A parameter listed twice would be updated by two threads at once.
     const auto [known, is_new] =
-        seen.emplace(place.parameter.unsafeGetTensorImpl(), std::pair(place.group, place.index));
+        seen.emplace(at.parameter.unsafeGetTensorImpl(), std::pair(at.group, at.index));
     if (!is_new) {
-      place.refuse(
+      at.refuse(
           Code::kUsage,
           fmt::format("is parameter {} of group {} too", known->second.second, known->second.first),
           "give it to one group, once");
     }
-    const auto device = place.parameter.device();
+    const auto device = at.parameter.device();
     if (!first) first = device;
     if (first->type() != device.type()) {
-      place.refuse(Code::kPlacement,
-                   fmt::format("is on {} and others are on {}", device.str(), first->str()),
-                   "make one optimizer for the CPU and one for the GPUs");
+      at.refuse(Code::kPlacement,
+                fmt::format("is on {} and others are on {}", device.str(), first->str()),
+                "make one optimizer for the CPU and one for the GPUs");
     }
   });
 }
 
-StepItems::StepItems(const Groups& groups, const std::optional<MasterWeights>& masters,
+StepItems::StepItems(const ParamGroups& groups, const std::optional<MasterWeights>& masters,
                      std::string_view optimizer)
     : masters_(masters) {
-  check_parameters(groups, masters, optimizer);  // set_data() may have changed one since
-  for_each_parameter(groups, optimizer, [&](const Place& place) {
-    const torch::Tensor& gradient = place.parameter.grad();
+  check_parameters(groups, masters, optimizer);  // set_data() may have changed one
+  for_each_parameter(groups, optimizer, [&](const ParameterAt& at) {
+    const torch::Tensor& gradient = at.parameter.grad();
     if (!gradient.defined()) return;
-    check_gradient(place, gradient);
-    const torch::Tensor weight = masters ? masters->of(place.parameter) : place.parameter;
-    items_.push_back(make_item(place.parameter, weight, gradient, place.group));
+    check_gradient(at, gradient);
+    const torch::Tensor weight = masters ? masters->of(at.parameter) : at.parameter;
+    items_.push_back(make_item(at.parameter, weight, gradient, at.group));
   });
 }
 
-ScaledGradients StepItems::with_squares(const ScaledGradients& scaled, const Groups& groups,
+ScaledGradients StepItems::with_squares(const ScaledGradients& scaled, const ParamGroups& groups,
                                         const StepExtras& extras) const {
   ScaledGradients known = scaled;
   if (!extras.max_norm || scaled.sum_of_squares.defined()) return known;
@@ -255,6 +259,24 @@ void StepItems::finish(bool gradients_changed, const StepExtras& extras) const {
       gradient.unsafeGetTensorImpl()->bump_version();
     }
   }
+}
+
+bool skips_on_cpu(const StepItems& items, const ScaledGradients& gradients) {
+  return !items.on_cuda() && gradients.found_inf.defined() &&
+         gradients.found_inf.item<float>() != 0;
+}
+
+UpdatePiece piece_of(const StepItem& item, const torch::Tensor& momentum,
+                     const torch::Tensor& variance) {
+  const auto address = [](const torch::Tensor& tensor) {
+    return tensor.defined() ? tensor.data_ptr() : nullptr;
+  };
+  return {item.weight.data_ptr(), item.gradient.data_ptr(), address(momentum), address(variance),
+          item.weight.numel()};
+}
+
+Dtype dtype_of(const StepItem& item) {
+  return item.weight.scalar_type() == torch::kFloat64 ? Dtype::kF64 : Dtype::kF32;
 }
 
 }  // namespace lockstep

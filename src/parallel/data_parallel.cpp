@@ -2,36 +2,260 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <unordered_set>
 
-#include "device/stream_order.hpp"
+#include "device/streams.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/split.hpp"
 #include "lockstep/tensor_text.hpp"
-#include "parallel/replica_backward.hpp"
 #include "parallel/replicas.hpp"
-#include "parallel/running.hpp"
+#include "torch_compat.hpp"
 
 namespace lockstep {
 namespace {
 
 using torch::autograd::Edge;
+using torch::autograd::edge_list;
+using torch::autograd::Engine;
 using torch::autograd::Node;
+using torch::autograd::variable_list;
 using torch::autograd::impl::gradient_edge;
 using Tensors = ReplicaGroup::Tensors;
 
-// What a replica's worker hands back after forward.
+/// What one replica's backward needs of its forward, without the outputs themselves. All edges are
+/// those of the forward: freezing a parameter later does not change a recorded graph.
+struct ReplicaPass {
+  edge_list roots;                    // [output] where its gradient enters this replica's graph
+  edge_list parameters;               // [named parameter]; invalid if it requires no gradient
+  std::vector<torch::Tensor> inputs;  // [input] this replica's leaf; undefined likewise
+  std::vector<int64_t> output_rows;   // [output]; -1 for a scalar
+
+  /// The edges whose gradients are wanted: parameters, then inputs that require one.
+  edge_list wanted() const;
+};
+
+/// The autograd node behind DataParallel's gathered outputs. Its backward divides the outputs'
+/// gradients as the forward gathered them, runs all replicas' backwards at the same time, sums the
+/// parameters' gradients onto device 0 and concatenates those of the inputs.
+///
+/// Note [Backward in parallel]
+/// On the CPU, autograd runs a whole graph in the thread that calls it, so each replica's graph is
+/// kept apart and run by the replica's worker. For GPUs, autograd has one thread per GPU, and these
+/// threads are busy with this very node: a worker that called autograd would wait forever. So the
+/// node itself makes one call for all replicas, which autograd allows on its own threads; it
+/// spreads the work over the GPUs.
+class ReplicaBackward : public Node {
+ public:
+  /// Makes the edges to `inputs`, which are the user's, and to the trainable parameters.
+  ReplicaBackward(std::shared_ptr<Replicas> replicas, std::vector<ReplicaPass> passes,
+                  const Tensors& inputs);
+
+  variable_list apply(variable_list&& gradients) override;
+  std::string name() const override { return "lockstep::DataParallelBackward"; }
+  void will_release_variables() override { keep_graph_ = false; }
+  void release_variables() override { passes_.clear(); }
+
+ private:
+  Tensors slice_gradients(size_t replica, const Tensors& gradients) const;
+  std::vector<Tensors> run_on_workers(const Tensors& gradients);
+  std::vector<Tensors> run_in_one_call(const Tensors& gradients);
+  Tensors find_gradients(const edge_list& roots, const Tensors& root_gradients,
+                         const edge_list& wanted) const;
+  Tensors gather_input_gradients(std::vector<Tensors>& found) const;
+
+  std::shared_ptr<Replicas> replicas_;
+  std::vector<ReplicaPass> passes_;           // [replica]; empty once released
+  std::vector<size_t> trainable_;             // Replicas::trainable() at forward
+  std::vector<torch::Device> input_devices_;  // [input that requires a gradient]
+  bool keep_graph_ = true;
+};
+
+// The defined roots and gradients: autograd refuses undefined ones.
+struct Roots {
+  edge_list edges;
+  Tensors gradients;
+
+  void add(const ReplicaPass& pass, const Tensors& slices) {
+    for (size_t output = 0; output < slices.size(); ++output) {
+      if (!slices[output].defined()) continue;
+      edges.push_back(pass.roots[output]);
+      gradients.push_back(slices[output]);
+    }
+  }
+};
+
+edge_list ReplicaPass::wanted() const {
+  edge_list edges = parameters;
+  for (const auto& input : inputs) {
+    if (input.defined()) edges.push_back(gradient_edge(input));
+  }
+  return edges;
+}
+
+ReplicaBackward::ReplicaBackward(std::shared_ptr<Replicas> replicas,
+                                 std::vector<ReplicaPass> passes, const Tensors& inputs)
+    : replicas_(std::move(replicas)),
+      passes_(std::move(passes)),
+      trainable_(replicas_->trainable()) {
+  edge_list edges;
+  for (const size_t position : trainable_) {
+    edges.push_back(gradient_edge(replicas_->parameters(0)[position]));
+  }
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    if (!passes_[0].inputs[i].defined()) continue;
+    edges.push_back(gradient_edge(inputs[i]));
+    input_devices_.push_back(inputs[i].device());
+  }
+  set_next_edges(std::move(edges));
+}
+
+variable_list ReplicaBackward::apply(variable_list&& gradients) {
+  if (torch::GradMode::is_enabled()) {
+    throw Error(Code::kEngine, "DataParallel cannot be differentiated twice (create_graph = true)",
+                "call the module itself for the part that needs second derivatives");
+  }
+  if (passes_.empty()) {
+    throw Error(Code::kEngine, "backward a second time through the same DataParallel forward",
+                "pass retain_graph = true to the first backward");
+  }
+  const auto& devices = replicas_->devices();
+  if (!devices.is_cuda()) devices.require_not_on_worker("DataParallel's backward");
+
+  const UseDevice home(devices[0]);
+  std::vector<Tensors> found;
+  {
+    // Replica 0's leaves are the user's own. Their hooks must see only the sum, which autograd
+    // passes on afterwards.
+    const compat::HoldTensorHooks hooks(replicas_->parameters(0));
+    found = devices.is_cuda() ? run_in_one_call(gradients) : run_on_workers(gradients);
+  }
+  gradients.clear();
+
+  const Tensors for_inputs = gather_input_gradients(found);
+  variable_list result = replicas_->sum_gradients(std::move(found), trainable_);
+  result.insert(result.end(), for_inputs.begin(), for_inputs.end());
+  return result;
+}
+
+// This replica's part of every output's gradient, on the replica's device. Runs on that device.
+Tensors ReplicaBackward::slice_gradients(size_t replica, const Tensors& gradients) const {
+  const torch::NoGradGuard no_grad;
+  Device& home = replicas_->devices()[0];
+  Device& device = replicas_->devices()[replica];
+  Tensors slices(gradients.size());
+  for (size_t output = 0; output < gradients.size(); ++output) {
+    if (!gradients[output].defined() || !passes_[replica].roots[output].is_valid()) continue;
+    const int64_t rows = passes_[replica].output_rows[output];
+    if (rows < 0) {
+      slices[output] = gradients[output].select(0, static_cast<int64_t>(replica));
+    } else {
+      int64_t begin = 0;
+      for (size_t before = 0; before < replica; ++before) {
+        begin += passes_[before].output_rows[output];
+      }
+      slices[output] = gradients[output].narrow(0, begin, rows);
+    }
+    if (replica == 0) continue;
+    home.count_traffic_to(device, static_cast<int64_t>(slices[output].nbytes()));
+    keep_for_current_stream(gradients[output]);
+    slices[output] = slices[output].to(device.torch_device(), /*non_blocking=*/true, /*copy=*/true);
+  }
+  return slices;
+}
+
+std::vector<Tensors> ReplicaBackward::run_on_workers(const Tensors& gradients) {
+  ReplicaTasks<Tensors> tasks;
+  for (size_t replica = 0; replica < passes_.size(); ++replica) {
+    tasks.add(replicas_->devices()[replica].submit("backward", [&, replica] {
+      Roots roots;
+      roots.add(passes_[replica], slice_gradients(replica, gradients));
+      return find_gradients(roots.edges, roots.gradients, passes_[replica].wanted());
+    }));
+  }
+  return tasks.wait(replicas_->devices(), "backward");
+}
+
+std::vector<Tensors> ReplicaBackward::run_in_one_call(const Tensors& gradients) {
+  Roots roots;
+  edge_list wanted;
+  const auto gradients_ready = StreamOrder::now(replicas_->devices()[0]);
+  for (size_t replica = 0; replica < passes_.size(); ++replica) {
+    const UseDevice device(replicas_->devices()[replica]);
+    gradients_ready.hold_back(replicas_->devices()[replica]);
+    roots.add(passes_[replica], slice_gradients(replica, gradients));
+    const edge_list mine = passes_[replica].wanted();
+    wanted.insert(wanted.end(), mine.begin(), mine.end());
+  }
+  const Tensors all = find_gradients(roots.edges, roots.gradients, wanted);
+  std::vector<Tensors> found;
+  const auto each = static_cast<long>(wanted.size() / passes_.size());
+  for (auto begin = all.begin(); begin != all.end(); begin += each) {
+    found.emplace_back(begin, begin + each);
+  }
+  return found;
+}
+
+// One gradient for each wanted edge; undefined if the edge is invalid or nothing reached it.
+Tensors ReplicaBackward::find_gradients(const edge_list& roots, const Tensors& root_gradients,
+                                        const edge_list& wanted) const {
+  edge_list valid;
+  for (const auto& edge : wanted) {
+    if (edge.is_valid()) valid.push_back(edge);
+  }
+  Tensors found(wanted.size());
+  if (roots.empty() || valid.empty()) return found;
+  Tensors given = Engine::get_default_engine().execute(roots, root_gradients, keep_graph_,
+                                                       /*create_graph=*/false,
+                                                       /*accumulate_grad=*/false, valid);
+  auto next = given.begin();
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    if (wanted[i].is_valid()) found[i] = std::move(*next++);
+  }
+  return found;
+}
+
+// Takes the inputs' gradients off the replicas' lists and concatenates them on device 0.
+Tensors ReplicaBackward::gather_input_gradients(std::vector<Tensors>& found) const {
+  const torch::NoGradGuard no_grad;
+  const auto& devices = replicas_->devices();
+  const size_t parameters = replicas_->parameters(0).size();
+  Tensors gathered;
+  for (size_t i = 0; i < passes_[0].inputs.size(); ++i) {
+    if (!passes_[0].inputs[i].defined()) continue;
+    Tensors parts;
+    bool any = false;
+    for (size_t replica = 0; replica < found.size(); ++replica) {
+      torch::Tensor part = found[replica][parameters + gathered.size()];
+      any = any || part.defined();
+      if (!part.defined()) part = torch::zeros_like(passes_[replica].inputs[i]);
+      if (replica > 0) {
+        devices[replica].count_traffic_to(devices[0], static_cast<int64_t>(part.nbytes()));
+      }
+      keep_for_current_stream(part);
+      parts.push_back(part.to(devices[0].torch_device()));
+    }
+    gathered.push_back(any ? torch::cat(parts).to(input_devices_[gathered.size()])
+                           : torch::Tensor());
+  }
+  for (auto& gradients : found) gradients.resize(parameters);
+  return gathered;
+}
+
+// What a replica's worker returns after forward.
 struct ReplicaResult {
   ReplicaGroup::Output output;
   ReplicaPass pass;
   StreamOrder done;
 };
 
-// Device `index`'s rows of every input: views on device 0, copies elsewhere. Where the user wants a
-// gradient of an input, its piece is a leaf of the replica's own graph.
+// The rows of every input for device `index`: views on device 0, copies elsewhere. If an input
+// requires a gradient, its piece is a leaf of the replica's own graph.
 Tensors scatter(const Tensors& inputs, const std::vector<int64_t>& rows, size_t index,
                 const Devices& devices) {
   Device& device = devices[index];
@@ -59,7 +283,7 @@ Tensors scatter(const Tensors& inputs, const std::vector<int64_t>& rows, size_t 
   return pieces;
 }
 
-// Outputs number `output` of all replicas, concatenated on device 0.
+// Output number `output` of all replicas, concatenated on device 0.
 torch::Tensor gather(const std::vector<ReplicaResult>& results, size_t output,
                      const Devices& devices) {
   const torch::NoGradGuard no_grad;
@@ -96,7 +320,6 @@ void require_same_structure(const std::vector<ReplicaResult>& results, const Dev
   }
 }
 
-// What backward needs of one replica's forward.
 ReplicaPass pass_of(const Tensors& parameters, const Tensors& pieces, const Tensors& outputs) {
   ReplicaPass pass;
   for (const auto& parameter : parameters) {
@@ -130,7 +353,7 @@ void require_known_leaves(const ReplicaPass& pass) {
     todo.pop_back();
     if (const auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
       throw Error(Code::kReplicate,
-                  fmt::format("forward uses a tensor of shape {} that wants a gradient but is "
+                  fmt::format("forward uses a tensor of shape {} that requires a gradient but is "
                               "neither a parameter nor an argument",
                               shape_text(leaf->variable.sizes())),
                   "register it with register_parameter, or pass it to forward");
@@ -143,7 +366,7 @@ void require_known_leaves(const ReplicaPass& pass) {
 
 struct ReplicaGroup::State {
   std::shared_ptr<Replicas> replicas;
-  bool leaves_known = false;  // a graph of this module has been looked through
+  bool leaves_known = false;  // a graph of this module was checked
 
   std::vector<StreamOrder> refresh_all(size_t used, const StreamOrder& inputs_ready) const;
   ReplicaResult forward_one(size_t index, const Tensors& inputs, const std::vector<int64_t>& rows,
@@ -194,19 +417,20 @@ std::vector<int64_t> ReplicaGroup::split(const Tensors& inputs) const {
   return chunk_rows(first->size(0), static_cast<int64_t>(state_->replicas->devices().size()));
 }
 
-// Before any forward starts, where the module has buffers: replica 0's forward changes them.
+// If the module has buffers, all refreshes end before any forward: replica 0's forward changes
+// them.
 std::vector<StreamOrder> ReplicaGroup::State::refresh_all(size_t used,
                                                           const StreamOrder& inputs_ready) const {
   const auto& devices = replicas->devices();
-  Running<StreamOrder> running;
+  ReplicaTasks<StreamOrder> tasks;
   for (size_t i = 1; i < used; ++i) {
-    running.add(devices[i].submit("refresh", [&, i] {
+    tasks.add(devices[i].submit("refresh", [&, i] {
       inputs_ready.hold_back(devices[i]);
       replicas->refresh(i);
       return StreamOrder::now(devices[i]);
     }));
   }
-  return running.wait(devices, "refresh", /*first=*/1);
+  return tasks.wait(devices, "refresh", /*first=*/1);
 }
 
 ReplicaResult ReplicaGroup::State::forward_one(size_t index, const Tensors& inputs,
@@ -225,7 +449,7 @@ ReplicaResult ReplicaGroup::State::forward_one(size_t index, const Tensors& inpu
   return result;
 }
 
-// Hangs one node behind all gathered outputs that have a gradient in any replica.
+// Attaches one node to all gathered outputs that have a gradient in any replica.
 void ReplicaGroup::State::connect_gradients(Tensors& gathered, std::vector<ReplicaResult>& results,
                                             const Tensors& inputs) {
   std::vector<bool> differentiable(gathered.size());
@@ -262,12 +486,12 @@ Tensors ReplicaGroup::run(const Tensors& inputs, const Forward& forward) {
   }
   const auto may_start = StreamOrder::now(devices[0]);
 
-  Running<ReplicaResult> running;
+  ReplicaTasks<ReplicaResult> tasks;
   for (size_t i = 0; i < rows.size(); ++i) {
-    running.add(devices[i].submit(
+    tasks.add(devices[i].submit(
         "forward", [&, i] { return state_->forward_one(i, inputs, rows, may_start, forward); }));
   }
-  auto results = running.wait(devices, "forward");
+  auto results = tasks.wait(devices, "forward");
   require_same_structure(results, devices);
 
   StreamOrder gathered_ready;

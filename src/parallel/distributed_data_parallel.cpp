@@ -4,12 +4,13 @@
 
 #include <exception>
 #include <limits>
+#include <optional>
 
-#include "base/standard_streams.hpp"
+#include "base/process.hpp"
 #include "device/capture.hpp"
+#include "gradients/model_sync.hpp"
+#include "gradients/reducer.hpp"
 #include "lockstep/error.hpp"
-#include "parallel/gradient_sync_state.hpp"
-#include "parallel/model_tensors.hpp"
 
 namespace lockstep {
 namespace {
@@ -17,11 +18,66 @@ namespace {
 std::vector<TrainedParameter> trained_parameters(const torch::nn::Module& module) {
   auto parameters = trained_in(module);
   if (!parameters.empty()) return parameters;
-  throw Error(Code::kUsage, "the module has no parameter that is trained",
-              "DistributedDataParallel is for training: a module without gradients needs none");
+  throw Error(Code::kUsage, "the module has no trained parameter",
+              "use the module itself: DistributedDataParallel is for training");
 }
 
+// What every rank tells every other before a step of a join, in this order.
+enum Notice : int64_t { kActive, kSynchronise, kTrains, kBuffers, kMicroSteps, kNotices };
+
 }  // namespace
+
+struct GradientSync::State {
+  State(std::shared_ptr<torch::nn::Module> trained, const Communicator& ranks,
+        const DdpOptions& chosen);
+
+  bool trains() const;
+  bool shares_buffers() const;
+  void share_buffers(int root);
+  void compare_if_due();
+  void check_if_due();
+  void share_in_each_replay(Capture& capture, bool shares_buffers);
+
+  class Join;
+
+  std::shared_ptr<torch::nn::Module> module;
+  const Communicator comm;
+  const DdpOptions options;
+  std::optional<Reducer> reducer;
+  int no_sync_depth = 0;
+  bool last_forward_synchronised = true;  // only then are buffers sent before the next forward
+  int64_t checked_at_step = 0;
+  Join* join = nullptr;  // inside join()
+};
+
+/// Lets ranks have different numbers of steps: before each forward all ranks say whether they still
+/// have data.
+class GradientSync::State::Join {
+ public:
+  Join(State& state, const JoinOptions& options) : state_(state), options_(options) {}
+
+  /// Before a forward of this rank; returns the rank whose buffers count. Collective.
+  int begin_step(bool synchronise);
+
+  /// Follows the other ranks after this rank's loop has ended, until theirs have too. Collective.
+  void follow();
+
+ private:
+  struct Step {
+    bool anybody = false;      // still has data
+    bool everybody = true;     // still has data
+    bool synchronise = false;  // of the step's backward
+    bool trains = false;       // of the step's forward
+    bool buffers = false;      // are sent before the forward
+    int last_active = 0;       // the highest rank that still has data
+  };
+
+  Step exchange(bool active, bool synchronise);
+
+  State& state_;
+  const JoinOptions options_;
+  int last_active_ = 0;  // of the last step that anybody trained in
+};
 
 GradientSync::State::State(std::shared_ptr<torch::nn::Module> trained, const Communicator& ranks,
                            const DdpOptions& chosen)
@@ -36,8 +92,8 @@ bool GradientSync::State::trains() const {
   return torch::GradMode::is_enabled() && module->is_training();
 }
 
-// Buffers travel before the first forward of a step. Where a second one follows before backward,
-// autograd may have saved them in the first, as BatchNorm does, and they must stay.
+// Buffers are sent before the first forward of a step. If a second forward follows before backward,
+// autograd may have saved them in the first, as BatchNorm does, and they must not change.
 bool GradientSync::State::shares_buffers() const {
   return options.broadcast_buffers && last_forward_synchronised && !reducer->awaits_backward();
 }
@@ -51,7 +107,7 @@ void GradientSync::State::compare_if_due() {
   const auto dropped = reducer->take_due_comparison();
   if (!dropped) return;
   const Deviation found = largest_deviation(comm, trained_in_full_precision(*module));
-  // Moving a weight away and back is off by a rounding or two, in each of the windows so far.
+  // Moving a weight away and back costs a rounding or two in each of the windows so far.
   constexpr double kRoundings = 64 * std::numeric_limits<float>::epsilon();
   if (found.largest <= static_cast<double>(dropped->count) * kRoundings * found.magnitude) return;
   throw Error(Code::kSyncMisuse,
@@ -59,8 +115,8 @@ void GradientSync::State::compare_if_due() {
                           "instead of averaged, and were not changed back: {} on rank {} is off by "
                           "{:.2g}",
                           dropped->micro_steps, found.name, found.rank, found.largest),
-              "let the last micro-step before each update run outside NoSync; or, where ranks may "
-              "differ, set DdpOptions::check_unaveraged_updates to false");
+              "run the last micro-step before each update outside NoSync; or, if ranks may differ, "
+              "set DdpOptions::check_unaveraged_updates to false");
 }
 
 void GradientSync::State::check_if_due() {
@@ -73,21 +129,80 @@ void GradientSync::State::check_if_due() {
   require_same_values(comm, trained_in_full_precision(*module));
 }
 
-// What a forward tells the other ranks, where it is captured.
+// What a captured forward tells the other ranks.
 void GradientSync::State::share_in_each_replay(Capture& capture, bool shares_buffers) {
   const bool sends_buffers = shares_buffers && comm.size() > 1 && !buffers_of(*module).empty();
   if (!sends_buffers && options.check_replicas_every == 0) return;
   capture.between_graphs([this, sends_buffers] {
     check_if_due();
-    if (sends_buffers) broadcast_tensors(comm, buffers_of(*module), 0, "buffers");
+    if (sends_buffers) share_buffers(0);
   });
+}
+
+GradientSync::State::Join::Step GradientSync::State::Join::exchange(bool active, bool synchronise) {
+  const torch::Tensor mine = torch::zeros({kNotices}, torch::kInt64);
+  auto* notice = mine.data_ptr<int64_t>();
+  notice[kActive] = active ? 1 : 0;
+  notice[kSynchronise] = active && synchronise ? 1 : 0;
+  notice[kTrains] = active && state_.trains() ? 1 : 0;
+  notice[kBuffers] = active && state_.shares_buffers() ? 1 : 0;
+  notice[kMicroSteps] = active ? state_.reducer->open_micro_steps() : 0;
+  const torch::Tensor all = torch::empty({state_.comm.size(), kNotices}, torch::kInt64);
+  state_.comm.all_gather(all, mine, {.label = "join"});
+  Step step;
+  int64_t micro_steps = 0;  // of the others' window
+  for (int rank = 0; rank < state_.comm.size(); ++rank) {
+    const int64_t* said = all.data_ptr<int64_t>() + rank * kNotices;
+    if (said[kActive] == 0) {
+      step.everybody = false;
+      continue;
+    }
+    if (step.anybody && step.synchronise != (said[kSynchronise] != 0)) {
+      throw Error(Code::kSyncMisuse,
+                  fmt::format("one of ranks {} and {} is inside NoSync and the other is not",
+                              step.last_active, rank),
+                  "accumulate over the same micro-steps on every rank");
+    }
+    step.anybody = true;
+    step.last_active = rank;
+    step.synchronise = said[kSynchronise] != 0;
+    step.trains = said[kTrains] != 0;
+    step.buffers = said[kBuffers] != 0;
+    micro_steps = said[kMicroSteps];
+  }
+  if (!active) state_.reducer->shadow_window(micro_steps);
+  if (step.anybody) last_active_ = step.last_active;
+  if (options_.throw_on_early_termination && step.anybody && !step.everybody) {
+    throw Error(Code::kSyncMisuse, "a rank ran out of data while others still have some",
+                "give every rank the same number of steps, or join without "
+                "throw_on_early_termination");
+  }
+  return step;
+}
+
+int GradientSync::State::Join::begin_step(bool synchronise) {
+  const Step step = exchange(/*active=*/true, synchronise);
+  return step.everybody ? 0 : step.last_active;
+}
+
+void GradientSync::State::Join::follow() {
+  for (Step step = exchange(false, false); step.anybody; step = exchange(false, false)) {
+    if (step.trains) {
+      state_.reducer->rebuild_if_due();
+      if (step.buffers) state_.share_buffers(step.last_active);
+      state_.last_forward_synchronised = step.synchronise;
+    }
+    if (step.synchronise) state_.reducer->shadow_backward(options_.divide_by_initial_world_size);
+  }
+  broadcast_model(state_.comm, *state_.module, last_active_, "joined model");
+  state_.reducer->drop_window();
 }
 
 GradientSync::GradientSync(std::shared_ptr<torch::nn::Module> module, const Communicator& comm,
                            const DdpOptions& options)
     : state_(std::make_unique<State>(std::move(module), comm, options)) {}
 
-// Nobody forwards again who could be told: the last window was applied on each rank alone.
+// If the last window was applied on each rank alone, no later forward can report it.
 GradientSync::~GradientSync() {
   if (std::uncaught_exceptions() > 0 || state_->reducer->spoiled_micro_steps() == 0) return;
   print_error(fmt::format(
@@ -101,8 +216,8 @@ void GradientSync::before_forward() {
   if (!torch::GradMode::is_enabled()) return;
   state.reducer->require_unchanged(trained_in(*state.module));
   const bool synchronise = state.no_sync_depth == 0;
-  if (state.joining) require_not_capturing("join", "run the steps of a join without capture");
-  const int root = state.joining ? state.joining->begin_step(state, synchronise) : 0;
+  if (state.join) require_not_capturing("join", "run the steps of a join without capture");
+  const int root = state.join ? state.join->begin_step(synchronise) : 0;
   const bool shares_buffers = state.shares_buffers();
   state.reducer->before_forward(synchronise);
   if (!state.trains()) return;
@@ -110,7 +225,7 @@ void GradientSync::before_forward() {
   if (Capture* capture = Capture::current()) {
     state.share_in_each_replay(*capture, shares_buffers);
   } else {
-    if (!state.joining) {
+    if (!state.join) {
       state.check_if_due();
       state.compare_if_due();
     }
@@ -123,11 +238,25 @@ void GradientSync::after_forward(const std::vector<torch::Tensor>& outputs) {
   if (torch::GradMode::is_enabled()) state_->reducer->after_forward(outputs);
 }
 
+void GradientSync::run_joined(const std::function<void()>& loop, const JoinOptions& options) {
+  if (state_->join) {
+    throw Error(Code::kSyncMisuse, "join inside join", "join once, around the whole loop");
+  }
+  State::Join join(*state_, options);
+  struct Leave {
+    State& state;
+    ~Leave() { state.join = nullptr; }
+  } leave{*state_};
+  state_->join = &join;
+  loop();
+  join.follow();
+}
+
 void GradientSync::set_weight(double weight) {
   state_->reducer->set_weight(weight);
 }
 
-// Buffers may differ between ranks within a step: their own batches make them.
+// Compares no buffers: within a step each rank's own batches change them.
 void GradientSync::check_replicas() {
   require_same_values(state_->comm, trained_in_full_precision(*state_->module));
 }

@@ -1,32 +1,112 @@
 #include "parallel/replicas.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <typeinfo>
 #include <unordered_map>
 #include <unordered_set>
 
-#include "lockstep/error.hpp"
-#include "parallel/gradient_sum.hpp"
+#include "device/streams.hpp"
 
 namespace lockstep {
 namespace {
 
-using Tensors = Replicas::Tensors;
+bool is_flat(const torch::Tensor& tensor) {
+  return !tensor.is_sparse() && tensor.is_contiguous();
+}
 
-// Makes `copy` hold what `original` holds, also after the user changed its dtype or shape.
+// Whether nobody else can see the gradient's memory, so that it may be added to in place.
+bool is_ours_alone(const torch::Tensor& tensor) {
+  return !tensor.is_sparse() && tensor.use_count() == 1 && tensor.storage().use_count() == 1 &&
+         tensor.is_non_overlapping_and_dense();
+}
+
+torch::Tensor bring_home(const torch::Tensor& gradient, const Device& home) {
+  keep_for_current_stream(gradient);
+  return gradient.to(home.torch_device(), /*non_blocking=*/true);
+}
+
+/// The sum of one parameter's gradients on device 0.
+class GradientSum {
+ public:
+  /// `parts` are the replicas' gradients in device order; without any the sum stays undefined.
+  GradientSum(std::vector<torch::Tensor> parts, const Device& home);
+
+  /// Adds one of `shares` equal shares. Shares touch disjoint memory, and each element is added in
+  /// replica order, so the result does not depend on the number of workers. Share 0 adds all of a
+  /// gradient that cannot be divided.
+  void add_share(int64_t share, int64_t shares);
+
+  torch::Tensor take() { return std::move(total_); }
+
+ private:
+  torch::Tensor total_;
+  std::vector<torch::Tensor> others_;  // to be added, in order
+  bool divisible_ = false;
+};
+
+GradientSum::GradientSum(std::vector<torch::Tensor> parts, const Device& home) {
+  if (parts.empty()) return;
+  const bool is_cpu = home.torch_device().is_cpu();
+  total_ = bring_home(parts.front(), home);
+  parts.front().reset();
+  const bool elsewhere = is_cpu && account_of(total_) != nullptr && !home.owns(total_);
+  if (elsewhere || (parts.size() > 1 && !total_.is_sparse() && !is_ours_alone(total_))) {
+    total_ = total_.clone();
+  }
+  for (size_t i = 1; i < parts.size(); ++i) others_.push_back(bring_home(parts[i], home));
+  divisible_ = is_flat(total_) && std::all_of(others_.begin(), others_.end(), is_flat);
+}
+
+void GradientSum::add_share(int64_t share, int64_t shares) {
+  for (const auto& other : others_) {
+    if (divisible_) {
+      const int64_t count = total_.numel();
+      const int64_t begin = count * share / shares;
+      const int64_t length = count * (share + 1) / shares - begin;
+      total_.view(-1).narrow(0, begin, length).add_(other.view(-1).narrow(0, begin, length));
+    } else if (share == 0) {
+      total_ = total_.is_sparse() ? other + total_ : total_.add_(other);
+    }
+  }
+}
+
+// Computes all sums; CPU devices share the work among the workers of the first `workers` devices.
+void add_up(std::vector<GradientSum>& sums, const Devices& devices, size_t workers) {
+  const auto add = [&](int64_t share, int64_t shares) {
+    const torch::NoGradGuard no_grad;
+    for (auto& sum : sums) sum.add_share(share, shares);
+  };
+  if (devices.is_cuda()) {
+    add(0, 1);
+    return;
+  }
+  ReplicaTasks<void> tasks;
+  for (size_t share = 0; share < workers; ++share) {
+    tasks.add(devices[share].submit("sum gradients", [&, share] {
+      add(static_cast<int64_t>(share), static_cast<int64_t>(workers));
+    }));
+  }
+  tasks.wait(devices, "sum of gradients");
+}
+
+// The bytes it takes to send a gradient.
+int64_t gradient_bytes(const torch::Tensor& gradient) {
+  if (!gradient.is_sparse()) return static_cast<int64_t>(gradient.nbytes());
+  return static_cast<int64_t>(gradient._indices().nbytes() + gradient._values().nbytes());
+}
+
+// Copies `original` to `copy`, even after the user changed its dtype or shape.
 void refresh_tensor(torch::Tensor& copy, const torch::Tensor& original, const Device& device) {
   if (copy.sizes() == original.sizes() && copy.dtype() == original.dtype()) {
-    // Through an alias with a version of its own: the graph of an earlier forward may have saved
-    // `copy`. Weights that really changed in between are still refused, by replica 0's own check.
+    // Through an alias with a version counter of its own: the graph of an earlier forward may have
+    // saved `copy`. Replica 0's own check still refuses weights that really changed in between.
     copy.variable_data().copy_(original, /*non_blocking=*/true);
   } else {
     copy.set_data(original.detach().to(device.torch_device()).clone());
   }
 }
 
-int64_t bytes_of(const Tensors& tensors) {
+int64_t bytes_of(const std::vector<torch::Tensor>& tensors) {
   int64_t bytes = 0;
   for (const auto& tensor : tensors) bytes += static_cast<int64_t>(tensor.nbytes());
   return bytes;
@@ -57,8 +137,8 @@ Replicas::Replica Replicas::describe(std::shared_ptr<torch::nn::Module> module) 
   return {std::move(module), std::move(parameters), std::move(buffers)};
 }
 
-// Runs on the replica's worker, so that its memory is charged there and the random numbers its
-// constructor draws are not the user's.
+// Runs on the replica's worker, so that its memory is charged there and its constructor does not
+// draw from the user's random numbers.
 std::shared_ptr<torch::nn::Module> Replicas::make(
     size_t index, const ReplicaGroup::MakeReplica& make_replica) const {
   const c10::InferenceMode trainable_tensors(false);
@@ -179,8 +259,8 @@ std::vector<size_t> Replicas::trainable() const {
   return positions;
 }
 
-Tensors Replicas::sum_gradients(std::vector<Tensors> gradients,
-                                const std::vector<size_t>& positions) const {
+Replicas::Tensors Replicas::sum_gradients(std::vector<Tensors> gradients,
+                                          const std::vector<size_t>& positions) const {
   const size_t used = gradients.size();
   std::vector<Tensors> parts(owners_.size());  // [named parameter]; filled at owners only
   for (size_t replica = 0; replica < used; ++replica) {
@@ -191,8 +271,7 @@ Tensors Replicas::sum_gradients(std::vector<Tensors> gradients,
 
   std::vector<GradientSum> sums;
   sums.reserve(positions.size());
-  for (const size_t position : positions)
-    sums.emplace_back(std::move(parts[position]), devices_[0]);
+  for (const size_t each : positions) sums.emplace_back(std::move(parts[each]), devices_[0]);
   add_up(sums, devices_, used);
 
   Tensors totals;
@@ -200,9 +279,9 @@ Tensors Replicas::sum_gradients(std::vector<Tensors> gradients,
   return totals;
 }
 
-// Sorts one replica's gradients by the parameter they belong to. A replica may have untied what the
-// module ties, and then one parameter takes several; or tie it too, and then each tensor counts
-// once.
+// Sorts one replica's gradients by the parameter they belong to and returns their bytes. A replica
+// may have untied what the module ties, so that one parameter takes several gradients; if it ties
+// them too, each tensor counts once.
 int64_t Replicas::collect_parts(size_t replica, Tensors& gradients,
                                 std::vector<Tensors>& parts) const {
   std::unordered_set<const c10::TensorImpl*> seen;

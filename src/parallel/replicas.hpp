@@ -1,19 +1,70 @@
 #pragma once
 
+#include <fmt/format.h>
 #include <torch/nn/module.h>
 
+#include <exception>
 #include <functional>
+#include <future>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "lockstep/data_parallel.hpp"
 #include "lockstep/device.hpp"
+#include "lockstep/error.hpp"
 
 namespace lockstep {
 
-/// One module per device that computes what the first one computes. The first is the user's own
-/// module; the others are made once and refreshed from it before every forward.
+/// Tasks of several replicas, which refer to the caller's variables: however the scope is left, all
+/// tasks have ended by then.
+template <class Result>
+class ReplicaTasks {
+ public:
+  ReplicaTasks() = default;
+  ~ReplicaTasks() {
+    for (const auto& replica : tasks_) {
+      if (replica.valid()) replica.wait();
+    }
+  }
+  ReplicaTasks(const ReplicaTasks&) = delete;
+  ReplicaTasks& operator=(const ReplicaTasks&) = delete;
+
+  /// Adds the task of the next replica.
+  void add(std::future<Result> replica) { tasks_.push_back(std::move(replica)); }
+
+  /// Waits for all tasks, even if one has failed. Returns their results or throws the first
+  /// failure: the message names replica and device, and the original exception is nested. `doing`
+  /// is "forward" or the like; `first` is the replica of the first task.
+  auto wait(const Devices& devices, const char* doing, size_t first = 0) {
+    for (const auto& replica : tasks_) replica.wait();
+    std::conditional_t<std::is_void_v<Result>, std::vector<char>, std::vector<Result>> results;
+    for (size_t i = 0; i < tasks_.size(); ++i) {
+      try {
+        if constexpr (std::is_void_v<Result>) {
+          tasks_[i].get();
+        } else {
+          results.push_back(tasks_[i].get());
+        }
+      } catch (const std::exception& error) {
+        std::throw_with_nested(Error(
+            Code::kReplicaFailed,
+            fmt::format("{} of replica {} on {}: {}", doing, first + i, devices[first + i].name(),
+                        describe(error)),
+            "the text after the device's name is the module's own error; run the module alone "
+            "on that device's rows to find it"));
+      }
+    }
+    return results;
+  }
+
+ private:
+  std::vector<std::future<Result>> tasks_;
+};
+
+/// One module per device. The first is the user's own; the others are copies, which are made once
+/// and refreshed from it before every forward.
 class Replicas {
  public:
   using Tensors = std::vector<torch::Tensor>;
@@ -28,23 +79,24 @@ class Replicas {
   const Tensors& parameters(size_t index) const { return replicas_[index].parameters; }
   bool has_buffers() const { return !replicas_[0].buffers.empty(); }
 
-  /// Copies device 0's parameters, buffers and modes into a replica. Runs on that replica's worker.
+  /// Copies device 0's parameters, buffers and modes to a replica. Runs on that replica's worker.
   void refresh(size_t index);
 
-  /// Refuses a module whose parameters or buffers have changed in number since construction.
+  /// Refuses a module that has other parameters, or another number of buffers, than at
+  /// construction.
   void require_unchanged() const;
 
-  /// Positions in parameters(0) of the distinct ones that want a gradient now.
+  /// The positions in parameters(0) of the distinct ones that require a gradient now.
   std::vector<size_t> trainable() const;
 
   /// Sums the replicas' gradients of the parameters at `positions`, in device order, onto device 0.
-  /// `gradients[i]` holds replica i's, one for each of parameters(i), undefined where it has none.
+  /// `gradients[i]` holds replica i's, one for each of parameters(i); undefined if it has none.
   Tensors sum_gradients(std::vector<Tensors> gradients, const std::vector<size_t>& positions) const;
 
  private:
   struct Replica {
     std::shared_ptr<torch::nn::Module> module;
-    Tensors parameters;  // in named_parameters() order, shared ones as often as they are named
+    Tensors parameters;  // in named_parameters() order, a shared one once for each of its names
     Tensors buffers;
   };
 

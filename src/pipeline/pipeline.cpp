@@ -1,15 +1,421 @@
 #include "lockstep/pipeline.hpp"
 
 #include <fmt/format.h>
+#include <torch/csrc/autograd/autograd.h>
 
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <algorithm>
 #include <exception>
+#include <future>
+#include <unordered_map>
 
-#include "base/standard_streams.hpp"
+#include "base/process.hpp"
+#include "gradients/model_sync.hpp"
+#include "lockstep/autocast.hpp"
 #include "lockstep/error.hpp"
-#include "parallel/model_tensors.hpp"
-#include "pipeline/pipeline_state.hpp"
+#include "lockstep/grad_scaler.hpp"
+#include "pipeline/pipeline_rank.hpp"
+#include "precision/model_parallel.hpp"
 
 namespace lockstep {
+namespace {
+
+// Of which rank does what in which order: all ranks of a pipeline must agree on it.
+int64_t fingerprint(const Schedule& schedule) {
+  std::vector<int> parts = {schedule.micro_batches};
+  parts.insert(parts.end(), schedule.rank_of_stage.begin(), schedule.rank_of_stage.end());
+  for (const auto& actions : schedule.actions) {
+    for (const auto& [kind, stage, micro_batch] : actions) {
+      parts.insert(parts.end(), {static_cast<int>(kind), stage, micro_batch});
+    }
+  }
+  return static_cast<int64_t>(XXH3_64bits(parts.data(), parts.size() * sizeof(int)) >> 1);
+}
+
+void require_same_schedule(const Communicator& axis, const Schedule& schedule) {
+  const auto mine = torch::full({1}, fingerprint(schedule), torch::kInt64);
+  const auto all = torch::zeros({axis.size()}, torch::kInt64);
+  axis.all_gather(all, mine, {.label = "schedules of a pipeline"});
+  for (int rank = 1; rank < axis.size(); ++rank) {
+    if (all[rank].item<int64_t>() == all[0].item<int64_t>()) continue;
+    throw Error(
+        Code::kStageMismatch,
+        fmt::format("ranks {} and {} of a pipeline were given different schedules",
+                    axis.world_ranks().at(0), axis.world_ranks().at(static_cast<size_t>(rank))),
+        "give all ranks the same stages, micro-batches and schedule");
+  }
+}
+
+// A weight in two stages would get half of its gradient in each.
+void require_modules_apart(const std::vector<torch::nn::Sequential>& modules) {
+  std::unordered_map<const c10::TensorImpl*, size_t> owner;
+  for (size_t stage = 0; stage < modules.size(); ++stage) {
+    if (modules[stage].is_empty()) continue;
+    for (const auto& item : modules[stage]->named_parameters()) {
+      const auto [found, is_new] = owner.emplace(item.value().unsafeGetTensorImpl(), stage);
+      if (is_new || found->second == stage) continue;
+      throw Error(
+          Code::kPlacement,
+          fmt::format("parameter {} belongs to stages {} and {}", item.key(), found->second, stage),
+          "cut the model so that layers with common weights are in one stage, or give each "
+          "its own");
+    }
+  }
+}
+
+void require_options(const Schedule& schedule, const PipelineOptions& options, size_t modules) {
+  validate(schedule);
+  if (modules != static_cast<size_t>(schedule.stages())) {
+    throw Error(Code::kStageMismatch,
+                fmt::format("schedule {} has {} stages, but {} modules were given", schedule.name,
+                            schedule.stages(), modules),
+                "make the schedule for as many stages as the model is cut into");
+  }
+  if (!options.loss) {
+    throw Error(Code::kUsage, "a pipeline was made without a loss",
+                "set PipelineOptions::loss: backward begins in the last stage");
+  }
+  if (options.loss_weight && options.reduction == LossReduction::kSum) {
+    throw Error(Code::kUsage, "a pipeline was given a loss_weight for a loss that is a sum",
+                "sums need no weights: remove one of the two");
+  }
+  for (const int stage : options.recompute) {
+    if (stage >= 0 && stage < schedule.stages()) continue;
+    throw Error(Code::kUsage, fmt::format("recompute names stage {}", stage),
+                fmt::format("stages are 0 to {}", schedule.stages() - 1));
+  }
+}
+
+}  // namespace
+
+/// Everything behind a Pipeline. Its ranks are those of this process: all of them, each on a
+/// device's worker; or one, on the calling thread, where the others are ranks of an axis.
+class Pipeline::State {
+ public:
+  State(std::vector<torch::nn::Sequential> modules, const Devices& devices, Schedule given,
+        PipelineOptions options);
+  State(std::vector<torch::nn::Sequential> modules, const Communicator& axis, Device& device,
+        Schedule given, PipelineOptions options);
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+
+  torch::Tensor step(const torch::Tensor& x, const torch::Tensor& y, const PipelineStep& how);
+  torch::Tensor evaluate(const torch::Tensor& x);
+  const StepTrace& trace() const;
+  LinkStats links() const;
+
+  /// Steps whose gradients were applied without having been averaged.
+  int64_t unaveraged_steps() const;
+
+  LocalStage& local(int stage) const;
+
+  // Runs `work` for every local rank, on its device, after the caller's work there and before what
+  // the caller does next; all of it has ended when this returns or throws.
+  void run_ranks(const char* name, const std::function<void(PipelineRank&)>& work);
+
+  const Schedule schedule;
+  std::vector<int> local_stages;  // ascending
+
+ private:
+  void add_rank(int index, Device& device, std::unique_ptr<StageChannel> channel,
+                std::vector<torch::nn::Sequential>& modules);
+  int world_rank() const;
+  void continue_backward(const torch::Tensor& x, const torch::Tensor& y, const StepPlan& plan);
+  torch::Tensor share_loss(const torch::Tensor& mine) const;
+  const Device& last_device() const;
+  void run_on_workers(const char* name, const std::function<void(PipelineRank&)>& work);
+  void run_here(const std::function<void(PipelineRank&)>& work);
+
+  // Other ranks must not wait for one that left a call with an error.
+  template <class Call>
+  auto or_abort(const Call& call) const {
+    try {
+      return call();
+    } catch (const std::exception& error) {
+      if (axis_) axis_->abort(describe(error));
+      if (options_.data) options_.data->abort(describe(error));
+      for (const auto& rank : ranks_) rank->give_up(describe(error));
+      throw;
+    }
+  }
+
+  const PipelineOptions options_;
+  std::optional<Devices> devices_;                      // where all stages are in this process
+  std::optional<Communicator> axis_;                    // where they are ranks
+  std::shared_ptr<const Communicator> axis_of_stages_;  // the same, noted on their parameters
+  std::vector<std::string> rank_names_;                 // [pipeline rank]
+  StepPlanner planner_{schedule, options_, axis_};
+  DeviceRng seeds_{torch::Device(torch::kCPU), 0};  // of steps
+  Mailbox mailbox_;
+  std::vector<std::unique_ptr<PipelineRank>> ranks_;  // local ones
+  mutable std::optional<StepTrace> last_step_;        // read from the devices when first asked for
+  bool last_step_synchronised_ = true;
+};
+
+Pipeline::State::State(std::vector<torch::nn::Sequential> modules, const Devices& devices,
+                       Schedule given, PipelineOptions options)
+    : schedule(std::move(given)), options_(std::move(options)), devices_(devices) {
+  require_options(schedule, options_, modules.size());
+  require_modules_apart(modules);
+  planner_.require_same_weighing();
+  if (static_cast<size_t>(schedule.ranks()) > devices.size()) {
+    throw Error(Code::kPlacement,
+                fmt::format("schedule {} has {} ranks, but there are {} devices", schedule.name,
+                            schedule.ranks(), devices.size()),
+                "give more devices, or put several stages on one with on_ranks()");
+  }
+  devices.require_not_on_worker("Pipeline");
+  for (int index = 0; index < schedule.ranks(); ++index) {
+    rank_names_.push_back(devices[static_cast<size_t>(index)].name());
+  }
+  for (int index = 0; index < schedule.ranks(); ++index) {
+    Device& device = devices[static_cast<size_t>(index)];
+    const StreamOrder caller = StreamOrder::now(device);
+    device.run("place stages", [&] {
+      caller.hold_back(device);  // a GPU may not have made the weights yet
+      add_rank(index, device, make_local_channel(mailbox_, device), modules);
+    });
+    ranks_.back()->end().hold_back(device);
+  }
+  std::sort(local_stages.begin(), local_stages.end());
+}
+
+Pipeline::State::State(std::vector<torch::nn::Sequential> modules, const Communicator& axis,
+                       Device& device, Schedule given, PipelineOptions options)
+    : schedule(std::move(given)),
+      options_(std::move(options)),
+      axis_(axis),
+      axis_of_stages_(std::make_shared<const Communicator>(axis)) {
+  require_options(schedule, options_, modules.size());
+  if (axis.size() != schedule.ranks()) {
+    throw Error(Code::kStageMismatch,
+                fmt::format("schedule {} has {} ranks, but the axis has {}", schedule.name,
+                            schedule.ranks(), axis.size()),
+                "make the schedule for as many ranks as the pipeline's axis has");
+  }
+  require_same_schedule(axis, schedule);
+  planner_.require_same_weighing();
+  or_abort([&] { require_modules_apart(modules); });
+  for (const int rank : axis.world_ranks()) rank_names_.push_back(fmt::format("rank {}", rank));
+  const StreamOrder caller = StreamOrder::now(device);
+  {
+    const UseDevice home(device);
+    caller.hold_back(device);
+    auto channel = make_rank_channel(axis, schedule, device);
+    or_abort([&] { add_rank(axis.rank(), device, std::move(channel), modules); });
+    for (const auto& each : ranks_.front()->stages()) {
+      for (const auto& parameter : each->stage.module()->parameters()) {
+        note_pipeline_stage(parameter, axis_of_stages_);
+      }
+    }
+  }
+  ranks_.front()->end().hold_back(device);
+}
+
+// Called on a thread that works for the device.
+void Pipeline::State::add_rank(int index, Device& device, std::unique_ptr<StageChannel> channel,
+                               std::vector<torch::nn::Sequential>& modules) {
+  auto& rank = *ranks_.emplace_back(std::make_unique<PipelineRank>(
+      index, PipelineFacts{schedule, rank_names_, world_rank()}, device, std::move(channel)));
+  std::optional<Communicator> data;
+  if (options_.data) {
+    data = options_.data->split(0, options_.data->rank(), fmt::format("data {}", index));
+  }
+  for (int stage = 0; stage < schedule.stages(); ++stage) {
+    if (schedule.rank_of_stage[static_cast<size_t>(stage)] != index) continue;
+    auto& module = modules[static_cast<size_t>(stage)];
+    if (module.is_empty()) {
+      throw Error(Code::kStageMismatch, fmt::format("stage {} has no module here", stage),
+                  "give every rank the modules of its own stages");
+    }
+    const auto& again = options_.recompute;
+    const bool recompute = std::find(again.begin(), again.end(), stage) != again.end();
+    const bool last = stage + 1 == schedule.stages();
+    auto local = std::make_unique<LocalStage>(
+        LocalStage{Stage(stage, module, device, recompute, last ? options_.loss : nullptr), {}});
+    if (data) local->sync.emplace(stage, module, *data, options_);
+    rank.add(std::move(local));
+    local_stages.push_back(stage);
+  }
+  rank.mark_end();
+}
+
+int Pipeline::State::world_rank() const {
+  const auto& comm = axis_ ? axis_ : options_.data;
+  return comm ? comm->world_ranks().at(static_cast<size_t>(comm->rank())) : 0;
+}
+
+LocalStage& Pipeline::State::local(int stage) const {
+  for (const auto& rank : ranks_) {
+    for (const auto& each : rank->stages()) {
+      if (each->stage.index() == stage) return *each;
+    }
+  }
+  throw Error(Code::kUsage, fmt::format("stage {} is not in this process", stage),
+              fmt::format("local_stages() names those that are; stages are 0 to {}",
+                          schedule.stages() - 1));
+}
+
+const Device& Pipeline::State::last_device() const {
+  const auto last = static_cast<size_t>(schedule.rank_of_stage.back());
+  return ranks_[ranks_.size() == 1 ? 0 : last]->device();
+}
+
+torch::Tensor Pipeline::State::step(const torch::Tensor& x, const torch::Tensor& y,
+                                    const PipelineStep& how) {
+  const bool accumulates = !how.synchronise || !last_step_synchronised_;
+  StepPlan plan = or_abort([&] { return planner_.plan_step(x, y, accumulates); });
+  plan.seed = seeds_.next_seed();
+  plan.loss_factor = how.loss_factor;
+  plan.synchronise = how.synchronise;
+  plan.share_buffers = options_.broadcast_buffers && last_step_synchronised_;
+  if (how.scaler != nullptr) {
+    plan.loss_scale = how.scaler->scale(
+        torch::ones({}, torch::TensorOptions().device(last_device().torch_device())));
+  }
+  last_step_.reset();
+  run_ranks("pipeline", [&](PipelineRank& rank) { rank.run(plan); });
+  last_step_synchronised_ = how.synchronise;
+  torch::Tensor loss;
+  for (const auto& rank : ranks_) {
+    if (!rank->loss().defined()) continue;
+    loss = rank->loss();
+    planner_.check_losses(rank->losses());
+  }
+  loss = share_loss(loss);
+  or_abort([&] { continue_backward(x, y, plan); });
+  return loss;
+}
+
+// Goes backward from x and y with the gradients of this rank's own loss, as a backward on one
+// device would give them: the rank's weight among others is divided out. One call for both, since
+// one graph may have made x and y.
+void Pipeline::State::continue_backward(const torch::Tensor& x, const torch::Tensor& y,
+                                        const StepPlan& plan) {
+  std::vector<torch::Tensor> roots, gradients;
+  const auto add = [&](const torch::Tensor& root, const torch::Tensor& gradient) {
+    keep_for_current_stream(gradient);
+    const bool weighed = plan.data_factor > 0 && plan.data_factor != 1;
+    roots.push_back(root);
+    gradients.push_back((weighed ? gradient / plan.data_factor : gradient).to(root.device()));
+  };
+  for (const auto& rank : ranks_) {
+    const auto parts = rank->take_input_gradients();
+    if (parts.empty()) continue;
+    for (const auto& part : parts) keep_for_current_stream(part);
+    add(x, torch::cat(parts));
+  }
+  if (!plan.y.is_same(y) && plan.y.grad().defined()) add(y, plan.y.grad());
+  if (roots.empty()) return;
+  const Autocast off(roots.front().device(), torch::kBFloat16, /*enabled=*/false);
+  torch::autograd::backward(roots, gradients);
+}
+
+torch::Tensor Pipeline::State::share_loss(const torch::Tensor& mine) const {
+  if (!axis_ || axis_->size() == 1) return mine;
+  const torch::Tensor shared =
+      mine.defined()
+          ? mine.to(torch::kFloat64).reshape({1}).contiguous()
+          : torch::zeros(
+                {1}, torch::TensorOptions(torch::kFloat64).device(last_device().torch_device()));
+  axis_->broadcast(shared, schedule.rank_of_stage.back(), {.label = "loss of a pipeline's step"});
+  return mine.defined() ? mine : shared[0].to(torch::kFloat32);
+}
+
+torch::Tensor Pipeline::State::evaluate(const torch::Tensor& x) {
+  const StepPlan plan = or_abort([&] { return planner_.plan_evaluation(x); });
+  std::vector<torch::Tensor> outputs;
+  run_ranks("pipeline", [&](PipelineRank& rank) {
+    auto mine = rank.evaluate(plan);
+    if (mine.front().defined()) outputs = std::move(mine);
+  });
+  if (outputs.empty()) return {};
+  for (const auto& output : outputs) keep_for_current_stream(output);
+  return torch::cat(outputs);
+}
+
+const StepTrace& Pipeline::State::trace() const {
+  if (last_step_) return *last_step_;
+  StepTrace trace;
+  for (const auto& rank : ranks_) rank->add_spans(trace);
+  const auto by_begin = [](const auto& a, const auto& b) { return a.begin_ns < b.begin_ns; };
+  std::stable_sort(trace.actions.begin(), trace.actions.end(), by_begin);
+  std::stable_sort(trace.syncs.begin(), trace.syncs.end(), by_begin);
+  return last_step_.emplace(std::move(trace));
+}
+
+int64_t Pipeline::State::unaveraged_steps() const {
+  int64_t steps = 0;
+  for (const auto& rank : ranks_) {
+    for (const auto& each : rank->stages()) {
+      if (each->sync) steps = std::max(steps, each->sync->unaveraged_steps());
+    }
+  }
+  return steps;
+}
+
+LinkStats Pipeline::State::links() const {
+  LinkStats total;
+  for (const auto& rank : ranks_) {
+    const LinkStats each = rank->channel().stats();
+    total.messages += each.messages;
+    total.bytes += each.bytes;
+  }
+  return total;
+}
+
+void Pipeline::State::run_ranks(const char* name, const std::function<void(PipelineRank&)>& work) {
+  if (axis_) {
+    run_here(work);
+  } else {
+    run_on_workers(name, work);
+  }
+  for (const auto& rank : ranks_) rank->end().hold_back(rank->device());
+}
+
+void Pipeline::State::run_here(const std::function<void(PipelineRank&)>& work) {
+  PipelineRank& rank = *ranks_.front();
+  const StreamOrder caller = StreamOrder::now(rank.device());
+  const UseDevice home(rank.device());
+  caller.hold_back(rank.device());
+  or_abort([&] { work(rank); });
+  rank.mark_end();
+}
+
+void Pipeline::State::run_on_workers(const char* name,
+                                     const std::function<void(PipelineRank&)>& work) {
+  devices_->require_not_on_worker("a pipeline's step");
+  mailbox_.clear();
+  std::vector<std::future<void>> running;
+  for (const auto& rank : ranks_) {
+    auto caller = StreamOrder::now(rank->device());
+    running.push_back(
+        rank->device().submit(name, [this, &work, &rank = *rank, caller = std::move(caller)] {
+          caller.hold_back(rank.device());
+          try {
+            work(rank);
+          } catch (...) {
+            mailbox_.fail(std::current_exception());  // keeps the error that stopped this rank
+          }
+          rank.mark_end();
+        }));
+  }
+  for (const auto& each : running) each.wait();
+  const std::exception_ptr error = mailbox_.error();
+  if (!error) return;
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& caught) {
+    for (const auto& rank : ranks_) {
+      rank->give_up(describe(caught));
+      rank->end().hold_back(rank->device());  // the caller may clear gradients now
+    }
+    mailbox_.clear();
+    throw;
+  }
+}
 
 std::function<double(const torch::Tensor&)> count_targets(int64_t ignore_index) {
   return [ignore_index](const torch::Tensor& target) {
@@ -27,9 +433,9 @@ Pipeline::Pipeline(std::vector<torch::nn::Sequential> stages, const Communicator
     : state_(std::make_unique<State>(std::move(stages), axis, device, std::move(schedule),
                                      std::move(options))) {}
 
-// No step follows that could refuse it: the last gradients were applied on each rank alone.
+// No step follows that could refuse an update that each rank made alone.
 Pipeline::~Pipeline() {
-  const int64_t steps = state_->spoiled_steps();
+  const int64_t steps = state_->unaveraged_steps();
   if (std::uncaught_exceptions() > 0 || steps == 0) return;
   print_error(fmt::format(
       "warning[{}]: the last update used the gradients of {} steps with synchronise = false "
@@ -71,12 +477,13 @@ std::vector<torch::Tensor> Pipeline::parameters() const {
 }
 
 void Pipeline::for_each_stage(const char* name, const std::function<void(int)>& work) {
-  state_->for_each_stage(name, work);
+  state_->run_ranks(name, [&](PipelineRank& rank) {
+    for (const auto& each : rank.stages()) work(each->stage.index());
+  });
 }
 
 const StepTrace& Pipeline::last_step() const {
-  if (!state_->last_step) state_->last_step = state_->trace();
-  return *state_->last_step;
+  return state_->trace();
 }
 
 LinkStats Pipeline::links() const {

@@ -21,13 +21,13 @@ using torch::autograd::variable_list;
 
 struct SplitBackward::Fork {
   std::shared_ptr<Node> node;
-  edge_list weights;        // accumulators that are reached from here and from no other fork
+  edge_list weights;        // accumulators reached from here and from no other fork
   variable_list gradients;  // [output of the forward operation], as they arrived
 };
 
 namespace {
 
-// Keeps what arrives at a fork, while that is wanted.
+// Keeps the gradients that arrive at a fork, as long as the fork exists.
 template <class Fork>
 class KeepGradients : public torch::autograd::FunctionPreHook {
  public:
@@ -51,7 +51,7 @@ class Graph {
 
   bool leads_to_input(const Node* node) const { return leads_.at(node); }
 
-  // Every node on the way to the input, the output's first.
+  // Every node on a path to the input, the output's first.
   const std::vector<Node*>& path() const { return path_; }
 
   // Accumulators that can be reached from `node`.
@@ -124,7 +124,7 @@ SplitBackward::SplitBackward(const torch::Tensor& output, const torch::Tensor& g
 bool SplitBackward::find_forks(const torch::Tensor& output, const torch::Tensor& input) {
   const auto target = torch::autograd::impl::gradient_edge(input).function;
   const Graph graph(output.grad_fn().get(), target.get());
-  std::unordered_set<Node*> taken;  // weights that have their fork
+  std::unordered_set<Node*> taken;  // weights that belong to a fork
   for (Node* node : graph.path()) {
     std::unordered_set<Node*> weights;
     for (const auto& edge : node->next_edges()) {

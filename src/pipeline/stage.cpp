@@ -1,29 +1,55 @@
 #include "pipeline/stage.hpp"
 
 #include <ATen/autocast_mode.h>
+#include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/torch.h>
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
+#include <algorithm>
 #include <array>
+#include <limits>
+#include <numeric>
 #include <utility>
 
-#include "device/stream_order.hpp"
+#include "device/streams.hpp"
 #include "lockstep/autocast.hpp"
+#include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
-#include "pipeline/keep_buffers.hpp"
 
 namespace lockstep {
 namespace {
 
-// Each logical device pays for its own weights, also where all are in the host's memory.
+// Guard: restores buffers such as running means, so that forwards inside leave no trace in them.
+class KeepBuffers {
+ public:
+  explicit KeepBuffers(const torch::nn::Module& module) : buffers_(module.buffers()) {
+    const torch::NoGradGuard no_grad;
+    for (const auto& buffer : buffers_) values_.push_back(buffer.detach().clone());
+  }
+  ~KeepBuffers() {
+    const torch::NoGradGuard no_grad;
+    // The alias has a version counter of its own: a graph may have saved the buffer, but a training
+    // backward does not read it.
+    for (size_t i = 0; i < buffers_.size(); ++i) buffers_[i].variable_data().copy_(values_[i]);
+  }
+  KeepBuffers(const KeepBuffers&) = delete;
+  KeepBuffers& operator=(const KeepBuffers&) = delete;
+
+ private:
+  std::vector<torch::Tensor> buffers_;
+  std::vector<torch::Tensor> values_;  // [buffer]
+};
+
+// Each logical device gets its own copy, also where all are in the host's memory.
 void move_to(const Device& device, torch::nn::Module& module) {
   const torch::NoGradGuard no_grad;
   const auto move = [&](torch::Tensor& tensor) {
     if (!tensor.defined() || device.owns(tensor)) return;
     const auto moved = [&](const torch::Tensor& from) {
-      keep_for_current_stream(from);  // it is let go while this stream still copies
+      keep_for_current_stream(from);  // released while this stream still copies
       return from.detach().to(device.torch_device(), from.scalar_type(), /*non_blocking=*/false,
                               /*copy=*/true);
     };
@@ -41,16 +67,16 @@ uint64_t seed_of(const MicroBatchFacts& facts, int stage) {
   return XXH3_64bits(parts.data(), sizeof(parts));
 }
 
-// Guard: a pass without gradients leaves no casts of weights behind. A later pass inside the same
-// Autocast would take them, and they lead to no weight.
-class NoCastsKept {
+// Guard: a pass without gradients caches no casts of weights. A later pass inside the same Autocast
+// would use them, and they are not connected to the weights.
+class NoCastCache {
  public:
-  NoCastsKept() : before_(at::autocast::is_autocast_cache_enabled()) {
+  NoCastCache() : before_(at::autocast::is_autocast_cache_enabled()) {
     at::autocast::set_autocast_cache_enabled(false);
   }
-  ~NoCastsKept() { at::autocast::set_autocast_cache_enabled(before_); }
-  NoCastsKept(const NoCastsKept&) = delete;
-  NoCastsKept& operator=(const NoCastsKept&) = delete;
+  ~NoCastCache() { at::autocast::set_autocast_cache_enabled(before_); }
+  NoCastCache(const NoCastCache&) = delete;
+  NoCastCache& operator=(const NoCastCache&) = delete;
 
  private:
   bool before_;
@@ -60,11 +86,47 @@ bool may_have_gradient(const torch::Tensor& tensor) {
   return tensor.is_floating_point() || tensor.is_complex();
 }
 
-// What the stage before gets: also where this one made nothing of its input.
+// What the previous stage gets: zeros where this stage did not use its input.
 torch::Tensor gradient_to_send(const MicroBatchFacts& facts, const torch::Tensor& input,
                                const torch::Tensor& found) {
   if (!facts.wants_input_gradient || found.defined()) return found;
   return torch::zeros_like(input);
+}
+
+constexpr int kMeasurements = 3;
+
+void require_cut(int64_t layers, std::span<const int64_t> layers_per_stage) {
+  const int64_t total =
+      std::accumulate(layers_per_stage.begin(), layers_per_stage.end(), int64_t{0});
+  const bool any_empty = std::any_of(layers_per_stage.begin(), layers_per_stage.end(),
+                                     [](int64_t count) { return count < 1; });
+  if (total == layers && !any_empty) return;
+  throw Error(Code::kStageMismatch,
+              fmt::format("{} layers cannot be cut into {} stages of {} layers in all{}", layers,
+                          layers_per_stage.size(), total, any_empty ? ", one without a layer" : ""),
+              "give every stage at least one layer, and as many in all as the model has");
+}
+
+// Times forward and backward of one layer alone, in nanoseconds; replaces `rows` by its output.
+int64_t time_layer(torch::nn::AnyModule& layer, torch::Tensor& rows) {
+  const torch::Tensor leaf = rows.detach();
+  if (leaf.is_floating_point()) leaf.requires_grad_();
+  const torch::Tensor input = leaf.clone();  // a layer may work in place, but not on a leaf
+  const int64_t begin_ns = monotonic_ns();
+  const torch::Tensor output = layer.forward(input);
+  std::vector<torch::Tensor> wanted;
+  for (const auto& parameter : layer.ptr()->parameters()) {
+    if (parameter.requires_grad()) wanted.push_back(parameter);
+  }
+  if (leaf.requires_grad()) wanted.push_back(leaf);
+  if (output.requires_grad() && !wanted.empty()) {
+    torch::autograd::grad({output}, wanted, {torch::ones_like(output)}, /*retain_graph=*/false,
+                          /*create_graph=*/false, /*allow_unused=*/true);
+  }
+  if (output.is_cuda()) torch::cuda::synchronize(output.device().index());
+  const int64_t took_ns = monotonic_ns() - begin_ns;
+  rows = output.detach();
+  return took_ns;
 }
 
 }  // namespace
@@ -103,15 +165,15 @@ torch::Tensor Stage::forward(const MicroBatchFacts& facts, const torch::Tensor& 
   return output.detach();
 }
 
-// Nothing but the input is kept, so that must stay what it is.
+// Only the input is kept, so the module must not change it.
 torch::Tensor Stage::compute_for_later(const MicroBatchFacts& facts, const torch::Tensor& input) {
   const torch::NoGradGuard no_grad;
-  const NoCastsKept casts;
+  const NoCastCache casts;
   const auto version = input._version();
   const torch::Tensor output = compute(facts, input);
   if (input._version() == version) return output;
-  throw Error(Code::kUsage, "a stage that is computed again changed its input in place",
-              "let its first layer make a new tensor, or take the stage out of "
+  throw Error(Code::kUsage, "a stage that is recomputed changed its input in place",
+              "let its first layer make a new tensor, or remove the stage from "
               "PipelineOptions::recompute");
 }
 
@@ -136,7 +198,7 @@ torch::Tensor Stage::root_gradient(const MicroBatchFacts& facts, const Held& hel
 
 torch::Tensor Stage::backward(const MicroBatchFacts& facts, const torch::Tensor& gradient) {
   const Held held = take(facts);
-  const Autocast as_forward_did(device_, torch::kBFloat16, /*enabled=*/false);
+  const Autocast off(device_, torch::kBFloat16, /*enabled=*/false);
   if (held.output.requires_grad()) {
     torch::autograd::backward({held.output}, {root_gradient(facts, held, gradient)});
   }
@@ -145,7 +207,7 @@ torch::Tensor Stage::backward(const MicroBatchFacts& facts, const torch::Tensor&
 
 torch::Tensor Stage::backward_input(const MicroBatchFacts& facts, const torch::Tensor& gradient) {
   Held held = take(facts);
-  const Autocast as_forward_did(device_, torch::kBFloat16, /*enabled=*/false);
+  const Autocast off(device_, torch::kBFloat16, /*enabled=*/false);
   Held& kept = held_[facts.index];
   kept.split.emplace(held.output, root_gradient(facts, held, gradient),
                      facts.wants_input_gradient ? held.input : torch::Tensor());
@@ -154,14 +216,47 @@ torch::Tensor Stage::backward_input(const MicroBatchFacts& facts, const torch::T
 
 void Stage::backward_weight(int micro_batch) {
   auto node = held_.extract(micro_batch);
-  const Autocast as_forward_did(device_, torch::kBFloat16, /*enabled=*/false);
+  const Autocast off(device_, torch::kBFloat16, /*enabled=*/false);
   node.mapped().split->accumulate_weights();
 }
 
 torch::Tensor Stage::evaluate(const torch::Tensor& input) {
   const torch::NoGradGuard no_grad;
-  const NoCastsKept casts;
+  const NoCastCache casts;
   return module_->forward(input);
+}
+
+std::vector<torch::nn::Sequential> split_stages(const torch::nn::Sequential& model,
+                                                std::span<const int64_t> layers_per_stage) {
+  require_cut(static_cast<int64_t>(model->size()), layers_per_stage);
+  const auto children = model->named_children();
+  std::vector<torch::nn::Sequential> stages;
+  auto layer = model->begin();
+  size_t number = 0;
+  for (const int64_t count : layers_per_stage) {
+    torch::nn::Sequential stage;
+    for (int64_t i = 0; i < count; ++i, ++layer, ++number) {
+      stage->push_back(children[number].key(), *layer);
+    }
+    stages.push_back(std::move(stage));
+  }
+  return stages;
+}
+
+std::vector<double> measure_layers(const torch::nn::Sequential& model, const torch::Tensor& rows) {
+  const KeepBuffers buffers(*model);
+  const torch::AutoGradMode grad_mode(true);
+  std::vector<double> seconds(model->size(), std::numeric_limits<double>::infinity());
+  for (int attempt = 0; attempt < kMeasurements; ++attempt) {
+    torch::Tensor flowing = rows;
+    size_t number = 0;
+    for (auto& layer : *model.ptr()) {
+      const double took_s = static_cast<double>(time_layer(layer, flowing)) * 1e-9;
+      seconds[number] = std::min(seconds[number], took_s);
+      ++number;
+    }
+  }
+  return seconds;
 }
 
 }  // namespace lockstep

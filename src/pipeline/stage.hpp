@@ -15,26 +15,26 @@
 
 namespace lockstep {
 
-/// Where a micro-batch stands in a step: what its random numbers and its share depend on.
+/// What a stage must know of a micro-batch in a step.
 struct MicroBatchFacts {
   int index = 0;
   uint64_t step_seed = 0;
-  bool wants_input_gradient = true;  ///< false: nobody waits for what the first stage would give
-  torch::Tensor target;              ///< on the last stage's device, where a loss is computed
-  bool has_loss = true;              ///< last stage only; false: it has no term in the batch's loss
-  torch::Tensor loss_gradient;       ///< what goes backward into its loss; last stage only
+  bool wants_input_gradient = true;  ///< false in stage 0 where x requires none
+  torch::Tensor target;              ///< last stage only, where a loss is computed
+  bool has_loss = true;              ///< last stage only; false: no term in the batch's loss
+  torch::Tensor loss_gradient;       ///< last stage only: the gradient of its loss
 };
 
 /// Note [Micro-batches without a loss]
-/// The mean over no terms is 0 / 0, and 0 times that is no zero. So the loss function is not called
-/// for a micro-batch that has no term in the batch's loss: zeros go backward into the output of the
-/// model instead, and every gradient that comes of them is the zero that one device would add.
+/// The mean over no terms is 0 / 0, and 0 times that is not zero. So the loss function is not
+/// called for a micro-batch that has no term in the batch's loss: zeros go backward from the output
+/// of the model instead, and every gradient they produce is the zero that one device would add.
 
 /// One stage on its device: a module, and the micro-batches that went forward but not yet backward.
 /// All calls come from the thread that works for the device.
 class Stage {
  public:
-  /// Moves the module's weights to the device. `loss` is empty for all but the last.
+  /// Moves the module's weights to the device. `loss` is empty in all but the last stage.
   Stage(int index, torch::nn::Sequential module, Device& device, bool recompute,
         std::function<torch::Tensor(const torch::Tensor&, const torch::Tensor&)> loss);
 
@@ -44,27 +44,26 @@ class Stage {
   Device& device() const { return device_; }
   const torch::nn::Sequential& module() const { return module_; }
 
-  /// The output for the next stage; of the last one the micro-batch's loss, 0 where it has none.
-  /// Cut off from the graph.
+  /// Returns the output for the next stage; in the last stage the micro-batch's loss, or 0 where it
+  /// has none. The result is detached from the graph.
   torch::Tensor forward(const MicroBatchFacts& facts, const torch::Tensor& input);
 
-  /// The input's gradient, undefined where nobody wants it. `gradient` is the output's.
+  /// Returns the input's gradient, undefined where it is not wanted. `gradient` is the output's.
   torch::Tensor backward(const MicroBatchFacts& facts, const torch::Tensor& gradient);
 
-  /// The same in two calls: here only what the stage before waits for,
+  /// The same in two calls: first what the previous stage waits for, later the weights' gradients.
   torch::Tensor backward_input(const MicroBatchFacts& facts, const torch::Tensor& gradient);
-  /// and here the gradients of the weights.
   void backward_weight(int micro_batch);
 
   torch::Tensor evaluate(const torch::Tensor& input);
 
-  /// Forgets micro-batches that a failed step left behind.
+  /// Drops micro-batches that a failed step left behind.
   void drop_micro_batches() { held_.clear(); }
 
  private:
   struct Held {
-    torch::Tensor input;   // a leaf; requires a gradient where that is wanted
-    torch::Tensor output;  // or loss; undefined where it is computed again
+    torch::Tensor input;   // a leaf; requires a gradient if that is wanted
+    torch::Tensor output;  // or loss; undefined in a stage that recomputes
     std::optional<SplitBackward> split;
   };
 

@@ -19,7 +19,7 @@ StageSync::StageSync(int stage, torch::nn::Sequential module, const Communicator
       forms_(forms_of(parameters_)),
       frozen_(parameters_.size(), 0),
       nonfinite_(parameters_, comm_, options.nonfinite, stats_, fmt::format("stage {}: ", stage)),
-      flight_(comm_, {}, stats_),
+      in_flight_(comm_, {}, stats_),
       window_(parameters_) {
   if (comm_.size() == 1) return;
   require_same_model(comm_, model_tensors(*module_));
@@ -31,12 +31,12 @@ StageSync::StageSync(int stage, torch::nn::Sequential module, const Communicator
                    BucketLimits{options.bucket_cap_bytes, options.bucket_cap_bytes});
 }
 
-// An update between two unaveraged steps would use gradients that no other rank has seen.
+// An update between two unaveraged steps would use gradients that the other ranks do not have.
 void StageSync::require_averaged() const {
-  if (spoiled_steps() == 0) return;
+  if (unaveraged_steps() == 0) return;
   refuse(fmt::format("the weights of stage {} changed after {} steps that were not synchronised",
-                     stage_, spoiled_steps()),
-         "let the last step before an update have synchronise = true; where weights change on "
+                     stage_, unaveraged_steps()),
+         "set synchronise = true in the last step before an update; if weights change on "
          "purpose and are changed back, set PipelineOptions::check_unaveraged_updates to false");
 }
 
@@ -46,7 +46,7 @@ void StageSync::require_unchanged() const {
   refuse(fmt::format("parameter {} of stage {} {} after the pipeline was made: its gradients would "
                      "not be averaged",
                      change->name, stage_, change->what),
-         "change the stages first, and then make the Pipeline, anew where it was made already");
+         "change the stages before making the Pipeline, or make a new one");
 }
 
 void StageSync::refuse(const std::string& message, const std::string& help) const {
@@ -54,8 +54,8 @@ void StageSync::refuse(const std::string& message, const std::string& help) cons
   throw Error(Code::kSyncMisuse, message, help);
 }
 
-// One rank that trains what another has frozen would move away from it. All freeze between the same
-// steps, so that nothing has to be exchanged in the others.
+// A rank that trains what another has frozen would diverge from it. All ranks freeze between the
+// same steps, so that the other steps exchange nothing.
 void StageSync::agree_on_frozen() {
   std::vector<uint8_t> now;
   for (const auto& [name, tensor] : parameters_) now.push_back(tensor.requires_grad() ? 0 : 1);
@@ -76,9 +76,9 @@ void StageSync::agree_on_frozen() {
   }
 }
 
-// What is frozen keeps the gradient it has, or none: an optimizer passes over it then. Only what it
-// has accumulated since the last average is still averaged.
-void StageSync::place_gradient(size_t parameter) {
+// A frozen parameter keeps the gradient it has, or none, and an optimizer skips it then. Only what
+// it has accumulated since the last average is still averaged.
+void StageSync::prepare_gradient(size_t parameter) {
   torch::Tensor tensor = parameters_[parameter].tensor;
   const torch::Tensor grad = tensor.grad();
   if (frozen_[parameter] == 0) {
@@ -106,7 +106,7 @@ void StageSync::begin_step(bool share_buffers) {
     const auto buffers = buffers_of(*module_);
     if (!buffers.empty()) broadcast_tensors(comm_, buffers, 0, "buffers of a stage");
   }
-  for (size_t i = 0; i < parameters_.size(); ++i) place_gradient(i);
+  for (size_t i = 0; i < parameters_.size(); ++i) prepare_gradient(i);
 }
 
 void StageSync::launch(bool synchronise, double weight) {
@@ -114,25 +114,25 @@ void StageSync::launch(bool synchronise, double weight) {
   if (!synchronise) return window_.add_micro_step();
   buckets_->set_micro_steps(window_.micro_steps() + 1);
   window_.close();
-  flight_.begin_step();
+  in_flight_.begin_step();
   span_.emplace(SyncSpan{.stage = stage_});
   for (size_t i = 0; i < buckets_->size(); ++i) {
     const PlannedBucket& plan = buckets_->plan(i);
     nonfinite_.look(*buckets_, i);
-    flight_.launch(buckets_->bucket(i), plan.bytes(), static_cast<int64_t>(plan.gradients.size()),
-                   weight);
+    in_flight_.launch(buckets_->bucket(i), plan.bytes(),
+                      static_cast<int64_t>(plan.gradients.size()), weight);
     span_->bytes += plan.bytes();
     span_->all_reduces += 1;
   }
 }
 
 void StageSync::finish() {
-  if (span_) flight_.wait();
+  if (span_) in_flight_.wait();
 }
 
 std::optional<SyncSpan> StageSync::span() {
   if (!span_) return std::nullopt;
-  flight_.settle();
+  in_flight_.settle();
   SyncSpan span = *span_;
   span.begin_ns = stats_.last_step.front().launched_ns;
   for (const auto& bucket : stats_.last_step) {

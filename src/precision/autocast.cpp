@@ -3,7 +3,7 @@
 #include <fmt/format.h>
 #include <torch/cuda.h>
 
-#include "base/hidden_amx.hpp"
+#include "base/machine.hpp"
 #include "lockstep/device.hpp"
 #include "lockstep/error.hpp"
 #include "torch_compat.hpp"

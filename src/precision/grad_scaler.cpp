@@ -12,19 +12,65 @@
 #include "precision/loss_scale.hpp"
 #include "precision/model_parallel.hpp"
 #include "precision/optimizer_gradients.hpp"
-#include "precision/skip_log.hpp"
+#include "precision/scaler_kernels.hpp"
 
 namespace lockstep {
-namespace {
 
-/// Of one optimizer, from one update() to the next.
-enum class Stage { kReady, kUnscaled, kStepped };
+/// How far one optimizer is between two calls of update().
+enum class ScalerStage { kReady, kUnscaled, kStepped };
 
-struct OptimizerState {
+struct ScaledOptimizer {
   const torch::optim::Optimizer* optimizer = nullptr;
-  Stage stage = Stage::kReady;
+  ScalerStage stage = ScalerStage::kReady;
   Finding finding = {};  // from kUnscaled on
 };
+
+/// Which updates were skipped, and why. A GPU writes those that it decides to a ring; they become
+/// known here when the ring is read.
+class SkipLog {
+ public:
+  explicit SkipLog(std::function<void(const SkippedStep&)> on_skip)
+      : on_skip_(std::move(on_skip)) {}
+
+  ParameterNames& names() { return names_; }
+
+  /// Describes the first parameter that overflowed. The host must know the findings.
+  std::string overflowed_parameter(const std::vector<Finding>& findings) const {
+    for (const auto& finding : findings) {
+      if (finding.first >= 0) return names_.of(finding.first);
+      if (finding.overflowed_peer >= 0) {
+        return fmt::format("a parameter of rank {} of the model-parallel group",
+                           finding.overflowed_peer);
+      }
+    }
+    return "";
+  }
+
+  void add(const SkippedStep& skipped) {
+    skipped_.push_back(skipped);
+    if (on_skip_) on_skip_(skipped);
+  }
+
+  /// Takes in what the GPU has written so far.
+  void read(SkipRing& ring) {
+    const uint64_t written = std::atomic_ref(ring.written).load(std::memory_order_acquire);
+    if (written > SkipRing::kEntries) read_ = std::max(read_, written - SkipRing::kEntries);
+    while (read_ < written) {
+      const SkipRing::Entry entry = ring.entries[read_++ % SkipRing::kEntries];
+      add({entry.update, names_.of(entry.parameter), entry.scale_before, entry.scale_after});
+    }
+  }
+
+  const std::vector<SkippedStep>& skipped() const { return skipped_; }
+
+ private:
+  std::function<void(const SkippedStep&)> on_skip_;
+  ParameterNames names_;
+  uint64_t read_ = 0;  // entries of the ring
+  std::vector<SkippedStep> skipped_;
+};
+
+namespace {
 
 GradScalerState initial(const GradScalerOptions& options) {
   return {options.init_scale, options.growth_factor, options.backoff_factor,
@@ -35,14 +81,15 @@ Error misuse(const std::string& message, const std::string& help) {
   return {Code::kScalerMisuse, "GradScaler: " + message, help};
 }
 
-// Enabled scalers of this process.
+// How many scalers of this process are enabled.
 std::atomic<int64_t> enabled_scalers{0};
 
 bool asks_for_anything(const StepExtras& extras) {
   return extras.max_norm.has_value() || extras.zero_grad;
 }
 
-// What one scan of all gradients would find, and the sums of squares of each part of the model.
+// Returns what one scan of all gradients would find, and in `squares` the sum of squares of each
+// part of the model.
 Finding scan_parts(const OptimizerGradients& gradients, const ModelParallelGroup& model,
                    std::vector<torch::Tensor>& squares) {
   std::vector<OptimizerGradients> parts(model.parts());
@@ -79,14 +126,14 @@ struct GradScaler::State {
   State(const State&) = delete;
   State& operator=(const State&) = delete;
 
-  OptimizerState& of(const torch::optim::Optimizer& optimizer);
+  ScaledOptimizer& of(const torch::optim::Optimizer& optimizer);
   void require_scaled_loss(const char* call) const;
   std::optional<Communicator> others(const StepExtras& extras) const {
     return options.model_parallel ? options.model_parallel : extras.model_parallel;
   }
   OptimizerGradients collect(torch::optim::Optimizer& optimizer, const FusedOptimizer* fused,
                              const ModelParallelGroup& model);
-  void unscale(OptimizerState& mine, const OptimizerGradients& gradients);
+  void unscale(ScaledOptimizer& mine, const OptimizerGradients& gradients);
   ScaledGradients scaled_by(const OptimizerGradients& gradients) const;
   torch::Tensor step(torch::optim::Optimizer& optimizer, FusedOptimizer* fused,
                      const StepExtras& extras);
@@ -98,26 +145,26 @@ struct GradScaler::State {
 
   GradScalerOptions options;
   LossScale scale;
-  std::shared_ptr<SkipLog> log;            // shared with captured steps, which read it on replay
-  std::vector<OptimizerState> optimizers;  // in the order of their first call; none after update()
+  std::shared_ptr<SkipLog> log;             // shared with captured steps, which read it on replay
+  std::vector<ScaledOptimizer> optimizers;  // in the order of their first call; update() clears it
 };
 
-OptimizerState& GradScaler::State::of(const torch::optim::Optimizer& optimizer) {
+ScaledOptimizer& GradScaler::State::of(const torch::optim::Optimizer& optimizer) {
   for (auto& each : optimizers) {
     if (each.optimizer == &optimizer) return each;
   }
-  if (Capture* capture = Capture::current()) {  // what was begun in vain is as if it never was
+  if (Capture* capture = Capture::current()) {  // a capture that fails must leave no trace
     capture->if_dropped([this, alive = std::weak_ptr<SkipLog>(log)] {
       if (!alive.expired()) optimizers.clear();
     });
   }
-  return optimizers.emplace_back(OptimizerState{&optimizer});
+  return optimizers.emplace_back(ScaledOptimizer{&optimizer});
 }
 
-// Of ranks that hold parts of a model, only the last may have a loss.
+// Where ranks hold parts of a model, only the last may have a loss.
 void GradScaler::State::require_scaled_loss(const char* call) const {
-  if (scale.placed() || options.model_parallel) return;
-  throw misuse(fmt::format("{} before any loss was scaled", call),
+  if (scale.has_scaled() || options.model_parallel) return;
+  throw misuse(fmt::format("{} was called before any loss was scaled", call),
                "call scaler.scale(loss).backward() first");
 }
 
@@ -133,12 +180,12 @@ OptimizerGradients GradScaler::State::collect(torch::optim::Optimizer& optimizer
   return gradients;
 }
 
-void GradScaler::State::unscale(OptimizerState& mine, const OptimizerGradients& gradients) {
+void GradScaler::State::unscale(ScaledOptimizer& mine, const OptimizerGradients& gradients) {
   mine.finding = unscale_in_place(gradients, scale);
-  mine.stage = Stage::kUnscaled;
+  mine.stage = ScalerStage::kUnscaled;
 }
 
-// Gradients as they are, for an update that multiplies as it goes.
+// The scale for gradients that are still scaled, and that the update will multiply.
 ScaledGradients GradScaler::State::scaled_by(const OptimizerGradients& gradients) const {
   ScaledGradients scaled;
   if (scale.on_gpu() && !gradients.all_on_cpu()) {
@@ -153,8 +200,7 @@ ScaledGradients GradScaler::State::scaled_by(const OptimizerGradients& gradients
   return scaled;
 }
 
-// Parts of one model overflow together. The same calls whatever this rank holds, so that ranks
-// agree.
+// All parts of a model skip a step together. Every rank makes the same calls, whatever it holds.
 void GradScaler::State::agree(Finding& finding, const ModelParallelGroup& model) const {
   require_not_capturing("a GradScaler whose model is divided over ranks",
                         "leave the scaler out of captured steps");
@@ -163,20 +209,20 @@ void GradScaler::State::agree(Finding& finding, const ModelParallelGroup& model)
 
 torch::Tensor GradScaler::State::step(torch::optim::Optimizer& optimizer, FusedOptimizer* fused,
                                       const StepExtras& extras) {
-  OptimizerState& mine = of(optimizer);
+  ScaledOptimizer& mine = of(optimizer);
   const ModelParallelGroup model(optimizer.param_groups(), others(extras));
   const auto gradients = collect(optimizer, fused, model);
   ScaledGradients scaled;
-  std::vector<torch::Tensor> squares;  // [part], of gradients as they are
-  if (mine.stage == Stage::kReady && fused != nullptr) {
-    // Only read here: the update multiplies as it goes, which saves a pass that writes.
+  std::vector<torch::Tensor> squares;  // [part], of the gradients before unscaling
+  if (mine.stage == ScalerStage::kReady && fused != nullptr) {
+    // Only read the gradients: the update multiplies them, which saves a pass that writes.
     if (model.alone()) {
       mine.finding = scan(gradients, extras.max_norm.has_value());
     } else {
       mine.finding = scan_parts(gradients, model, squares);
     }
     scaled = scaled_by(gradients);
-  } else if (mine.stage == Stage::kReady) {
+  } else if (mine.stage == ScalerStage::kReady) {
     unscale(mine, gradients);
   } else if (!model.alone() && extras.max_norm) {
     scan_parts(gradients, model, squares);
@@ -185,18 +231,18 @@ torch::Tensor GradScaler::State::step(torch::optim::Optimizer& optimizer, FusedO
   if (fused != nullptr && model.alone() && gradients.all_on_one_gpu() &&
       mine.finding.on_gpus.size() == 1) {
     scaled.found_inf = mine.finding.on_gpus[0].found_inf;
-    if (mine.stage == Stage::kReady) {
+    if (mine.stage == ScalerStage::kReady) {
       scaled.sum_of_squares = mine.finding.on_gpus[0].sum_of_squares;
     }
   } else {
     mine.finding.bring_to_host();
     if (!model.alone()) agree(mine.finding, model);
     if (mine.finding.overflowed()) {
-      mine.stage = Stage::kStepped;
+      mine.stage = ScalerStage::kStepped;
       if (extras.zero_grad) drop_gradients(optimizer);
       return {};
     }
-    const bool scanned = mine.stage == Stage::kReady && !gradients.gradients.empty();
+    const bool scanned = mine.stage == ScalerStage::kReady && !gradients.gradients.empty();
     if (extras.max_norm && !model.alone()) {
       scaled.sum_of_squares = model.sum(std::move(squares));
     } else if (extras.max_norm && scanned) {
@@ -210,15 +256,15 @@ torch::Tensor GradScaler::State::step(torch::optim::Optimizer& optimizer, FusedO
   } else {
     optimizer.step();
   }
-  mine.stage = Stage::kStepped;
+  mine.stage = ScalerStage::kStepped;
   return norm;
 }
 
 std::vector<Finding> GradScaler::State::take_findings() {
   std::vector<Finding> findings;
   for (auto& each : std::exchange(optimizers, {})) {
-    if (each.stage == Stage::kReady) continue;
-    if (each.stage == Stage::kUnscaled) {
+    if (each.stage == ScalerStage::kReady) continue;
+    if (each.stage == ScalerStage::kUnscaled) {
       const ModelParallelGroup model(each.optimizer->param_groups(), options.model_parallel);
       if (!model.alone()) {
         each.finding.bring_to_host();
@@ -231,7 +277,7 @@ std::vector<Finding> GradScaler::State::take_findings() {
 }
 
 void GradScaler::State::update(std::vector<Finding> findings, std::optional<double> new_scale) {
-  bool overflowed = false;  // as far as the host knows
+  bool overflowed = false;  // that the host knows of
   std::vector<GpuScan> scans;
   for (const auto& finding : findings) {
     overflowed = overflowed || finding.overflowed();
@@ -259,7 +305,7 @@ void GradScaler::State::update_on_host(std::vector<Finding> findings,
   const double before = scale.value();
   scale.update(true, new_scale);
   const double after = scale.value();
-  read_log();  // steps before this one come first
+  read_log();  // earlier steps come first
   log->add({scale.updates(), log->overflowed_parameter(findings), before, after});
 }
 
@@ -284,25 +330,26 @@ torch::Tensor GradScaler::scale(const torch::Tensor& loss) {
 void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   if (!is_enabled()) return;
   state_->require_scaled_loss("unscale_()");
-  OptimizerState& mine = state_->of(optimizer);
+  ScaledOptimizer& mine = state_->of(optimizer);
   switch (mine.stage) {
-    case Stage::kReady:
+    case ScalerStage::kReady:
       return state_->unscale(
           mine, state_->collect(
                     optimizer, nullptr,
                     ModelParallelGroup(optimizer.param_groups(), state_->options.model_parallel)));
-    case Stage::kUnscaled:
-      throw misuse("unscale_() a second time since the last update()",
+    case ScalerStage::kUnscaled:
+      throw misuse("unscale_() was called a second time since the last update()",
                    "divide the gradients once, when all of them have been accumulated");
-    case Stage::kStepped:
-      throw misuse("unscale_() after step()", "call unscale_(), then step(), then update()");
+    case ScalerStage::kStepped:
+      throw misuse("unscale_() was called after step()",
+                   "call unscale_(), then step(), then update()");
   }
 }
 
 torch::Tensor GradScaler::step(torch::optim::Optimizer& optimizer, const StepExtras& extras) {
   auto* fused = dynamic_cast<FusedOptimizer*>(&optimizer);
   if (fused == nullptr && asks_for_anything(extras)) {
-    throw Error(Code::kUsage, "only optimizers of lockstep clip and clear gradients in step()",
+    throw Error(Code::kUsage, "only lockstep's optimizers clip and clear gradients in step()",
                 "use lockstep::Sgd, Adam or AdamW; or call unscale_(), clip_grad_norm_() and "
                 "zero_grad() yourself");
   }
@@ -312,8 +359,8 @@ torch::Tensor GradScaler::step(torch::optim::Optimizer& optimizer, const StepExt
     return {};
   }
   state_->require_scaled_loss("step()");
-  if (state_->of(optimizer).stage == Stage::kStepped) {
-    throw misuse("step() a second time since the last update()",
+  if (state_->of(optimizer).stage == ScalerStage::kStepped) {
+    throw misuse("step() was called a second time since the last update()",
                  "call update() once after all optimizers have stepped");
   }
   return state_->step(optimizer, fused, extras);
@@ -325,8 +372,8 @@ void GradScaler::update(std::optional<double> new_scale) {
   if (new_scale) require_scale(*new_scale);
   auto findings = state_->take_findings();
   if (findings.empty() && !new_scale) {
-    throw misuse("update() without a step() since the last one",
-                 "call step() for each optimizer first; while gradients accumulate, neither");
+    throw misuse("update() was called without a step() since the last one",
+                 "call step() for each optimizer first; while gradients accumulate, call neither");
   }
   state_->update(std::move(findings), new_scale);
 }

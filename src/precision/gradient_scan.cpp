@@ -9,7 +9,7 @@
 namespace lockstep {
 namespace {
 
-constexpr int64_t kBlocksPerThread = 16;  // at least: less is not worth waking another
+constexpr int64_t kBlocksPerThread = 16;  // fewer are not worth waking another thread
 
 struct Block {
   int64_t gradient;  // index
@@ -27,7 +27,7 @@ struct Block {
   }
 };
 
-// Whether its elements can be walked in memory order, in place.
+// Whether its elements can be read and written in memory order.
 bool flat(const torch::Tensor& gradient) {
   return (gradient.scalar_type() == torch::kFloat || gradient.scalar_type() == torch::kDouble) &&
          gradient.is_non_overlapping_and_dense();
@@ -58,7 +58,7 @@ void for_each_block(const std::vector<Block>& blocks, const Work& work) {
 }  // namespace
 
 GradientScan scan_gradients(std::span<const torch::Tensor> gradients) {
-  std::vector<torch::Tensor> converted;  // those that cannot be read where they are
+  std::vector<torch::Tensor> converted;  // copies of those that are not flat
   std::vector<Block> blocks;
   for (size_t i = 0; i < gradients.size(); ++i) {
     if (!gradients[i].defined()) continue;
@@ -81,7 +81,7 @@ GradientScan scan_gradients(std::span<const torch::Tensor> gradients) {
 
 int64_t unscale_gradients(std::span<const torch::Tensor> gradients, float inverse_scale) {
   std::vector<Block> blocks;
-  std::vector<torch::Tensor> elsewhere(gradients.size());  // [gradient] where it is not flat
+  std::vector<torch::Tensor> elsewhere(gradients.size());  // [gradient], defined if not flat
   bool any_elsewhere = false;
   for (size_t i = 0; i < gradients.size(); ++i) {
     if (!gradients[i].defined()) continue;

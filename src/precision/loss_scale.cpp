@@ -7,29 +7,30 @@
 
 #include "device/capture.hpp"
 #include "lockstep/error.hpp"
+#include "precision/scaler_kernels.hpp"
 
 namespace lockstep {
 namespace {
 
-void require(bool holds, const std::string& what, const std::string& help) {
+void require_option(bool holds, const std::string& what, const std::string& help) {
   if (!holds) throw Error(Code::kUsage, "GradScaler: " + what, help);
 }
 
 void require_usable(const GradScalerState& state) {
   require_scale(state.scale);
-  require(std::isfinite(state.growth_factor) && state.growth_factor > 1,
-          fmt::format("a growth factor of {} does not grow", state.growth_factor),
-          "give a number above 1; PyTorch's is 2");
-  require(state.backoff_factor > 0 && state.backoff_factor < 1,
-          fmt::format("a backoff factor of {} does not shrink", state.backoff_factor),
-          "give a number between 0 and 1; PyTorch's is 0.5");
-  require(state.growth_interval >= 1,
-          fmt::format("a growth interval of {} steps", state.growth_interval),
-          "give at least 1; PyTorch's is 2000");
-  require(state.growth_tracker >= 0 && state.growth_tracker < state.growth_interval,
-          fmt::format("{} finite steps counted, with a growth interval of {}", state.growth_tracker,
-                      state.growth_interval),
-          "the saved state is damaged: start from a whole one");
+  require_option(std::isfinite(state.growth_factor) && state.growth_factor > 1,
+                 fmt::format("a growth factor of {} does not grow", state.growth_factor),
+                 "give a number above 1; PyTorch's is 2");
+  require_option(state.backoff_factor > 0 && state.backoff_factor < 1,
+                 fmt::format("a backoff factor of {} does not shrink", state.backoff_factor),
+                 "give a number between 0 and 1; PyTorch's is 0.5");
+  require_option(state.growth_interval >= 1,
+                 fmt::format("a growth interval of {} steps", state.growth_interval),
+                 "give at least 1; PyTorch's is 2000");
+  require_option(state.growth_tracker >= 0 && state.growth_tracker < state.growth_interval,
+                 fmt::format("{} finite steps counted, with a growth interval of {}",
+                             state.growth_tracker, state.growth_interval),
+                 "the saved state is damaged: load an intact one");
 }
 
 #if LOCKSTEP_CUDA
@@ -43,8 +44,8 @@ bool same_rules(const GradScalerState& one, const GradScalerState& other) {
 
 void require_scale(double scale) {
   const auto rounded = static_cast<float>(scale);
-  require(std::isfinite(rounded) && rounded > 0, fmt::format("{} cannot be a scale", scale),
-          "give a positive number that a float can hold; PyTorch starts with 65536");
+  require_option(std::isfinite(rounded) && rounded > 0, fmt::format("{} cannot be a scale", scale),
+                 "give a positive number that a float can hold; PyTorch starts with 65536");
 }
 
 LossScale::LossScale(const GradScalerState& state) {
@@ -61,7 +62,7 @@ void LossScale::load(const GradScalerState& state) {
   tracker_.fill_(state_.growth_tracker);
 }
 
-void LossScale::place_on(torch::Device gpu) {
+void LossScale::move_to(torch::Device gpu) {
 #if LOCKSTEP_CUDA
   require_not_capturing("the first loss of a GradScaler",
                         "let a step run before it is captured (CaptureOptions::warmup)");
@@ -82,12 +83,13 @@ void LossScale::place_on(torch::Device gpu) {
 }
 
 torch::Tensor LossScale::multiply(const torch::Tensor& loss) {
-  if (!placed_ && loss.is_cuda()) place_on(loss.device());
-  placed_ = true;
-  // A tensor, also on the host: its dtype takes part in promotion, and fp16 cannot hold 65536.
+  if (!has_scaled_ && loss.is_cuda()) move_to(loss.device());
+  has_scaled_ = true;
   if (on_gpu() && loss.is_cpu()) {
     require_not_capturing("a loss on the CPU", "compute the loss on the GPU");
   }
+  // The factor is a tensor on the host too: its dtype takes part in promotion, and fp16 cannot hold
+  // 65536.
   return loss * (on_gpu() ? scale_.to(loss.device(), /*non_blocking=*/loss.is_cuda())
                           : torch::scalar_tensor(state_.scale, torch::kFloat));
 }
@@ -138,7 +140,7 @@ void LossScale::settle([[maybe_unused]] const std::vector<GpuScan>& scans,
       if (same_rules(state_, captured)) return;
       throw Error(Code::kCapture,
                   "the GradScaler's growth rules were loaded since its step was captured",
-                  "make the CapturedStep anew after load_state_dict()");
+                  "make a new CapturedStep after load_state_dict()");
     });
   }
 #endif

@@ -20,7 +20,8 @@ bool owns_a_matrix(const torch::nn::Module& module) {
   return std::any_of(own.begin(), own.end(), [](const auto& each) { return each.dim() >= 2; });
 }
 
-// Every parameter with its owner, as named_parameters() names it; a shared one at each owner.
+// Visits every parameter with its owner and its name in named_parameters(); a shared one once for
+// each owner.
 template <class Visit>
 void for_each_parameter(const torch::nn::Module& module, const std::string& prefix,
                         const Visit& visit) {
@@ -47,8 +48,8 @@ void check_choice(const std::string& name, const torch::Tensor& parameter) {
   }
 }
 
-// The parameter's memory is exchanged; a gradient of the other dtype would fit no more.
-void put(torch::Tensor parameter, const torch::Tensor& data) {
+// Exchanges the parameter's memory and drops its gradient, whose dtype no longer fits.
+void put_data(torch::Tensor parameter, const torch::Tensor& data) {
   parameter.mutable_grad().reset();
   parameter.set_data(data);
 }
@@ -59,7 +60,7 @@ struct MasterWeights::State {
   struct Held {
     torch::Tensor parameter;
     torch::Tensor master;
-    // What the parameter looked like when it was last rounded from the master.
+    // The version and address of the parameter when it was last rounded from the master.
     uint32_t version = 0;
     const void* memory = nullptr;
 
@@ -70,7 +71,7 @@ struct MasterWeights::State {
       version = version_of(parameter);
       memory = parameter.data_ptr();
     }
-    // An element that still is the rounded master keeps the master's precision.
+    // Elements that still equal the rounded master keep the master's precision.
     void take_changes() {
       const torch::NoGradGuard no_grad;
       const auto changed = parameter.ne(master.to(parameter.scalar_type()));
@@ -90,12 +91,12 @@ struct MasterWeights::State {
 
   void hold(const torch::Tensor& parameter, torch::ScalarType dtype) {
     const torch::Tensor master = parameter.data();  // the memory that was the parameter's
-    put(parameter, master.to(dtype));
+    put_data(parameter, master.to(dtype));
     held.emplace(parameter.unsafeGetTensorImpl(), Held{parameter, master})
         .first->second.note_rounded();
   }
 
-  // Whom a parameter of this process belongs to.
+  // The owners of all held parameters in this process.
   static ParameterMap<std::weak_ptr<State>>& holders() {
     static ParameterMap<std::weak_ptr<State>> map;
     return map;
@@ -113,7 +114,7 @@ MasterWeights::MasterWeights(torch::nn::Module& module, const MasterWeightsOptio
                 "use torch::kBFloat16 or torch::kHalf");
   }
   const torch::NoGradGuard no_grad;
-  std::vector<torch::Tensor> chosen;  // all are checked before any is changed
+  std::vector<torch::Tensor> chosen;  // all are checked before any changes
   for_each_parameter(
       module, "", [&](const auto& owner, const std::string& name, const torch::Tensor& parameter) {
         const bool low = options.which
@@ -124,7 +125,7 @@ MasterWeights::MasterWeights(torch::nn::Module& module, const MasterWeightsOptio
         chosen.push_back(parameter);
       });
   for (const torch::Tensor& parameter : chosen) {
-    if (holds(parameter)) continue;  // a shared one comes twice
+    if (holds(parameter)) continue;  // a shared one is listed twice
     state_->hold(parameter, options.dtype);
     State::holders().set(parameter, state_);
   }
@@ -145,7 +146,7 @@ torch::Tensor MasterWeights::of(const torch::Tensor& parameter) const {
     require_not_capturing("moving master weights", "let a step run before it is captured");
     held->master = held->master.to(parameter.device());
   }
-  // The optimizer refuses a parameter of another dtype or shape by name.
+  // The optimizer will refuse a parameter of another dtype or shape by name.
   const bool comparable =
       parameter.scalar_type() != torch::kFloat32 && parameter.sizes() == held->master.sizes();
   if (comparable && !held->is_as_rounded()) held->take_changes();
@@ -181,7 +182,7 @@ void MasterWeights::restore(torch::nn::Module& module) const {
   const torch::NoGradGuard no_grad;
   for (const torch::Tensor& parameter : module.parameters()) {
     if (!holds(parameter)) continue;
-    put(parameter, of(parameter));
+    put_data(parameter, of(parameter));
     state_->held.erase(parameter.unsafeGetTensorImpl());
     State::holders().erase(parameter);
   }

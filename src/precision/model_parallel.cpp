@@ -63,7 +63,7 @@ ModelParallelGroup::ModelParallelGroup(const std::vector<torch::optim::Optimizer
   }
 }
 
-// Stages of one process have a communicator each for the same ranks.
+// Stages of one process each have a communicator for the same ranks.
 size_t ModelParallelGroup::find_axis(const Communicator& axis) {
   const std::vector<int> ranks = axis.world_ranks();
   size_t index = 0;
@@ -85,7 +85,7 @@ torch::Tensor ModelParallelGroup::sum(std::vector<torch::Tensor> parts) const {
     total = total.clone();
     add_up(*pipeline_, total);
   } else if (others_) {
-    // Ranks of a tensor axis have the same total by now, and it counts once.
+    // The ranks of a tensor axis now have the same total, which must count once.
     const std::vector<int> ranks = others_->world_ranks();
     double replicas = 1;
     for (const auto& axis : tensor_axes_) {
@@ -105,8 +105,8 @@ std::vector<const Communicator*> ModelParallelGroup::communicators() const {
   return all;
 }
 
-// One axis after the other, each told what was found on those before: so all ranks of all of them
-// hear of it.
+// One axis after the other, each is told what the axes before it found. So all ranks of all axes
+// learn of it.
 int ModelParallelGroup::first_other(bool mine) const {
   int found = -1;
   for (const Communicator* comm : communicators()) {

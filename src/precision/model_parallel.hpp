@@ -12,21 +12,21 @@
 
 namespace lockstep {
 
-/// This parameter is one slice of a tensor whose other slices the other ranks of `axis` have. The
-/// note ends with the axis.
+/// Notes that this parameter is a slice of a tensor, and that the other ranks of `axis` have the
+/// other slices. The note ends with the axis.
 void note_tensor_shard(const torch::Tensor& parameter,
                        const std::shared_ptr<const Communicator>& axis);
 
-/// This parameter belongs to a stage of a pipeline whose other stages the other ranks of `axis`
-/// have. The note ends with the axis.
+/// Notes that this parameter belongs to a stage of a pipeline, and that the other ranks of `axis`
+/// have the other stages. The note ends with the axis.
 void note_pipeline_stage(const torch::Tensor& parameter,
                          const std::shared_ptr<const Communicator>& axis);
 
-/// The ranks that hold other parts of the model that an optimizer updates: what concerns the whole
-/// model, its gradient's norm and whether a step is skipped, they must agree on. Slices and stages
-/// that lockstep has made itself are known; `others` are ranks that the user names besides.
+/// The ranks that hold the other parts of the model that an optimizer updates. They must agree on
+/// what concerns the whole model: the norm of its gradients, and whether a step is skipped. Slices
+/// and stages that lockstep has made are known; `others` are further ranks, named by the user.
 ///
-/// Calls are collective over all of these ranks.
+/// sum() and first_other() are collective over all of these ranks.
 class ModelParallelGroup {
  public:
   explicit ModelParallelGroup(const std::vector<torch::optim::OptimizerParamGroup>& groups,
@@ -35,16 +35,16 @@ class ModelParallelGroup {
   /// Whether this rank has the whole model.
   bool alone() const { return tensor_axes_.empty() && !pipeline_ && !others_; }
 
-  /// How many sums of squares this rank must make: see part_of().
+  /// How many sums of squares this rank must compute: see part_of().
   size_t parts() const { return 1 + tensor_axes_.size(); }
 
-  /// Which of them the gradient of this parameter belongs to: 0 where it is whole.
+  /// Which of them the gradient of this parameter belongs to: 0 if the parameter is not a slice.
   size_t part_of(const torch::Tensor& parameter) const;
 
-  /// The sum over the whole model, from this rank's parts: double scalars on one device.
+  /// Returns the sum over the whole model. `parts` are this rank's: double scalars on one device.
   torch::Tensor sum(std::vector<torch::Tensor> parts) const;
 
-  /// The rank, in the world, of another rank that says so; -1: none does.
+  /// Returns the world rank of another rank whose `mine` is true; -1: there is none.
   int first_other(bool mine) const;
 
  private:

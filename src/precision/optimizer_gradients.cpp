@@ -14,23 +14,23 @@
 namespace lockstep {
 namespace {
 
-// Gradients of one device.
-struct Part : OptimizerGradients {
+// The gradients of one device.
+struct DeviceGradients : OptimizerGradients {
   int32_t id_of(int64_t index) const { return index < 0 ? -1 : ids[static_cast<size_t>(index)]; }
 };
 
-struct Parts {
-  explicit Parts(const OptimizerGradients& all) {
+struct ByDevice {
+  explicit ByDevice(const OptimizerGradients& all) {
     for (size_t i = 0; i < all.gradients.size(); ++i) {
       const auto device = all.gradients[i].device();
       (device.is_cpu() ? cpu : gpus[device.index()]).add(all, i);
     }
   }
-  Part cpu;
-  std::map<int, Part> gpus;  // [GPU]
+  DeviceGradients cpu;
+  std::map<int, DeviceGradients> gpus;  // [GPU]
 };
 
-GpuScan scan_part(const Part& part, [[maybe_unused]] bool squares) {
+GpuScan scan_device(const DeviceGradients& part, [[maybe_unused]] bool squares) {
 #if LOCKSTEP_CUDA
   return scan_on_gpu(part.gradients, part.ids, squares);
 #else
@@ -41,10 +41,10 @@ GpuScan scan_part(const Part& part, [[maybe_unused]] bool squares) {
 #endif
 }
 
-void unscale_part(const Part& part, const torch::Tensor& inverse) {
+void unscale_device(const DeviceGradients& part, const torch::Tensor& inverse) {
   std::map<torch::ScalarType, std::vector<torch::Tensor>> by_dtype;
   for (const auto& gradient : part.gradients) by_dtype[gradient.scalar_type()].push_back(gradient);
-  auto found = torch::zeros({}, inverse.options());  // known already, and by name
+  auto found = torch::zeros({}, inverse.options());  // ignored: the scan has found them by name
   for (const auto& [dtype, gradients] : by_dtype) {
     at::_amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse);
   }
@@ -70,17 +70,18 @@ void ParameterNames::learn(const torch::nn::Module& module) {
   }
 }
 
-int32_t ParameterNames::id_of(const ParameterPlace& place) {
-  const auto [found, is_new] = ids_.emplace(place, static_cast<int32_t>(places_.size()));
-  if (is_new) places_.push_back(place);
+int32_t ParameterNames::id_of(const ParameterPosition& position) {
+  const auto [found, is_new] = ids_.emplace(position, static_cast<int32_t>(positions_.size()));
+  if (is_new) positions_.push_back(position);
   return found->second;
 }
 
 std::string ParameterNames::of(int32_t id) const {
-  const ParameterPlace& place = places_[static_cast<size_t>(id)];
-  const auto found = names_.find(place.parameter);
-  return found != names_.end() ? found->second
-                               : fmt::format("parameter {} of group {}", place.index, place.group);
+  const ParameterPosition& position = positions_[static_cast<size_t>(id)];
+  const auto found = names_.find(position.parameter);
+  return found != names_.end()
+             ? found->second
+             : fmt::format("parameter {} of group {}", position.index, position.group);
 }
 
 void OptimizerGradients::add(const OptimizerGradients& from, size_t i) {
@@ -103,24 +104,25 @@ OptimizerGradients gradients_of(torch::optim::Optimizer& optimizer, ParameterNam
                                 const FusedOptimizer* fused) {
   const auto* masters = dynamic_cast<const FusedOptimizer*>(&optimizer);
   OptimizerGradients result;
-  // libtorch's parameters() lists a shared one at each of its owners: it is unscaled once.
+  // parameters() lists a shared one at each of its owners, and it must be unscaled once.
   std::unordered_set<const c10::TensorImpl*> seen;
   size_t group_index = 0;
   for (auto& group : optimizer.param_groups()) {
     const auto& parameters = group.params();
     for (size_t i = 0; i < parameters.size(); ++i) {
       torch::Tensor gradient = parameters[i].grad();
-      const ParameterPlace place{group_index, i, parameters[i].unsafeGetTensorImpl()};
-      if (!gradient.defined() || !seen.insert(place.parameter).second) continue;
+      const ParameterPosition position{group_index, i, parameters[i].unsafeGetTensorImpl()};
+      if (!gradient.defined() || !seen.insert(position.parameter).second) continue;
       if (gradient.scalar_type() == torch::kHalf) {
         const bool has_master = masters != nullptr && masters->has_master(parameters[i]);
-        if (!has_master || fused == nullptr) refuse_half(names.of(names.id_of(place)), has_master);
+        if (!has_master || fused == nullptr)
+          refuse_half(names.of(names.id_of(position)), has_master);
       }
       if (gradient.is_sparse()) gradient = gradient._values();
       if (gradient.is_complex()) gradient = torch::view_as_real(gradient);
       if (gradient.numel() == 0) continue;
       result.gradients.push_back(std::move(gradient));
-      result.ids.push_back(names.id_of(place));
+      result.ids.push_back(names.id_of(position));
       result.parameters.push_back(parameters[i]);
     }
     ++group_index;
@@ -141,27 +143,27 @@ void Finding::bring_to_host() {
 }
 
 Finding scan(const OptimizerGradients& gradients, bool squares) {
-  const Parts parts(gradients);
+  const ByDevice parts(gradients);
   Finding finding;
   if (!parts.cpu.gradients.empty()) {
     const GradientScan found = scan_gradients(parts.cpu.gradients);
     finding.first = parts.cpu.id_of(found.first_nonfinite);
     finding.sum_of_squares = found.sum_of_squares;
   }
-  for (const auto& [gpu, part] : parts.gpus) finding.on_gpus.push_back(scan_part(part, squares));
+  for (const auto& [gpu, part] : parts.gpus) finding.on_gpus.push_back(scan_device(part, squares));
   return finding;
 }
 
 Finding unscale_in_place(const OptimizerGradients& gradients, const LossScale& scale) {
   const torch::NoGradGuard no_grad;
-  const Parts parts(gradients);
+  const ByDevice parts(gradients);
   Finding finding;
   if (!parts.cpu.gradients.empty()) {
     finding.first = parts.cpu.id_of(unscale_gradients(parts.cpu.gradients, scale.inverse()));
   }
   for (const auto& [gpu, part] : parts.gpus) {
-    finding.on_gpus.push_back(scan_part(part, /*squares=*/false));
-    unscale_part(part, scale.inverse_on(part.gradients[0].device()));
+    finding.on_gpus.push_back(scan_device(part, /*squares=*/false));
+    unscale_device(part, scale.inverse_on(part.gradients[0].device()));
   }
   return finding;
 }

@@ -16,7 +16,7 @@ constexpr double kLargest = 1e290;
 constexpr double kSmallest = 1e-290;
 constexpr int kMostTicks = 40;
 
-// The unit all ticks of an axis share.
+// The unit that all ticks of an axis share.
 struct Scale {
   double divisor = 1;
   const char* suffix = "";
@@ -104,7 +104,7 @@ std::string format_value(Unit unit, double value) {
   return fmt::format("{:.4g}", value);
 }
 
-double Axis::place(double value) const {
+double Axis::position(double value) const {
   const double from = log ? std::log(low) : low;
   const double to = log ? std::log(high) : high;
   const double at = log ? std::log(std::clamp(value, low, high)) : value;
@@ -115,7 +115,7 @@ Axis linear_axis(double low, double high, Unit unit, int wanted) {
   if (std::abs(low) < kSmallest) low = 0;
   if (std::abs(high) < kSmallest) high = 0;
   const double size = std::max(std::abs(low), std::abs(high));
-  if (high - low < size * 1e-9 || high <= low) {  // one value: room around it
+  if (high - low < size * 1e-9 || high <= low) {  // a single value gets room around it
     const double room = size > 0 ? size / 2 : 0.5;
     low = low == 0 ? 0 : low - room;
     high = high == 0 && low != 0 ? 0 : high + room;
@@ -142,7 +142,7 @@ Axis log_axis(double low, double high, double base, Unit unit) {
   const Scale scale = scale_for(unit, high);
   add_powers(axis, base, scale);
   if (axis.ticks.size() >= 2) return axis;
-  // Less than two powers between the ends: round numbers serve better.
+  // With fewer than two powers between the ends, use round numbers.
   axis.ticks.clear();
   for (const Tick& tick : linear_axis(low, high, unit, 5).ticks) {
     if (tick.value >= low && tick.value <= high) axis.ticks.push_back(tick);

@@ -6,14 +6,14 @@
 
 namespace lockstep {
 
-/// How the numbers of an axis are written: "12.5 ms", "3.0 MiB", "45 %" (of the number 45).
+/// How numbers are written: "12.5 ms", "3.0 MiB", "45 %" for the number 45.
 enum class Unit { kNumber, kMilliseconds, kBytes, kPercent };
 
-/// One colour of a bar chart.
+/// The bars of one colour.
 struct BarSeries {
   std::string name = {};
-  std::vector<double> values = {};      ///< [category]; not a number: no bar
-  std::vector<double> deviations = {};  ///< [category], drawn as whiskers; or empty
+  std::vector<double> values = {};      ///< [category]; a NaN has no bar
+  std::vector<double> deviations = {};  ///< [category], drawn as whiskers; may be empty
 };
 
 struct BarChart {
@@ -21,15 +21,15 @@ struct BarChart {
   Unit unit = Unit::kNumber;
   std::vector<std::string> categories = {};
   std::vector<BarSeries> series = {};
-  bool stacked = false;  ///< series on top of each other instead of side by side
+  bool stacked = false;  ///< stacks the series instead of placing them side by side
 };
 
 struct LineSeries {
   std::string name = {};
   std::vector<double> x = {};
-  std::vector<double> y = {};           ///< not a number: a gap
+  std::vector<double> y = {};           ///< a NaN leaves a gap
   std::vector<double> deviations = {};  ///< as long as y, or empty
-  bool reference = false;               ///< an ideal or a limit: thin, dashed, grey, no markers
+  bool reference = false;  ///< an ideal or a limit, drawn thin, dashed and grey without markers
 };
 
 struct LineChart {
@@ -37,16 +37,16 @@ struct LineChart {
   std::string x_label = {};
   Unit unit = Unit::kNumber;
   std::vector<LineSeries> series = {};
-  bool log_x = false;     ///< base 2: for 1, 2, 4, 8
-  bool log_y = false;     ///< base 10: for losses
-  bool from_zero = true;  ///< the y axis begins at 0
+  bool log_x = false;     ///< base 2, for 1, 2, 4, 8
+  bool log_y = false;     ///< base 10, for losses
+  bool from_zero = true;  ///< starts the y axis at 0
 };
 
 struct TimelineSpan {
   std::string name = {};
   double begin_ms = 0;
   double end_ms = 0;
-  int colour = 0;  ///< of the palette
+  int colour = 0;  ///< index in the palette
 };
 
 struct TimelineRow {
@@ -57,12 +57,12 @@ struct TimelineRow {
 struct Timeline {
   std::string title = {};
   std::vector<TimelineRow> rows = {};
-  std::vector<std::string> legend = {};  ///< [colour] what it stands for; "": not in the legend
+  std::vector<std::string> legend = {};  ///< [colour]; "" leaves a colour out of the legend
 };
 
 using Chart = std::variant<BarChart, LineChart, Timeline>;
 
-/// A chart with the sentence under it.
+/// A chart with its caption.
 struct Figure {
   Chart chart;
   std::string caption = {};

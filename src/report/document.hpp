@@ -10,7 +10,7 @@
 
 namespace lockstep {
 
-/// One line of the environment stamp: "host cpu", "AMD EPYC".
+/// One fact about the run's environment: "host cpu", "AMD EPYC".
 struct Fact {
   std::string name;
   std::string value;
@@ -21,7 +21,7 @@ struct Question {
   std::string answer;
 };
 
-/// Tables first, then figures, then questions.
+/// Tables come first, then figures, then questions.
 struct Section {
   std::string heading = {};
   std::vector<Table> tables = {};
@@ -29,17 +29,17 @@ struct Section {
   std::vector<Question> questions = {};
 };
 
-/// A file that stands beside the report.
+/// A file beside the report.
 struct RecordLink {
   std::string name;
   std::string path;  ///< relative to the report's folder
 };
 
-/// A report, in whatever format it will be written.
+/// A report, independent of its format.
 struct Document {
   std::string title = {};
   std::time_t date = 0;
-  std::string command = {};      ///< the line that made it
+  std::string command = {};      ///< the command line that made it
   std::vector<Fact> facts = {};  ///< host and versions
   std::vector<Section> sections = {};
   std::vector<RecordLink> records = {};
@@ -48,22 +48,22 @@ struct Document {
 /// "2026-01-02 03:04 UTC".
 std::string format_date(std::time_t date);
 
-/// Figures in the order of the document: the n-th is figure-n.svg.
+/// Figures in the order of the document; the n-th is figure-n.svg.
 std::vector<Figure> all_figures(const Document& document);
 
-/// Which figures stand side by side: rows of one or two indices.
+/// Which figures stand side by side, as rows of one or two indices.
 std::vector<std::vector<size_t>> figure_rows(const std::vector<Figure>& figures);
 
-/// A relative address with every character encoded that a link gives a meaning to.
+/// A relative path, percent-encoded for a link.
 std::string encode_link(std::string_view path);
 
-/// Links to figure-1.svg, figure-2.svg …, which must be written beside it.
+/// Markdown that links to figure-1.svg, figure-2.svg …, which must be written beside it.
 std::string render_markdown(const Document& document);
 
-/// One file that needs no other: styles and figures are inside, there is no script.
+/// A self-contained page: it includes its styles and figures and has no script.
 std::string render_html(const Document& document);
 
-/// A4 pages; the same document gives the same bytes.
+/// A PDF of A4 pages. The same document gives the same bytes.
 std::string render_pdf(const Document& document);
 
 /// Writes report.md with its figures, report.html and report.pdf into a folder that exists.

@@ -2,17 +2,16 @@
 #include <cmath>
 
 #include "report/draw_chart.hpp"
-#include "report/frame.hpp"
 
 namespace lockstep {
 namespace {
 
-// Where the bars of a chart stand.
-struct BarPlaces {
+// The positions of the bars of a chart.
+struct BarPositions {
   Box plot;
-  double slot = 0;     // the room of one category
+  double slot = 0;     // width of one category
   double width = 0;    // of one bar
-  double between = 0;  // bars of one category
+  double between = 0;  // gap between bars of one category
 
   double centre(size_t category) const {
     return plot.x + (static_cast<double>(category) + 0.5) * slot;
@@ -33,7 +32,7 @@ double deviation_of(const BarSeries& series, size_t category) {
   return is_plottable(deviation) ? std::abs(deviation) : 0;
 }
 
-// A part of a stack; what is not above 0 has no height.
+// The height of a part of a stack: 0 unless the value is positive.
 double part_of(const BarSeries& series, size_t category) {
   const double value = value_of(series, category);
   return is_plottable(value) && value > 0 ? value : 0;
@@ -52,14 +51,14 @@ bool has_part(const BarChart& chart, const BarSeries& series) {
   return false;
 }
 
-struct Extent {
+struct BarExtent {
   double low = 0;
   double high = 0;
   bool any = false;
 };
 
-Extent extent_of(const BarChart& chart) {
-  Extent extent;
+BarExtent extent_of(const BarChart& chart) {
+  BarExtent extent;
   for (size_t category = 0; category < chart.categories.size(); ++category) {
     if (chart.stacked) extent.high = std::max(extent.high, stack_total(chart, category));
     for (const auto& series : chart.series) {
@@ -74,7 +73,7 @@ Extent extent_of(const BarChart& chart) {
   return extent;
 }
 
-// Lines of each category's label where all fit under their slots; empty where they do not.
+// The lines of each category's label; empty if one of them does not fit under its slot.
 std::vector<std::vector<std::string>> upright_labels(const BarChart& chart, const Font& font,
                                                      double slot) {
   constexpr size_t kLines = 3;
@@ -87,11 +86,11 @@ std::vector<std::vector<std::string>> upright_labels(const BarChart& chart, cons
   return labels;
 }
 
-constexpr double kSlope = 40;  // degrees of labels that do not fit upright
+constexpr double kSlope = 40;  // degrees, for labels that do not fit upright
 constexpr double kSlopeSine = 0.643;
 constexpr double kSlopeCosine = 0.766;
 
-// The labels under the plot, upright or sloping; they have `room` below it.
+// The labels under the plot, upright or sloping. They take `room` below it.
 class CategoryLabels {
  public:
   CategoryLabels(const BarChart& chart, const Font& font, double slot, double box_height)
@@ -110,10 +109,10 @@ class CategoryLabels {
 
   double room() const { return room_; }
 
-  void draw(Canvas& canvas, const BarPlaces& places, double left_edge, double y) const {
+  void draw(Canvas& canvas, const BarPositions& positions, double left_edge, double y) const {
     double free_from = left_edge - font_.size;
     for (size_t i = 0; i < chart_.categories.size(); ++i) {
-      const double x = places.centre(i);
+      const double x = positions.centre(i);
       if (!upright_.empty()) {
         for (size_t line = 0; line < upright_[i].size(); ++line) {
           const double below = font_.size * (1.25 + 1.2 * static_cast<double>(line));
@@ -122,7 +121,7 @@ class CategoryLabels {
         }
         continue;
       }
-      if (x < free_from) continue;  // sloping lines this close would lie on each other
+      if (x < free_from) continue;  // sloping labels this close would overlap
       const double length = std::min(longest_, (x - font_.size * 0.6 - left_edge) / kSlopeCosine);
       canvas.text(
           {x + font_.size * 0.3, y + font_.size * 0.95},
@@ -140,11 +139,11 @@ class CategoryLabels {
   double room_ = 0;
 };
 
-// What is written above each bar or stack, and how.
+// The values written above each bar or stack.
 class BarTexts {
  public:
-  /// The texts have `room` each; where they do not fit, the unit all share is left to the axis,
-  /// then letters become smaller, then nothing is written.
+  // Each text has `room`. If they do not fit, the letters become smaller; then the unit, if all
+  // share it, is left to the axis; then nothing is written.
   BarTexts(const BarChart& chart, double room, double font_size) : unit_(chart.unit) {
     std::vector<std::string> texts;
     for (size_t category = 0; category < chart.categories.size(); ++category) {
@@ -198,25 +197,25 @@ class BarTexts {
   bool bare_ = false;
 };
 
-void draw_grouped(Canvas& canvas, const BarChart& chart, const Axis& axis, const BarPlaces& places,
-                  const BarTexts& texts, double font_size) {
-  const double zero = y_of(axis, places.plot, 0);
+void draw_grouped(Canvas& canvas, const BarChart& chart, const Axis& axis,
+                  const BarPositions& positions, const BarTexts& texts, double font_size) {
+  const double zero = y_of(axis, positions.plot, 0);
   for (size_t s = 0; s < chart.series.size(); ++s) {
     for (size_t category = 0; category < chart.categories.size(); ++category) {
       const double value = value_of(chart.series[s], category);
       if (!is_plottable(value)) continue;
       const double deviation = deviation_of(chart.series[s], category);
-      const double end = y_of(axis, places.plot, value);
-      const double left = places.left(category, s, chart.series.size());
-      const double middle = left + places.width / 2;
-      draw_hatched(canvas, {left, std::min(end, zero), places.width, std::abs(end - zero)},
+      const double end = y_of(axis, positions.plot, value);
+      const double left = positions.left(category, s, chart.series.size());
+      const double middle = left + positions.width / 2;
+      draw_hatched(canvas, {left, std::min(end, zero), positions.width, std::abs(end - zero)},
                    static_cast<int>(s), font_size);
       const bool hangs = value < 0;
-      double reach = end;  // of bar and whisker
+      double reach = end;  // the end of bar and whisker
       if (deviation > 0) {
-        const double high = y_of(axis, places.plot, value + deviation);
-        const double low = y_of(axis, places.plot, value - deviation);
-        draw_whisker(canvas, middle, high, low, std::min(places.width * 0.2, font_size * 0.4),
+        const double high = y_of(axis, positions.plot, value + deviation);
+        const double low = y_of(axis, positions.plot, value - deviation);
+        draw_whisker(canvas, middle, high, low, std::min(positions.width * 0.2, font_size * 0.4),
                      {Role::kInk});
         reach = hangs ? low : high;
       }
@@ -225,48 +224,48 @@ void draw_grouped(Canvas& canvas, const BarChart& chart, const Axis& axis, const
   }
 }
 
-void draw_stacks(Canvas& canvas, const BarChart& chart, const Axis& axis, const BarPlaces& places,
-                 const BarTexts& texts, double font_size) {
+void draw_stacks(Canvas& canvas, const BarChart& chart, const Axis& axis,
+                 const BarPositions& positions, const BarTexts& texts, double font_size) {
   for (size_t category = 0; category < chart.categories.size(); ++category) {
-    const double middle = places.centre(category);
+    const double middle = positions.centre(category);
     double below = 0;
     for (size_t s = 0; s < chart.series.size(); ++s) {
       const double part = part_of(chart.series[s], category);
       if (part <= 0) continue;
-      const double top = y_of(axis, places.plot, below + part);
-      const double bottom = y_of(axis, places.plot, below);
+      const double top = y_of(axis, positions.plot, below + part);
+      const double bottom = y_of(axis, positions.plot, below);
       below += part;
-      draw_hatched(canvas, {middle - places.width / 2, top, places.width, bottom - top},
+      draw_hatched(canvas, {middle - positions.width / 2, top, positions.width, bottom - top},
                    static_cast<int>(s), font_size);
       const std::string text = format_value(chart.unit, part);
       const Font inside{.size = font_size * 0.85};
       const double width = text_width(text, inside) + inside.size * 0.7;
-      if (width > places.width || bottom - top < inside.size * 1.7) continue;
+      if (width > positions.width || bottom - top < inside.size * 1.7) continue;
       const double y = (top + bottom) / 2;
       canvas.rectangle({middle - width / 2, y - inside.size * 0.62, width, inside.size * 1.24},
                        {Role::kPaper});
       canvas.text({middle, y + inside.size * 0.36}, text,
                   {.font = inside, .colour = {Role::kInk}, .anchor = Anchor::kMiddle});
     }
-    if (below > 0) texts.write(canvas, {middle, y_of(axis, places.plot, below)}, below);
+    if (below > 0) texts.write(canvas, {middle, y_of(axis, positions.plot, below)}, below);
   }
 }
 
-BarPlaces place_bars(const BarChart& chart, const Box& plot, double font_size) {
-  BarPlaces places{.plot = plot};
+BarPositions position_bars(const BarChart& chart, const Box& plot, double font_size) {
+  BarPositions positions{.plot = plot};
   const auto bars = static_cast<double>(chart.stacked ? 1 : chart.series.size());
-  places.slot = plot.width / static_cast<double>(chart.categories.size());
-  places.between = std::min(font_size * 0.25, places.slot * 0.03);
-  const double room = places.slot * (chart.stacked ? 0.62 : 0.78);
-  places.width = std::min((room - (bars - 1) * places.between) / bars,
-                          font_size * (chart.stacked ? 6.5 : 5.5));
-  return places;
+  positions.slot = plot.width / static_cast<double>(chart.categories.size());
+  positions.between = std::min(font_size * 0.25, positions.slot * 0.03);
+  const double room = positions.slot * (chart.stacked ? 0.62 : 0.78);
+  positions.width = std::min((room - (bars - 1) * positions.between) / bars,
+                             font_size * (chart.stacked ? 6.5 : 5.5));
+  return positions;
 }
 
 }  // namespace
 
 void draw_bars(Canvas& canvas, const BarChart& chart, const Box& box, double font_size) {
-  const Extent extent = extent_of(chart);
+  const BarExtent extent = extent_of(chart);
   Box rest = draw_title(canvas, chart.title, box, font_size);
   if (!extent.any) {
     draw_no_data(canvas, rest, font_size);
@@ -286,23 +285,23 @@ void draw_bars(Canvas& canvas, const BarChart& chart, const Box& box, double fon
   const double left = labels_width(axis, font);
   const double slot = (rest.width - left) / static_cast<double>(chart.categories.size());
   const CategoryLabels labels(chart, font, slot, rest.height);
-  const double above = font_size * 1.3;  // a value over a bar that reaches the top
-  const double hanging = extent.low < 0 ? font_size * 1.3 : 0;  // a value under a bar
+  const double above = font_size * 1.3;  // for a value above a bar that reaches the top
+  const double hanging = extent.low < 0 ? font_size * 1.3 : 0;  // for a value below a bar
   const Box plot{rest.x + left, rest.y + above, rest.width - left,
                  std::max(1.0, rest.height - above - hanging - labels.room())};
-  const BarPlaces places = place_bars(chart, plot, font_size);
+  const BarPositions positions = position_bars(chart, plot, font_size);
   draw_value_axis(canvas, axis, plot, font);
-  const double room = chart.stacked ? slot * 0.95 : places.width + places.between * 0.5;
+  const double room = chart.stacked ? slot * 0.95 : positions.width + positions.between * 0.5;
   const BarTexts texts(chart, room, font_size);
   if (chart.stacked) {
-    draw_stacks(canvas, chart, axis, places, texts, font_size);
+    draw_stacks(canvas, chart, axis, positions, texts, font_size);
   } else {
-    draw_grouped(canvas, chart, axis, places, texts, font_size);
+    draw_grouped(canvas, chart, axis, positions, texts, font_size);
   }
   const double zero = y_of(axis, plot, 0);
   canvas.line({plot.x, zero}, {plot.right(), zero},
               {.colour = {Role::kInk}, .width = font_size * 0.08});
-  labels.draw(canvas, places, box.x, plot.bottom() + hanging);
+  labels.draw(canvas, positions, box.x, plot.bottom() + hanging);
 }
 
 }  // namespace lockstep

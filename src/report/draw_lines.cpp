@@ -4,12 +4,11 @@
 #include <set>
 
 #include "report/draw_chart.hpp"
-#include "report/frame.hpp"
 
 namespace lockstep {
 namespace {
 
-constexpr size_t kMostMarkers = 24;  // of one series; more would hide the line
+constexpr size_t kMostMarkers = 24;  // per series; more would hide the line
 constexpr size_t kMostValues = 14;   // written beside points
 constexpr size_t kMostPointTicks = 8;
 
@@ -39,19 +38,19 @@ Pieces pieces_of(const LineChart& chart, const LineSeries& series) {
   return pieces;
 }
 
-struct Extent {
+struct LineExtent {
   std::set<double> xs;
   double low = INFINITY;
   double high = -INFINITY;
 };
 
-Extent extent_of(const LineChart& chart, const std::vector<Pieces>& all) {
-  Extent extent;
+LineExtent extent_of(const LineChart& chart, const std::vector<Pieces>& all) {
+  LineExtent extent;
   for (const auto& pieces : all) {
     for (const auto& piece : pieces) {
       for (const auto& point : piece) {
         extent.xs.insert(point.x);
-        // What is never negative, a time or a size, is not below 0 by its deviation either.
+        // The deviation of a non-negative value, such as a time or a size, does not go below 0.
         const double below =
             point.y >= 0 ? std::max(0.0, point.y - point.deviation) : point.y - point.deviation;
         extent.low = std::min(extent.low, chart.log_y && below <= 0 ? point.y : below);
@@ -62,14 +61,14 @@ Extent extent_of(const LineChart& chart, const std::vector<Pieces>& all) {
   return extent;
 }
 
-Axis x_axis(const LineChart& chart, const Extent& extent) {
+Axis x_axis(const LineChart& chart, const LineExtent& extent) {
   if (extent.xs.size() <= kMostPointTicks) {
     return point_axis({extent.xs.begin(), extent.xs.end()}, chart.log_x, Unit::kNumber);
   }
   const double low = *extent.xs.begin();
   const double high = *extent.xs.rbegin();
   if (chart.log_x) return log_axis(low, high, 2, Unit::kNumber);
-  // The data reach from edge to edge: only the ticks are round.
+  // The data reach from edge to edge; only the ticks are round.
   Axis axis = linear_axis(low, high, Unit::kNumber, 6);
   std::erase_if(axis.ticks,
                 [&](const Tick& tick) { return tick.value < low || tick.value > high; });
@@ -78,7 +77,7 @@ Axis x_axis(const LineChart& chart, const Extent& extent) {
   return axis;
 }
 
-Axis y_axis(const LineChart& chart, const Extent& extent) {
+Axis y_axis(const LineChart& chart, const LineExtent& extent) {
   if (chart.log_y) return log_axis(extent.low, extent.high, 10, chart.unit);
   const double low = chart.from_zero ? std::min(0.0, extent.low) : extent.low;
   const double high = chart.from_zero ? std::max(0.0, extent.high) : extent.high;
@@ -99,7 +98,7 @@ Stroke stroke_of(const LineSeries& series, size_t index, double font_size) {
           .dash = dash_of(index)};
 }
 
-// The plane of a chart, and where its texts already are.
+// The plane of a chart, with the areas that are taken by points, whiskers and texts.
 class Plane {
  public:
   Plane(Canvas& canvas, const LineChart& chart, Axis x, Axis y, const Box& plot, double font_size)
@@ -117,13 +116,13 @@ class Plane {
     const double radius = font_size_ * 0.3;
     for (const auto& piece : pieces) {
       std::vector<Point> points;
-      for (const auto& point : piece) points.push_back(place(point.x, point.y));
+      for (const auto& point : piece) points.push_back(position(point.x, point.y));
       if (points.size() > 1) canvas_.polyline(points, stroke_of(series, index, font_size_));
       for (size_t i = 1; i < points.size(); ++i) lines_.push_back({points[i - 1], points[i]});
       for (size_t i = 0; i < points.size(); ++i) {
         if (piece[i].deviation > 0 && count <= kMostMarkers)
           draw_deviation(piece[i], stroke_of(series, index, font_size_).colour);
-        const bool alone = points.size() == 1 && !series.reference;  // else it would not be seen
+        const bool alone = points.size() == 1 && !series.reference;  // or it would not be visible
         if (markers || alone) draw_marker(canvas_, points[i], static_cast<int>(index), radius);
         if (markers)
           taken_.push_back({points[i].x - radius, points[i].y - radius, 2 * radius, 2 * radius});
@@ -131,7 +130,7 @@ class Plane {
     }
   }
 
-  // Values beside the points, where no other text, point or line is.
+  // Writes values beside the points, away from other texts, points and lines.
   void write_values(const Pieces& pieces) {
     const Font font{.size = font_size_ * 0.88};
     for (const auto& piece : pieces) {
@@ -140,14 +139,14 @@ class Plane {
   }
 
  private:
-  Point place(double x, double y) const {
-    // Points keep clear of the sides.
+  Point position(double x, double y) const {
+    // Points keep a distance from the sides.
     const double inset = plot_.width * 0.05;
-    return {plot_.x + inset + x_.place(x) * (plot_.width - 2 * inset), y_of(y_, plot_, y)};
+    return {plot_.x + inset + x_.position(x) * (plot_.width - 2 * inset), y_of(y_, plot_, y)};
   }
 
   void draw_deviation(const DataPoint& point, Colour colour) {
-    const double x = place(point.x, point.y).x;
+    const double x = position(point.x, point.y).x;
     const double top = y_of(y_, plot_, point.y + point.deviation);
     const double bottom = y_of(y_, plot_, point.y - point.deviation);
     const double half = font_size_ * 0.3;
@@ -158,15 +157,15 @@ class Plane {
   void write_value(const DataPoint& data, const Font& font) {
     const std::string text = format_value(chart_.unit, data.y);
     const double width = text_width(text, font);
-    const double x = place(data.x, data.y).x;
-    const double above = place(data.x, data.y + data.deviation).y - font.size * 0.55;
-    const double below = place(data.x, data.y - data.deviation).y + font.size * 1.3;
+    const double x = position(data.x, data.y).x;
+    const double above = position(data.x, data.y + data.deviation).y - font.size * 0.55;
+    const double below = position(data.x, data.y - data.deviation).y + font.size * 1.3;
     const double aside = width / 2 + font.size * 0.5;
-    const std::array places = {Point{x, above},         Point{x, below},
-                               Point{x - aside, above}, Point{x + aside, below},
-                               Point{x + aside, above}, Point{x - aside, below}};
-    for (const bool strict : {true, false}) {  // over a line rather than not at all
-      for (const Point& at : places) {
+    const std::array positions = {Point{x, above},         Point{x, below},
+                                  Point{x - aside, above}, Point{x + aside, below},
+                                  Point{x + aside, above}, Point{x - aside, below}};
+    for (const bool strict : {true, false}) {  // better over a line than not at all
+      for (const Point& at : positions) {
         const double left = std::clamp(at.x - width / 2, plot_.x, plot_.right() - width);
         const Box box{left, at.y - font.size * kAscent, width, font.size};
         if (!is_free(box) || (strict && is_crossed(box))) continue;
@@ -177,7 +176,7 @@ class Plane {
     }
   }
 
-  // Whether a line of a series goes through the box.
+  // Whether a line of a series crosses the box.
   bool is_crossed(const Box& box) const {
     return std::any_of(lines_.begin(), lines_.end(), [&](const Segment& line) {
       constexpr int kSteps = 64;
@@ -205,7 +204,7 @@ class Plane {
   Axis y_;
   Box plot_;
   double font_size_;
-  std::vector<Box> taken_;      // by points, whiskers and texts
+  std::vector<Box> taken_;
   std::vector<Segment> lines_;  // of all series
 };
 
@@ -229,7 +228,7 @@ std::vector<LegendEntry> legend_of(const LineChart& chart, double font_size) {
 void draw_lines(Canvas& canvas, const LineChart& chart, const Box& box, double font_size) {
   std::vector<Pieces> all;  // [series]
   for (const auto& series : chart.series) all.push_back(pieces_of(chart, series));
-  const Extent extent = extent_of(chart, all);
+  const LineExtent extent = extent_of(chart, all);
   Box rest = draw_title(canvas, chart.title, box, font_size);
   if (extent.xs.empty()) {
     draw_no_data(canvas, rest, font_size);

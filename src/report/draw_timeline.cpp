@@ -2,7 +2,6 @@
 #include <cmath>
 
 #include "report/draw_chart.hpp"
-#include "report/frame.hpp"
 
 namespace lockstep {
 namespace {
@@ -11,14 +10,14 @@ bool is_drawn(const TimelineSpan& span) {
   return is_plottable(span.begin_ms) && is_plottable(span.end_ms) && span.end_ms >= span.begin_ms;
 }
 
-// The time from the first begin to the last end; none where no span can be drawn.
-struct Extent {
+// The time from the first start to the last end; empty if no span can be drawn.
+struct TimelineExtent {
   double begin = INFINITY;
   double end = -INFINITY;
 };
 
-Extent extent_of(const Timeline& chart) {
-  Extent extent;
+TimelineExtent extent_of(const Timeline& chart) {
+  TimelineExtent extent;
   for (const auto& row : chart.rows) {
     for (const auto& span : row.spans) {
       if (!is_drawn(span)) continue;
@@ -30,10 +29,10 @@ Extent extent_of(const Timeline& chart) {
 }
 
 double x_of(const Axis& axis, const Box& plot, double ms) {
-  return plot.x + axis.place(ms) * plot.width;
+  return plot.x + axis.position(ms) * plot.width;
 }
 
-// Where the span after `index` begins, in drawing order; the edge of the plot after the last.
+// Where the next span after `index` begins; for the last, the edge of the plot.
 double free_until(const TimelineRow& row, size_t index, const Axis& axis, const Box& plot) {
   double until = plot.right();
   for (size_t other = 0; other < row.spans.size(); ++other) {
@@ -44,7 +43,7 @@ double free_until(const TimelineRow& row, size_t index, const Axis& axis, const 
   return until;
 }
 
-// A thin line where a bar begins at the end of the one before: bars of one colour stay apart.
+// Draws a thin line between bars that touch, so that bars of one colour stay distinct.
 void part_touching(Canvas& canvas, const TimelineRow& row, const Axis& axis, const Box& plot,
                    double top, double height, double font_size) {
   std::vector<Segment> lines;
@@ -74,7 +73,7 @@ std::vector<LegendEntry> legend_of(const Timeline& chart) {
   return entries;
 }
 
-// Bars of one row, each with its name inside, or beside it where it is free.
+// Draws the bars of one row, each with its name inside, or beside it if there is room.
 void draw_row(Canvas& canvas, const TimelineRow& row, const Axis& axis, const Box& plot, double top,
               double height, double font_size) {
   const Font font{.size = font_size * 0.92};
@@ -101,7 +100,7 @@ void draw_row(Canvas& canvas, const TimelineRow& row, const Axis& axis, const Bo
 }  // namespace
 
 void draw_timeline(Canvas& canvas, const Timeline& chart, const Box& box, double font_size) {
-  const Extent extent = extent_of(chart);
+  const TimelineExtent extent = extent_of(chart);
   Box rest = draw_title(canvas, chart.title, box, font_size);
   if (extent.begin > extent.end) {
     draw_no_data(canvas, rest, font_size);
@@ -112,15 +111,15 @@ void draw_timeline(Canvas& canvas, const Timeline& chart, const Box& box, double
   double labels = 0;
   for (const auto& row : chart.rows) labels = std::max(labels, text_width(row.label, font));
   labels = std::min(labels, rest.width * 0.28) + font_size * 0.8;
-  // Half of the last tick's label stands out to the right.
   Axis axis = linear_axis(extent.begin, extent.end, Unit::kMilliseconds, 8);
-  if (extent.end > extent.begin) {  // bars reach from edge to edge: only the ticks are round
+  if (extent.end > extent.begin) {  // bars reach from edge to edge; only the ticks are round
     axis.low = extent.begin;
     axis.high = extent.end;
     std::erase_if(axis.ticks, [&](const Tick& tick) {
       return tick.value < extent.begin || tick.value > extent.end;
     });
   }
+  // Half of the last tick's label is to the right of the plot.
   const double beside = axis.ticks.empty() ? 0 : text_width(axis.ticks.back().label, font) / 2;
   const Box plot{rest.x + labels, rest.y, std::max(1.0, rest.width - labels - beside),
                  std::max(1.0, rest.height - font_size * 1.8)};

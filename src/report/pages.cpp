@@ -1,17 +1,23 @@
 #include "report/pages.hpp"
 
+#include <cairo/cairo-pdf.h>
+#include <fmt/chrono.h>
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
+#include <numbers>
 
+#include "base/utf8.hpp"
+#include "lockstep/error.hpp"
+#include "report/cairo.hpp"
 #include "report/draw_chart.hpp"
-#include "report/flow.hpp"
-#include "report/page_table.hpp"
+#include "report/page_flow.hpp"
 
 namespace lockstep {
 namespace {
 
-constexpr Setting kTitle{{.size = 15, .bold = true}, 19, {}};
+constexpr Setting kPageTitle{{.size = 15, .bold = true}, 19, {}};
 constexpr Setting kHeading{{.size = 11.5, .bold = true}, 15, {}};
 constexpr Setting kQuestion{{.size = 8.7, .bold = true}, 12.2, {}};
 constexpr Setting kText{{.size = 8.7}, 12.2, {}};
@@ -24,9 +30,9 @@ constexpr double kBetweenCharts = 20;
 constexpr double kBetweenBlocks = 12;
 constexpr double kBeforeHeading = 16;
 
-// Name and value of a fact, line by line, so that a value of any length can go on to other pages.
+// One line of a fact, so that a long value can continue on the next page.
 struct FactLine {
-  std::string name;  // only of the first line
+  std::string name;  // of the first line only
   std::string value;
 };
 
@@ -38,7 +44,7 @@ std::vector<FactLine> fact_lines(const Fact& fact, const Setting& setting, doubl
   return lines;
 }
 
-// Where values begin, right of the names.
+// The width of the column of names.
 double names_width(const Document& document) {
   double widest = text_width("command", kFactName.font);
   for (const auto& fact : document.facts) {
@@ -56,7 +62,7 @@ void draw_fact_line(Flow& flow, const FactLine& line, double left, double names,
                    {.font = setting.font, .colour = setting.colour});
 }
 
-// The command over the whole width; under it date and facts in two columns of equal length.
+// Draws the command over the whole width and below it date and facts in two columns.
 void draw_stamp(Flow& flow, const Document& document) {
   const double names = names_width(document);
   const double column = (flow.width() - kBetweenCharts) / 2;
@@ -76,7 +82,7 @@ void draw_stamp(Flow& flow, const Document& document) {
     for (auto& line : fact_lines(fact, kFact, column - names)) lines.push_back(std::move(line));
   }
   size_t half = (lines.size() + 1) / 2;
-  while (half < lines.size() && lines[half].name.empty()) ++half;  // no fact in both columns
+  while (half < lines.size() && lines[half].name.empty()) ++half;  // keeps each fact in one column
   for (size_t i = 0; i < half; ++i) {
     flow.need(kFact.leading);
     draw_fact_line(flow, lines[i], flow.left(), names, kFact);
@@ -89,7 +95,7 @@ void draw_stamp(Flow& flow, const Document& document) {
   flow.rule(0.4, {Role::kMuted});
 }
 
-// One or two figures side by side, with their captions.
+// One figure or two side by side, with captions.
 class FigureRow {
  public:
   FigureRow(const Section& section, std::vector<size_t> indices, size_t first_number, double width)
@@ -127,13 +133,13 @@ class FigureRow {
   }
 
  private:
-  static constexpr size_t kMostCaptionLines = 16;  // a figure with its caption fits a page
+  static constexpr size_t kMostCaptionLines = 16;  // so that a figure with its caption fits a page
 
   const Section& section_;
   std::vector<size_t> indices_;
   double column_ = 0;
   double chart_height_ = 0;
-  std::vector<std::vector<std::string>> captions_;  // [place][line]
+  std::vector<std::vector<std::string>> captions_;  // [figure][line]
   size_t caption_lines_ = 0;
 };
 
@@ -142,13 +148,13 @@ double question_lead(const Question& question, double width) {
          lead_height(question.answer, kText, width);
 }
 
-// Numbers of tables and figures go on through the document.
+// Tables and figures are numbered through the document.
 struct Numbers {
   size_t table = 1;
   size_t figure = 1;
 };
 
-// What must stand under a section's heading on the same page.
+// The height that must follow a section's heading on the same page.
 double section_lead(const Section& section, const Numbers& numbers, const Flow& flow) {
   if (!section.tables.empty()) {
     const PageTable table(section.tables.front(), numbers.table, flow.width(), flow.page_height());
@@ -210,12 +216,135 @@ void draw_foot(Drawing& page, const std::string& title, size_t number, size_t co
   const double rule = kPrinted.bottom() - 11;
   const double baseline = kPrinted.bottom() - kDescent * font.size - 0.2;
   page.line({kPrinted.x, rule}, {kPrinted.right(), rule}, {.colour = {Role::kGrid}, .width = 0.4});
-  const std::string place = fmt::format("page {} of {}", number, count);
-  const double room = kPrinted.width - text_width(place, font) - 20;
+  const std::string page_number = fmt::format("page {} of {}", number, count);
+  const double room = kPrinted.width - text_width(page_number, font) - 20;
   page.text({kPrinted.x, baseline}, fit_text(title, font, room),
             {.font = font, .colour = {Role::kMuted}});
-  page.text({kPrinted.right(), baseline}, place,
+  page.text({kPrinted.right(), baseline}, page_number,
             {.font = font, .colour = {Role::kMuted}, .anchor = Anchor::kEnd});
+}
+
+uint32_t rgb_of(Colour colour) {
+  switch (colour.role) {
+    case Role::kInk:
+      return 0x15181C;
+    case Role::kMuted:
+      return 0x5A626B;
+    case Role::kGrid:
+      return 0xD5DADF;
+    case Role::kPaper:
+      return 0xFFFFFF;
+    case Role::kPalette:
+      return kPalette.at(palette_index(colour.index));
+    case Role::kOnPalette:
+      break;
+  }
+  return palette_index(colour.index) == 0 ? 0xFFFFFF : 0x111111;
+}
+
+// Draws with Cairo in the colours of print.
+class CairoCanvas final : public Canvas {
+ public:
+  // The context must outlive the canvas.
+  explicit CairoCanvas(cairo_t* context) : context_(context) {}
+
+  void segments(std::span<const Segment> lines, const Stroke& stroke) override;
+  void polyline(std::span<const Point> points, const Stroke& stroke) override;
+  void polygon(std::span<const Point> corners, Colour fill) override;
+  void rectangle(const Box& box, Colour fill) override;
+  void circle(Point centre, double radius, Colour fill) override;
+  void text(Point at, std::string_view utf8, const TextStyle& style) override;
+
+ private:
+  void set_colour(Colour colour);
+  void stroke_path(const Stroke& stroke);
+
+  cairo_t* context_;
+};
+
+void CairoCanvas::set_colour(Colour colour) {
+  const uint32_t rgb = rgb_of(colour);
+  const auto part = [rgb](unsigned shift) {
+    return static_cast<double>(rgb >> shift & 0xFFU) / 255;
+  };
+  cairo_set_source_rgb(context_, part(16), part(8), part(0));
+}
+
+void CairoCanvas::stroke_path(const Stroke& stroke) {
+  set_colour(stroke.colour);
+  const double w = stroke.width;
+  const std::array dashed = {4 * w, 2.5 * w};
+  const std::array dotted = {1.2 * w, 1.8 * w};
+  const std::array dash_dot = {5 * w, 2 * w, 1.2 * w, 2 * w};
+  std::span<const double> dashes;
+  if (stroke.dash == Dash::kDashed) dashes = dashed;
+  if (stroke.dash == Dash::kDotted) dashes = dotted;
+  if (stroke.dash == Dash::kDashDot) dashes = dash_dot;
+  cairo_set_dash(context_, dashes.data(), static_cast<int>(dashes.size()), 0);
+  cairo_set_line_width(context_, w);
+  cairo_stroke(context_);
+}
+
+void CairoCanvas::segments(std::span<const Segment> lines, const Stroke& stroke) {
+  for (const auto& [from, to] : lines) {
+    cairo_move_to(context_, from.x, from.y);
+    cairo_line_to(context_, to.x, to.y);
+  }
+  stroke_path(stroke);
+}
+
+void CairoCanvas::polyline(std::span<const Point> points, const Stroke& stroke) {
+  for (const auto& [x, y] : points) cairo_line_to(context_, x, y);
+  stroke_path(stroke);
+}
+
+void CairoCanvas::polygon(std::span<const Point> corners, Colour fill) {
+  for (const auto& [x, y] : corners) cairo_line_to(context_, x, y);
+  cairo_close_path(context_);
+  set_colour(fill);
+  cairo_fill(context_);
+}
+
+void CairoCanvas::rectangle(const Box& box, Colour fill) {
+  cairo_rectangle(context_, box.x, box.y, box.width, box.height);
+  set_colour(fill);
+  cairo_fill(context_);
+}
+
+void CairoCanvas::circle(Point centre, double radius, Colour fill) {
+  cairo_new_sub_path(context_);
+  cairo_arc(context_, centre.x, centre.y, radius, 0, 2 * std::numbers::pi);
+  set_colour(fill);
+  cairo_fill(context_);
+}
+
+void CairoCanvas::text(Point at, std::string_view utf8, const TextStyle& style) {
+  const std::string clean = clean_text(utf8);
+  const double width = text_width(clean, style.font);
+  double left = 0;
+  if (style.anchor == Anchor::kMiddle) left = -width / 2;
+  if (style.anchor == Anchor::kEnd) left = -width;
+  select_font(context_, style.font);
+  set_colour(style.colour);
+  cairo_save(context_);
+  cairo_translate(context_, at.x, at.y);
+  cairo_rotate(context_, style.rotation * std::numbers::pi / 180);
+  cairo_move_to(context_, left, 0);
+  cairo_show_text(context_, clean.c_str());
+  cairo_restore(context_);
+  cairo_new_path(context_);
+}
+
+cairo_status_t append_bytes(void* bytes, const unsigned char* data, unsigned int length) {
+  static_cast<std::string*>(bytes)->append(reinterpret_cast<const char*>(data), length);
+  return CAIRO_STATUS_SUCCESS;
+}
+
+void check_cairo(cairo_status_t status) {
+  if (status == CAIRO_STATUS_SUCCESS) return;
+  throw Error(Code::kFileWrite,
+              fmt::format("cannot make the PDF: Cairo says {}", cairo_status_to_string(status)),
+              "apt-get install fonts-dejavu-core");
 }
 
 }  // namespace
@@ -223,7 +352,7 @@ void draw_foot(Drawing& page, const std::string& title, size_t number, size_t co
 std::vector<Drawing> lay_out_pages(const Document& document) {
   require_font();
   Flow flow(kBody);
-  flow.paragraph(document.title, kTitle);
+  flow.paragraph(document.title, kPageTitle);
   flow.advance(6);
   draw_stamp(flow, document);
   Numbers numbers;
@@ -234,6 +363,31 @@ std::vector<Drawing> lay_out_pages(const Document& document) {
     draw_foot(pages[i], document.title, i + 1, pages.size());
   }
   return pages;
+}
+
+std::string render_pdf(const Document& document) {
+  const auto pages = lay_out_pages(document);
+  std::string bytes;
+  const CairoSurface surface(
+      cairo_pdf_surface_create_for_stream(append_bytes, &bytes, kPageWidth, kPageHeight));
+  check_cairo(cairo_surface_status(surface.get()));
+  const std::string title = clean_text(document.title);
+  cairo_pdf_surface_set_metadata(surface.get(), CAIRO_PDF_METADATA_TITLE, title.c_str());
+  cairo_pdf_surface_set_metadata(surface.get(), CAIRO_PDF_METADATA_CREATOR, "lockstep");
+  const std::string date = fmt::format("{:%Y-%m-%dT%H:%M:%S}Z", fmt::gmtime(document.date));
+  cairo_pdf_surface_set_metadata(surface.get(), CAIRO_PDF_METADATA_CREATE_DATE, date.c_str());
+  {
+    const CairoContext context(cairo_create(surface.get()));
+    CairoCanvas canvas(context.get());
+    for (const auto& page : pages) {
+      page.replay(canvas);
+      cairo_show_page(context.get());
+    }
+    check_cairo(cairo_status(context.get()));
+  }
+  cairo_surface_finish(surface.get());
+  check_cairo(cairo_surface_status(surface.get()));
+  return bytes;
 }
 
 }  // namespace lockstep

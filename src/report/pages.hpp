@@ -2,8 +2,8 @@
 
 #include <vector>
 
+#include "report/canvas.hpp"
 #include "report/document.hpp"
-#include "report/drawing.hpp"
 
 namespace lockstep {
 
@@ -11,15 +11,14 @@ namespace lockstep {
 inline constexpr double kPageWidth = 595.28;
 inline constexpr double kPageHeight = 841.89;
 
-/// Nothing is drawn outside this part of a page; the foot line is at its bottom.
+/// The printed part of a page, with the foot line at its bottom.
 inline constexpr Box kPrinted{50, 46, kPageWidth - 100, kPageHeight - 80};
 
-/// What is left for text, tables and figures.
+/// The part for text, tables and figures.
 inline constexpr Box kBody{50, 46, kPageWidth - 100, kPageHeight - 104};
 
-/// The pages of a document, each complete with its foot line. Rows of tables are never cut (but one
-/// that is longer than a page), their header stands again on every page, and a heading always has
-/// something under it.
+/// The pages of a document with their foot lines. A table row is cut only if it is longer than a
+/// page, a table's header is repeated on every page, and a heading always has something below it.
 std::vector<Drawing> lay_out_pages(const Document& document);
 
 }  // namespace lockstep

@@ -7,7 +7,7 @@
 
 #include "base/utf8.hpp"
 #include "lockstep/error.hpp"
-#include "report/cairo_handle.hpp"
+#include "report/cairo.hpp"
 
 namespace lockstep {
 namespace {
@@ -17,7 +17,7 @@ struct PatternDeleter {
 };
 using Pattern = std::unique_ptr<FcPattern, PatternDeleter>;
 
-// The family nearest to DejaVu that is installed; empty where there is no font at all.
+// The installed family that is closest to DejaVu; empty if there is no font at all.
 std::string find_family(bool mono) {
   const Pattern wanted(FcPatternCreate());
   const char* name = mono ? "DejaVu Sans Mono" : "DejaVu Sans";
@@ -31,7 +31,7 @@ std::string find_family(bool mono) {
   return reinterpret_cast<const char*>(family);
 }
 
-// A context that is only measured with; one for each thread, since Cairo's are not shared.
+// A context for measuring, one per thread, because Cairo's contexts are not thread-safe.
 cairo_t* measuring_context() {
   thread_local const CairoContext context = [] {
     const CairoSurface surface(cairo_image_surface_create(CAIRO_FORMAT_A8, 1, 1));
@@ -40,7 +40,7 @@ cairo_t* measuring_context() {
   return context.get();
 }
 
-// Bytes of the begin of `text` that are no wider than `width`; at least one character.
+// Bytes of the longest start of `text` that is no wider than `width`; at least one character.
 size_t bytes_that_fit(std::string_view text, const Font& font, double width) {
   size_t fitting = 0;
   while (fitting < text.size()) {
@@ -80,7 +80,7 @@ void select_font(cairo_t* context, const Font& font) {
 double text_width(std::string_view utf8, const Font& font) {
   if (utf8.empty()) return 0;
   cairo_t* context = measuring_context();
-  // Measured large and scaled down: Cairo rounds positions to 1/256.
+  // Measure a large size and scale down, because Cairo rounds positions to 1/256.
   constexpr double kMeasured = 100;
   select_font(context, {.size = kMeasured, .bold = font.bold, .mono = font.mono});
   cairo_text_extents_t extents;
@@ -122,7 +122,7 @@ std::vector<std::string> wrap_lines(std::string_view text, const Font& font, dou
 
 std::string fit_text(std::string_view text, const Font& font, double width) {
   const std::string clean = clean_text(text);
-  width += font.size * 1e-3;  // a width that was measured before must fit itself
+  width += font.size * 1e-3;  // a text must fit the width that was measured for it
   if (text_width(clean, font) <= width) return clean;
   const double rest = width - text_width("…", font);
   if (rest <= 0) return "";

@@ -4,9 +4,8 @@
 #include <cmath>
 
 #include "lockstep/error.hpp"
-#include "lockstep/schedule.hpp"
 #include "lockstep/split.hpp"
-#include "schedule/sizes.hpp"
+#include "schedule/checks.hpp"
 
 namespace lockstep {
 namespace {
@@ -28,7 +27,7 @@ void require_cut(int64_t layers, int64_t stages) {
   }
 }
 
-// sums[i]: cost of the first i layers.
+// sums[i] is the cost of the first i layers.
 std::vector<double> running_sums(std::span<const double> cost) {
   std::vector<double> sums{0};
   for (size_t layer = 0; layer < cost.size(); ++layer) {
@@ -43,14 +42,14 @@ std::vector<double> running_sums(std::span<const double> cost) {
 
 // The least that the costliest of `stages` stages can cost.
 double least_peak(const std::vector<double>& sums, size_t stages) {
-  // best[i]: of the first i layers in as many stages as the loop has come to.
+  // best[i] is that of the first i layers in `count` stages.
   std::vector<double> best = sums;
   for (size_t count = 2; count <= stages; ++count) {
     std::vector<double> next(sums.size());
     size_t cut = count - 1;
     for (size_t end = count; end < sums.size(); ++end) {
-      // The stages before the cut cost more the later it lies, the one after it less: the best cut
-      // is where the two meet, and it only moves on as `end` does.
+      // A later cut makes the stages before it cost more and the one after it less: the best cut is
+      // where the two meet, and it only moves forward as `end` does.
       const auto peak = [&](size_t at) { return std::max(best[at], sums[end] - sums[at]); };
       while (cut + 1 < end && peak(cut + 1) <= peak(cut)) ++cut;
       next[end] = peak(cut);
@@ -60,7 +59,7 @@ double least_peak(const std::vector<double>& sums, size_t stages) {
   return best.back();
 }
 
-// stages[i]: how few stages of at most `peak` hold the layers from i on.
+// needed[i] is the smallest number of stages of at most `peak` that hold the layers from i on.
 std::vector<size_t> stages_needed(const std::vector<double>& sums, double peak) {
   const size_t layers = sums.size() - 1;
   std::vector<size_t> needed(sums.size(), 0);
@@ -82,13 +81,13 @@ std::vector<int64_t> cut_by_count(int64_t layers, int64_t stages) {
 std::vector<int64_t> cut_by_cost(std::span<const double> cost, int64_t stages) {
   require_cut(static_cast<int64_t>(cost.size()), stages);
   if (static_cast<int64_t>(cost.size()) > kMaxLayers) {
-    throw Error(Code::kSchedule, fmt::format("costs of {} layers are too many", cost.size()),
+    throw Error(Code::kSchedule, fmt::format("{} layers are too many to cut by cost", cost.size()),
                 fmt::format("cut by cost at most {} layers", kMaxLayers));
   }
   const std::vector<double> sums = running_sums(cost);
   const double peak = least_peak(sums, static_cast<size_t>(stages));
   const std::vector<size_t> needed = stages_needed(sums, peak);
-  // Many cuts may have this peak. Each stage takes what is nearest to an even share of the rest.
+  // Many cuts may have this peak. Each stage takes what is closest to an even share of the rest.
   std::vector<int64_t> sizes;
   size_t begin = 0;
   for (auto left = static_cast<size_t>(stages); left > 0; --left) {

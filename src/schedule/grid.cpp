@@ -5,13 +5,12 @@
 #include <cmath>
 
 #include "lockstep/error.hpp"
-#include "lockstep/schedule.hpp"
-#include "schedule/sizes.hpp"
+#include "schedule/checks.hpp"
 
 namespace lockstep {
 namespace {
 
-// More columns than this nobody looks at; fewer than the integers a double tells apart.
+// Nobody looks at more columns than this, and a double still represents each exactly.
 constexpr double kMaxColumns = 1e6;
 
 struct Cell {
@@ -28,47 +27,47 @@ struct Window {
 
 void require_printable(const Schedule& schedule, const Simulation& simulation,
                        const GridOptions& options) {
-  const auto refuse = [](const std::string& message, const char* help) {
+  const auto reject = [](const std::string& message, const char* help) {
     throw Error(Code::kSchedule, message, help);
   };
-  const size_t places = schedule.actions.size();
-  if (simulation.timeline.size() != places) {
-    refuse(fmt::format("a timeline of {} does not fit schedule \"{}\" of {}",
-                       counted(static_cast<int64_t>(simulation.timeline.size()), "place"),
-                       schedule.name, places),
-           "print a simulation of this very schedule");
+  const size_t ranks = schedule.actions.size();
+  if (simulation.timeline.size() != ranks) {
+    reject(fmt::format("a timeline of {} does not fit schedule \"{}\" of {}",
+                       counted(static_cast<int64_t>(simulation.timeline.size()), "rank"),
+                       schedule.name, ranks),
+           "print a simulation of this schedule");
   }
-  if (!options.place_names.empty() && options.place_names.size() != places) {
-    refuse(fmt::format("{} names for {} places", options.place_names.size(), places),
-           "give one name for each place, or none");
+  if (!options.rank_names.empty() && options.rank_names.size() != ranks) {
+    reject(fmt::format("{} names for {} ranks", options.rank_names.size(), ranks),
+           "give one name for each rank, or none");
   }
   if (!std::isfinite(options.tick) || options.tick < 0) {
-    refuse(fmt::format("a tick of {}", options.tick), "a tick must be more than 0, or 0 to choose");
+    reject(fmt::format("a tick of {}", options.tick), "a tick must be more than 0, or 0 to choose");
   }
-  for (const auto& place : simulation.timeline) {
-    for (const auto& each : place) {
+  for (const auto& rank : simulation.timeline) {
+    for (const auto& each : rank) {
       if (std::isfinite(each.end) && each.begin >= 0 && each.begin <= each.end) continue;
-      refuse(fmt::format("an action lasts from {} to {}", each.begin, each.end),
-             "times count from the begin of the step");
+      reject(fmt::format("an action lasts from {} to {}", each.begin, each.end),
+             "times count from the beginning of the step");
     }
   }
 }
 
 double end_of(const Simulation& simulation) {
   double end = 0;
-  for (const auto& place : simulation.timeline) {
-    for (const auto& each : place) end = std::max(end, each.end);
+  for (const auto& rank : simulation.timeline) {
+    for (const auto& each : rank) end = std::max(end, each.end);
   }
   return end;
 }
 
-// The shortest action, but no outlier: one hiccup of a clock would stretch the whole grid.
+// The shortest action unless it is an outlier: one hiccup of a clock would stretch the whole grid.
 double choose_tick(const Simulation& simulation, double asked) {
   double shortest = 0;
   double sum = 0;
   int64_t count = 0;
-  for (const auto& place : simulation.timeline) {
-    for (const auto& each : place) {
+  for (const auto& rank : simulation.timeline) {
+    for (const auto& each : rank) {
       const double lasts = each.end - each.begin;
       if (lasts <= 0) continue;
       shortest = count == 0 ? lasts : std::min(shortest, lasts);
@@ -81,8 +80,8 @@ double choose_tick(const Simulation& simulation, double asked) {
   return std::max(tick, end_of(simulation) / kMaxColumns);
 }
 
-bool has_shared_place(const Schedule& schedule) {
-  return schedule.places() < schedule.stages();
+bool has_shared_rank(const Schedule& schedule) {
+  return schedule.ranks() < schedule.stages();
 }
 
 std::string label(const Action& action, bool with_stage) {
@@ -92,7 +91,7 @@ std::string label(const Action& action, bool with_stage) {
 
 std::vector<Cell> cells_of(const Schedule& schedule, const std::vector<PlannedAction>& timeline,
                            double tick, const GridOptions& options) {
-  const bool with_stage = has_shared_place(schedule);
+  const bool with_stage = has_shared_rank(schedule);
   std::vector<Cell> cells;
   int64_t free = 0;
   for (const auto& each : timeline) {
@@ -105,7 +104,7 @@ std::vector<Cell> cells_of(const Schedule& schedule, const std::vector<PlannedAc
   return cells;
 }
 
-// The columns that fit; the first ones, or those around the marked cell.
+// The columns that fit: the first ones, or those around the marked cell.
 Window choose_window(const std::vector<std::vector<Cell>>& rows, int64_t fitting) {
   int64_t columns = 0;
   int64_t wanted = 0;
@@ -120,7 +119,7 @@ Window choose_window(const std::vector<std::vector<Cell>>& rows, int64_t fitting
   return {begin, begin + fitting};
 }
 
-// Every column is a separator and `width` characters; the mark takes the separators, so that it
+// Every column is a separator and `width` characters; the mark replaces separators, so that it
 // moves nothing.
 std::string format_row(const std::vector<Cell>& row, const Window& window, size_t width) {
   std::string text;
@@ -148,13 +147,13 @@ std::string format_row(const std::vector<Cell>& row, const Window& window, size_
 
 std::string legend(const Schedule& schedule, const Simulation& simulation, size_t width,
                    double tick) {
-  const bool with_stage = has_shared_place(schedule);
+  const bool with_stage = has_shared_rank(schedule);
   std::vector<std::string> kinds;
   for (const auto kind : {ActionKind::kForward, ActionKind::kBackward, ActionKind::kBackwardInput,
                           ActionKind::kBackwardWeight}) {
     const bool used =
-        std::any_of(simulation.timeline.begin(), simulation.timeline.end(), [&](const auto& place) {
-          return std::any_of(place.begin(), place.end(),
+        std::any_of(simulation.timeline.begin(), simulation.timeline.end(), [&](const auto& rank) {
+          return std::any_of(rank.begin(), rank.end(),
                              [&](const PlannedAction& each) { return each.action.kind == kind; });
         });
     if (used) kinds.push_back(fmt::format("{} {}", letter(kind), action_name(kind)));
@@ -172,17 +171,17 @@ std::string format_grid(const Schedule& schedule, const Simulation& simulation,
                         const GridOptions& options) {
   require_printable(schedule, simulation, options);
   const double tick = choose_tick(simulation, options.tick);
-  std::vector<std::string> names = options.place_names;
-  for (int place = 0; options.place_names.empty() && place < schedule.places(); ++place) {
-    names.push_back(fmt::format("place {}", place));
+  std::vector<std::string> names = options.rank_names;
+  for (int rank = 0; options.rank_names.empty() && rank < schedule.ranks(); ++rank) {
+    names.push_back(fmt::format("rank {}", rank));
   }
   std::vector<std::vector<Cell>> rows;
   size_t width = 2;
   size_t name_width = 0;
-  for (size_t place = 0; place < names.size(); ++place) {
-    rows.push_back(cells_of(schedule, simulation.timeline[place], tick, options));
+  for (size_t rank = 0; rank < names.size(); ++rank) {
+    rows.push_back(cells_of(schedule, simulation.timeline[rank], tick, options));
     for (const auto& cell : rows.back()) width = std::max(width, cell.text.size());
-    name_width = std::max(name_width, names[place].size());
+    name_width = std::max(name_width, names[rank].size());
   }
   const int64_t room = options.width - static_cast<int64_t>(name_width) - 3;  // after "name |"
   const int64_t fitting = options.width <= 0
@@ -190,9 +189,9 @@ std::string format_grid(const Schedule& schedule, const Simulation& simulation,
                               : std::max<int64_t>(1, room / static_cast<int64_t>(width + 1));
   const Window window = choose_window(rows, fitting);
   std::string text;
-  for (size_t place = 0; place < names.size(); ++place) {
-    text += fmt::format("{:<{}} |{}\n", names[place], name_width,
-                        format_row(rows[place], window, width));
+  for (size_t rank = 0; rank < names.size(); ++rank) {
+    text +=
+        fmt::format("{:<{}} |{}\n", names[rank], name_width, format_row(rows[rank], window, width));
   }
   const Window all = choose_window(rows, static_cast<int64_t>(2 * kMaxColumns));
   if (window.end - window.begin < all.end) {

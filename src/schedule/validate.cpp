@@ -3,15 +3,14 @@
 #include <algorithm>
 
 #include "lockstep/error.hpp"
-#include "schedule/play.hpp"
-#include "schedule/sizes.hpp"
+#include "schedule/checks.hpp"
 
 namespace lockstep {
 namespace {
 
 constexpr const char* kRules =
     "every stage needs one F and one B, or one F, one I and one W, of each micro-batch, in this "
-    "order and on its own place";
+    "order and on its own rank";
 
 [[noreturn]] void refuse(const Schedule& schedule, const std::string& reason,
                          const std::string& help = kRules, std::vector<std::string> notes = {}) {
@@ -19,41 +18,41 @@ constexpr const char* kRules =
               std::move(notes));
 }
 
-void require_places(const Schedule& schedule) {
+void require_ranks(const Schedule& schedule) {
   std::vector<bool> used(schedule.actions.size());
   for (int stage = 0; stage < schedule.stages(); ++stage) {
-    const int place = schedule.place_of_stage[static_cast<size_t>(stage)];
-    if (place < 0 || place >= schedule.places()) {
+    const int rank = schedule.rank_of_stage[static_cast<size_t>(stage)];
+    if (rank < 0 || rank >= schedule.ranks()) {
       refuse(schedule,
-             fmt::format("stage {} lies on place {}, but there are lists of {}", stage, place,
-                         counted(schedule.places(), "place")),
-             "number the places from 0 and give each a list of actions");
+             fmt::format("stage {} is on rank {}, but there are lists for {}", stage, rank,
+                         counted(schedule.ranks(), "rank")),
+             "number the ranks from 0 and give each a list of actions");
     }
-    used[static_cast<size_t>(place)] = true;
+    used[static_cast<size_t>(rank)] = true;
   }
   const auto unused = std::find(used.begin(), used.end(), false);
   if (unused == used.end()) return;
-  refuse(schedule, fmt::format("place {} has no stage", unused - used.begin()),
-         "give each place a stage, or leave the place out");
+  refuse(schedule, fmt::format("rank {} has no stage", unused - used.begin()),
+         "give each rank a stage, or remove the rank");
 }
 
-void require_in_range(const Schedule& schedule, int place, const Action& action) {
+void require_in_range(const Schedule& schedule, int rank, const Action& action) {
   if (action.stage < 0 || action.stage >= schedule.stages()) {
-    refuse(schedule, fmt::format("place {} runs {}, but stages are 0 to {}", place,
-                                 describe(action), schedule.stages() - 1));
+    refuse(schedule, fmt::format("rank {} runs {}, but stages are 0 to {}", rank, describe(action),
+                                 schedule.stages() - 1));
   }
   if (action.micro_batch < 0 || action.micro_batch >= schedule.micro_batches) {
-    refuse(schedule, fmt::format("place {} runs {}, but micro-batches are 0 to {}", place,
+    refuse(schedule, fmt::format("rank {} runs {}, but micro-batches are 0 to {}", rank,
                                  describe(action), schedule.micro_batches - 1));
   }
-  const int home = schedule.place_of_stage[static_cast<size_t>(action.stage)];
-  if (home != place) {
+  const int home = schedule.rank_of_stage[static_cast<size_t>(action.stage)];
+  if (home != rank) {
     refuse(schedule,
-           fmt::format("place {} runs {}, which lies on place {}", place, describe(action), home));
+           fmt::format("rank {} runs {}, which is on rank {}", rank, describe(action), home));
   }
 }
 
-// The kinds that a stage runs of each micro-batch, as bits: 1 << kind.
+// The kinds of action that a stage has run on each micro-batch, as bits: 1 << kind.
 using Seen = std::vector<uint8_t>;  // [stage][micro_batch]
 
 constexpr uint8_t bit(ActionKind kind) {
@@ -62,10 +61,10 @@ constexpr uint8_t bit(ActionKind kind) {
 
 constexpr uint8_t kSplit = bit(ActionKind::kBackwardInput) | bit(ActionKind::kBackwardWeight);
 
-// Takes an action into account that comes after those seen.
-void require_next(const Schedule& schedule, int place, const Action& action, uint8_t* seen) {
+// Checks an action against those seen before it, and adds it to them.
+void require_next(const Schedule& schedule, int rank, const Action& action, uint8_t* seen) {
   const auto refuse_action = [&](const std::string& reason) {
-    refuse(schedule, fmt::format("place {} runs {} {}", place, describe(action), reason));
+    refuse(schedule, fmt::format("rank {} runs {} {}", rank, describe(action), reason));
   };
   if ((*seen & bit(action.kind)) != 0) refuse_action("twice");
   const bool whole = action.kind == ActionKind::kBackward;
@@ -89,8 +88,8 @@ void require_all(const Schedule& schedule, const Seen& seen) {
     const auto micro_batch = static_cast<int>(i % static_cast<size_t>(schedule.micro_batches));
     const auto require = [&](ActionKind kind) {
       if ((seen[i] & bit(kind)) != 0) return;
-      refuse(schedule, fmt::format("place {} never runs {}",
-                                   schedule.place_of_stage[static_cast<size_t>(stage)],
+      refuse(schedule, fmt::format("rank {} never runs {}",
+                                   schedule.rank_of_stage[static_cast<size_t>(stage)],
                                    describe({kind, stage, micro_batch})));
     };
     require(ActionKind::kForward);
@@ -103,20 +102,20 @@ void require_all(const Schedule& schedule, const Seen& seen) {
   }
 }
 
-// Why a place does not go on.
+// Why a rank cannot continue.
 struct Wait {
-  int place;
+  int rank;
   Action waiting;  // the action it cannot begin
   Action needed;
-  int on_place;  // that runs the needed one
+  int on_rank;  // the rank that runs `needed`
 };
 
 class Waits {
  public:
   Waits(const Schedule& schedule, const std::vector<std::vector<PlannedAction>>& timeline)
       : schedule_(schedule), timeline_(timeline), ended_(table_index(schedule, 3, 0, 0)) {
-    for (const auto& place : timeline) {
-      for (const auto& planned : place) {
+    for (const auto& rank : timeline) {
+      for (const auto& planned : rank) {
         const Action& action = planned.action;
         ended_[table_index(schedule, part_of(action.kind), action.stage, action.micro_batch)] =
             true;
@@ -124,28 +123,28 @@ class Waits {
     }
   }
 
-  bool has_ended(int place) const { return done(place) == list(place).size(); }
+  bool has_ended(int rank) const { return done(rank) == list(rank).size(); }
 
-  // Of a place that has not ended: every list is whole, so what it needs stands in one of them.
-  Wait of(int place) const {
-    const Action& waiting = list(place)[done(place)];
+  // Why a rank that has not ended waits. All lists are whole, so one contains what it needs.
+  Wait of(int rank) const {
+    const Action& waiting = list(rank)[done(rank)];
     const Needs needs = needs_of(waiting, schedule_.stages());
     const auto* need = std::find_if(needs.need, needs.need + needs.count, [&](const Need& each) {
       return !ended_[table_index(schedule_, each.part, each.stage, each.micro_batch)];
     });
-    const int on_place = schedule_.place_of_stage[static_cast<size_t>(need->stage)];
-    const auto& other = list(on_place);
+    const int on_rank = schedule_.rank_of_stage[static_cast<size_t>(need->stage)];
+    const auto& other = list(on_rank);
     const auto needed = std::find_if(other.begin(), other.end(), [&](const Action& action) {
       return part_of(action.kind) == need->part && action.stage == need->stage &&
              action.micro_batch == need->micro_batch;
     });
-    return {place, waiting, *needed, on_place};
+    return {rank, waiting, *needed, on_rank};
   }
 
  private:
-  size_t done(int place) const { return timeline_[static_cast<size_t>(place)].size(); }
-  const std::vector<Action>& list(int place) const {
-    return schedule_.actions[static_cast<size_t>(place)];
+  size_t done(int rank) const { return timeline_[static_cast<size_t>(rank)].size(); }
+  const std::vector<Action>& list(int rank) const {
+    return schedule_.actions[static_cast<size_t>(rank)];
   }
 
   const Schedule& schedule_;
@@ -154,11 +153,38 @@ class Waits {
 };
 
 std::string describe(const Wait& wait) {
-  return fmt::format("place {} waits for {} before {}", wait.place, describe(wait.needed),
+  return fmt::format("rank {} waits for {} before {}", wait.rank, describe(wait.needed),
                      describe(wait.waiting));
 }
 
 }  // namespace
+
+void require_positive(const char* what, int64_t count) {
+  if (count >= 1) return;
+  throw Error(Code::kSchedule, fmt::format("a schedule cannot have {} {}", count, what),
+              fmt::format("use 1 or more {}", what));
+}
+
+void require_sizes(int64_t stages, int64_t micro_batches) {
+  require_positive("stages", stages);
+  require_positive("micro-batches", micro_batches);
+  if (stages > kMaxStages) {
+    throw Error(Code::kSchedule, fmt::format("a schedule of {} stages is too large", stages),
+                fmt::format("use at most {} stages", kMaxStages));
+  }
+  if (micro_batches > kMaxForwards / stages) {
+    throw Error(Code::kSchedule,
+                fmt::format("a schedule of {} and {} is too large", counted(stages, "stage"),
+                            counted(micro_batches, "micro-batch")),
+                fmt::format("use at most {} with {}", counted(kMaxForwards / stages, "micro-batch"),
+                            counted(stages, "stage")));
+  }
+}
+
+std::string counted(int64_t count, std::string_view noun) {
+  if (count == 1) return fmt::format("1 {}", noun);
+  return fmt::format("{} {}{}", count, noun, noun.ends_with("ch") ? "es" : "s");
+}
 
 std::string describe(const Action& action) {
   return fmt::format("{} of micro-batch {} in stage {}", letter(action.kind), action.micro_batch,
@@ -167,13 +193,13 @@ std::string describe(const Action& action) {
 
 void require_lists(const Schedule& schedule) {
   require_sizes(schedule.stages(), schedule.micro_batches);
-  require_places(schedule);
+  require_ranks(schedule);
   const auto micro_batches = static_cast<size_t>(schedule.micro_batches);
-  Seen seen(schedule.place_of_stage.size() * micro_batches);
-  for (int place = 0; place < schedule.places(); ++place) {
-    for (const Action& action : schedule.actions[static_cast<size_t>(place)]) {
-      require_in_range(schedule, place, action);
-      require_next(schedule, place, action,
+  Seen seen(schedule.rank_of_stage.size() * micro_batches);
+  for (int rank = 0; rank < schedule.ranks(); ++rank) {
+    for (const Action& action : schedule.actions[static_cast<size_t>(rank)]) {
+      require_in_range(schedule, rank, action);
+      require_next(schedule, rank, action,
                    &seen[static_cast<size_t>(action.stage) * micro_batches +
                          static_cast<size_t>(action.micro_batch)]);
     }
@@ -184,32 +210,32 @@ void require_lists(const Schedule& schedule) {
 void require_whole(const Schedule& schedule,
                    const std::vector<std::vector<PlannedAction>>& timeline) {
   const Waits waits(schedule, timeline);
-  int place = 0;
-  while (place < schedule.places() && waits.has_ended(place)) ++place;
-  if (place == schedule.places()) return;
-  // A place that waits does so for one that waits too: this way leads into a circle.
-  std::vector<Wait> way;
+  int rank = 0;
+  while (rank < schedule.ranks() && waits.has_ended(rank)) ++rank;
+  if (rank == schedule.ranks()) return;
+  // A rank that waits does so for one that waits too: following them leads into a cycle.
+  std::vector<Wait> cycle;
   const auto met = [&] {
-    return std::find_if(way.begin(), way.end(), [&](const Wait& w) { return w.place == place; });
+    return std::find_if(cycle.begin(), cycle.end(), [&](const Wait& w) { return w.rank == rank; });
   };
-  for (; met() == way.end(); place = way.back().on_place) way.push_back(waits.of(place));
-  way.erase(way.begin(), met());
-  if (way.size() == 1) {
-    refuse(schedule, describe(way.front()) + ", but its own list has them the other way round",
-           "in a place's list, put an action after those it needs");
+  for (; met() == cycle.end(); rank = cycle.back().on_rank) cycle.push_back(waits.of(rank));
+  cycle.erase(cycle.begin(), met());
+  if (cycle.size() == 1) {
+    refuse(schedule, describe(cycle.front()) + ", but its own list has them in the opposite order",
+           "in a rank's list, put an action after those it needs");
   }
   std::vector<std::string> notes;
-  for (size_t i = 1; i < way.size(); ++i) notes.push_back(describe(way[i]));
-  refuse(schedule,
-         fmt::format("{}, in a circle of {} places that never ends", describe(way.front()),
-                     way.size()),
-         "change the order in one of these lists, so that one of the places can go on",
-         std::move(notes));
+  for (size_t i = 1; i < cycle.size(); ++i) notes.push_back(describe(cycle[i]));
+  refuse(
+      schedule,
+      fmt::format("{}, in a cycle of {} ranks: a deadlock", describe(cycle.front()), cycle.size()),
+      "change the order in one of these lists, so that one of the ranks can continue",
+      std::move(notes));
 }
 
 void validate(const Schedule& schedule) {
   require_lists(schedule);
-  const std::vector<StageTimes> times(schedule.place_of_stage.size());
+  const std::vector<StageTimes> times(schedule.rank_of_stage.size());
   require_whole(schedule, play(schedule, times));
 }
 

@@ -19,7 +19,7 @@ struct CapturedStep::State {
     return result.defined() ? result.detach() : result;
   }
 
-  // Where the step can be captured; otherwise why_not says why it cannot.
+  // The GPU on which the step can be captured; if there is none, sets why_not.
   std::optional<torch::Device> find_gpu(const std::vector<torch::Tensor>& inputs) {
     const auto on_gpu = std::find_if(inputs.begin(), inputs.end(), [](const torch::Tensor& input) {
       return input.defined() && input.is_cuda();
@@ -58,10 +58,10 @@ torch::Tensor CapturedStep::operator()(const std::vector<torch::Tensor>& inputs)
   if (state.graphs->device() != *gpu) {
     throw Error(
         Code::kCapture,
-        "the step was begun on " + state.graphs->device().str() + " and is called on " + gpu->str(),
+        "the step began on " + state.graphs->device().str() + " and is called on " + gpu->str(),
         "make a CapturedStep for each GPU");
   }
-  state.why_not = "the call has failed";
+  state.why_not = "the call failed";
   torch::Tensor result = state.graphs->call(state.step, inputs);
   state.why_not = state.graphs->why_not();
   return result;

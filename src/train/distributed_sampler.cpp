@@ -33,7 +33,7 @@ std::vector<int64_t> DistributedSampler::indices() const {
   const auto* rows = order.data_ptr<int64_t>();
   std::vector<int64_t> mine;
   mine.reserve(static_cast<size_t>(size_));
-  // Past the last row the order starts again from its front: that is the padding.
+  // After the last row the order starts again at its beginning: that is the padding.
   for (int64_t i = 0; i < size_; ++i) mine.push_back(rows[(i * ranks_ + rank_) % rows_]);
   return mine;
 }

@@ -45,7 +45,7 @@ RunMeter::RunMeter(const std::string& program, const Devices& devices, int64_t s
   page_->set_phase(Phase::kTraining);
 }
 
-// A run must not fail because nobody can watch it: without shared memory there is no board.
+// A run must not fail for lack of a board: without shared memory it runs without one.
 void RunMeter::make_board(const std::string& program) {
   try {
     remove_stale_boards();
@@ -57,7 +57,7 @@ void RunMeter::make_board(const std::string& program) {
   }
 }
 
-// An error that is on its way out has not finished the run; who catches it says that it failed.
+// While an exception propagates the run is not finished; its handler reports the failure.
 RunMeter::~RunMeter() {
   if (page_ && std::uncaught_exceptions() == exceptions_at_start_)
     page_->set_phase(Phase::kFinished);
@@ -73,7 +73,7 @@ RunMeter::SyncReading RunMeter::read_sync() const {
   const CommStats comm = sync_->comm().stats();
   return {.all_reduces = stats.all_reduces,
           .bytes = stats.bytes,
-          .travelling_ns = stats.travelling_ns,
+          .communication_ns = stats.communication_ns,
           .exposed_ns = stats.exposed_ns,
           .traffic = {comm.sent_bytes, comm.received_bytes}};
 }
@@ -114,12 +114,12 @@ void RunMeter::count_step(const std::vector<Reading>& now, const SyncReading& sy
   }
   sync_timed_.all_reduces += sync_now.all_reduces - sync_at_begin_.all_reduces;
   sync_timed_.bytes += sync_now.bytes - sync_at_begin_.bytes;
-  sync_timed_.travelling_ns += sync_now.travelling_ns - sync_at_begin_.travelling_ns;
+  sync_timed_.communication_ns += sync_now.communication_ns - sync_at_begin_.communication_ns;
   sync_timed_.exposed_ns += sync_now.exposed_ns - sync_at_begin_.exposed_ns;
   add(sync_timed_.traffic, sync_now.traffic - sync_at_begin_.traffic);
 }
 
-// All time since the last step ended is on one of the three clocks. A rank is as busy as its
+// Assigns all time since the last step's end to one of three clocks. A rank is as busy as its
 // busiest device.
 void RunMeter::show_clocks(const std::vector<Reading>& now, const SyncReading& sync_now,
                            int64_t since_ended_ns) {
@@ -194,7 +194,7 @@ void RunMeter::fill_sync(RunRecord& record) const {
     record.all_reduces = {
         .count = static_cast<double>(sync_timed_.all_reduces) / static_cast<double>(timed_steps),
         .bytes = sync_timed_.bytes / timed_steps};
-    record.comm_ms = ms_per_step(sync_timed_.travelling_ns);
+    record.comm_ms = ms_per_step(sync_timed_.communication_ns);
     record.exposed_comm_ms = ms_per_step(sync_timed_.exposed_ns);
   }
   const DdpStats stats = sync_->stats();

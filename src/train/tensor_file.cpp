@@ -4,9 +4,9 @@
 
 #include <span>
 
+#include "base/safetensors.hpp"
 #include "device/dtype_map.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/safetensors.hpp"
 #include "lockstep/tensor_text.hpp"
 
 namespace lockstep {
@@ -26,7 +26,7 @@ torch::Tensor read_tensor(const SafetensorsReader& file, const TensorInfo& info)
   return tensor;
 }
 
-// Parameters and buffers under their names.
+// Parameters and buffers by name.
 TensorMap state_of(const torch::nn::Module& module) {
   TensorMap state;
   for (const auto& item : module.named_parameters()) state[item.key()] = item.value();
@@ -61,7 +61,7 @@ TensorMap load_tensors(const std::string& path) {
 
 void save_tensors(const std::string& path, const TensorMap& tensors,
                   const std::map<std::string, std::string>& metadata) {
-  std::vector<torch::Tensor> held;  // contiguous CPU copies, where the originals are not
+  std::vector<torch::Tensor> held;  // contiguous on the CPU; copies where the originals are not
   std::vector<TensorBytes> parts;
   for (const auto& [name, tensor] : tensors) {
     held.push_back(tensor.detach().to(torch::kCPU).contiguous());
@@ -82,7 +82,7 @@ void load_weights(torch::nn::Module& module, const std::string& path) {
                 fmt::format("{} has a tensor \"{}\" that the model does not", path, info.name),
                 "save it from a model of the same shape");
   }
-  TensorMap loaded;  // all is read before anything is changed
+  TensorMap loaded;  // everything is read before anything is changed
   for (const auto& info : file.tensors()) loaded.emplace(info.name, read_tensor(file, info));
   const torch::NoGradGuard no_grad;
   for (const auto& [name, tensor] : loaded) torch::Tensor(state.at(name)).copy_(tensor);

@@ -1,19 +1,18 @@
 #include "lockstep/communicator.hpp"
 
+#include <c10/core/StreamGuard.h>
 #include <fmt/format.h>
 
 #include <future>
 
 #include "base/running_clock.hpp"
-#include "comm/backends.hpp"
+#include "comm/backend.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/memory.hpp"
 #include "lockstep/tensor_text.hpp"
-#include "world/captured_call.hpp"
 #include "world/comm_state.hpp"
 #include "world/gpu_backends.hpp"
-#include "world/passage.hpp"
 #include "world/work.hpp"
 
 namespace lockstep {
@@ -32,22 +31,22 @@ void require_blocks(const char* operation, const torch::Tensor& blocks, const to
 }
 
 // After a call with an output of its own. A rank alone on a GPU: its block is the result.
-void put(const Route& route, const torch::Tensor& input, const Passage& to,
+void put(const Route& route, const torch::Tensor& input, const StagedTensor& to,
          const torch::Tensor& output) {
   if (route.way != Route::Way::kStay) return to.copy_back();
   const torch::NoGradGuard no_grad;
   output.view({-1}).copy_(input.view({-1}));
 }
 
-// Ranks that are threads meet as processes do: all at the same time.
-std::vector<std::unique_ptr<Backend>> meet_threads_on_gpu(
+// The rendezvous of ranks that are threads is that of processes: all come at the same time.
+std::vector<std::unique_ptr<Backend>> make_gpu_backends_of_threads(
     const std::vector<std::unique_ptr<Backend>>& hosts, int gpu) {
   std::vector<std::unique_ptr<Backend>> gpus(hosts.size());
   const int64_t deadline_ns =
       running_ns() + std::chrono::duration_cast<std::chrono::nanoseconds>(kDefaultTimeout).count();
-  std::vector<std::future<void>> meeting;
+  std::vector<std::future<void>> ranks;
   for (size_t rank = 0; rank < hosts.size(); ++rank) {
-    meeting.push_back(std::async(std::launch::async, [&, rank] {
+    ranks.push_back(std::async(std::launch::async, [&, rank] {
       try {
         gpus[rank] = make_gpu_backend(
             "ipc", {.host = hosts[rank].get(), .gpu = gpu, .deadline_ns = deadline_ns});
@@ -57,8 +56,8 @@ std::vector<std::unique_ptr<Backend>> meet_threads_on_gpu(
       }
     }));
   }
-  for (const auto& each : meeting) each.wait();
-  for (auto& each : meeting) each.get();
+  for (const auto& each : ranks) each.wait();
+  for (auto& each : ranks) each.get();
   return gpus;
 }
 
@@ -102,12 +101,6 @@ class Counted {
 
 }  // namespace
 
-CallContext CommState::context(const Backend& backend, const CallOptions& options) const {
-  const auto limit = options.timeout.value_or(timeout);
-  return {running_ns() + std::chrono::duration_cast<std::chrono::nanoseconds>(limit).count(),
-          options.label, backend.on_gpu() ? current_cuda_stream(gpu_index) : nullptr};
-}
-
 Communicator::Communicator(std::unique_ptr<Backend> backend, std::chrono::milliseconds timeout)
     : Communicator(std::make_shared<CommState>(std::move(backend), timeout)) {}
 
@@ -121,7 +114,7 @@ std::vector<Communicator> Communicator::threads(int size, torch::Device device) 
   auto hosts = make_shm_thread_backends(size);
   std::vector<std::unique_ptr<Backend>> gpus(hosts.size());
   const int gpu = device.has_index() ? device.index() : 0;
-  if (!device.is_cpu()) gpus = meet_threads_on_gpu(hosts, gpu);
+  if (!device.is_cpu()) gpus = make_gpu_backends_of_threads(hosts, gpu);
   std::vector<Communicator> ranks;
   for (size_t rank = 0; rank < hosts.size(); ++rank) {
     ranks.push_back(Communicator(std::make_shared<CommState>(
@@ -164,14 +157,18 @@ void Communicator::hide() {
 
 void Communicator::all_reduce(const torch::Tensor& tensor, ReduceOp op,
                               const CallOptions& options) const {
-  if (captures("all_reduce", {tensor})) return begin_all_reduce(tensor, op, options).wait();
+  if (capture_of_call(*state_, "all_reduce", {tensor})) {
+    return begin_all_reduce(tensor, op, options).wait();
+  }
   begin(tensor, op, options, /*on_side=*/false).wait();
 }
 
 Work Communicator::begin_all_reduce(const torch::Tensor& tensor, ReduceOp op,
                                     const CallOptions& options) const {
-  if (Capture* capture = captures("all_reduce", {tensor})) {
-    return Work(std::make_unique<CapturedWork>(*capture, *this, tensor, op, options));
+  if (Capture* capture = capture_of_call(*state_, "all_reduce", {tensor})) {
+    return begin_in_replays(*capture, [comm = *this, tensor, op, kept = KeptOptions(options)] {
+      return comm.begin_all_reduce(tensor, op, kept.get());
+    });
   }
   if (!tensor.defined() || !state_->reaches(tensor.device())) {
     return begin(tensor, op, options, /*on_side=*/false);
@@ -190,120 +187,116 @@ std::optional<c10::Stream> Communicator::side_stream() const {
 Work Communicator::begin(const torch::Tensor& tensor, ReduceOp op, const CallOptions& options,
                          bool on_side) const {
   const Route route = Route::of(*state_, {tensor});
-  Passage passage("all_reduce", tensor, route.way);
-  const int64_t bytes = passage.bytes();
+  auto begun = std::make_unique<Work::State>();
+  begun->comm = state_;
+  begun->on_side = on_side;
+  const StagedTensor& staged = begun->tensor.emplace("all_reduce", tensor, route.way);
+  const int64_t bytes = staged.bytes();
   Counted call(*state_, "all_reduce", bytes, options.bucket);
-  auto pending = route.backend.all_reduce(passage.buffer(), op, options.weight,
-                                          call.context(route.backend, options));
+  begun->sequence = call.sequence();
+  begun->work = route.backend.all_reduce(staged.buffer(), op, options.weight,
+                                         call.context(route.backend, options));
   state_->stats.all_reduces += 1;
   state_->stats.all_reduce_bytes += bytes;
   const int64_t others_bytes = bytes * 2 * (size() - 1) / size();
   state_->stats.sent_bytes += others_bytes;
   state_->stats.received_bytes += others_bytes;
-  return Work(std::make_unique<BegunWork>(state_, std::move(passage), call.sequence(), on_side,
-                                          std::move(pending)));
+  return Work(std::move(begun));
 }
 
 void Communicator::broadcast(const torch::Tensor& tensor, int root,
                              const CallOptions& options) const {
   require_rank("broadcast", root, size());
-  if (Capture* capture = captures("broadcast", {tensor})) {
-    return capture->between_graphs([comm = *this, tensor, root, kept = KeptOptions(options)] {
-      comm.broadcast(tensor, root, kept.get());
-    });
-  }
-  const Route route = Route::of(*state_, {tensor});
-  const Passage passage("broadcast", tensor, route.way);
-  const int64_t bytes = passage.bytes();
-  Counted call(*state_, "broadcast", bytes, options.bucket);
-  route.backend.broadcast(passage.buffer(), root, call.context(route.backend, options));
-  if (rank() != root) passage.copy_back();
-  call.moved(rank() == root ? bytes * (size() - 1) : 0, rank() == root ? 0 : bytes);
+  run_or_capture(state_, "broadcast", {tensor}, options,
+                 [tensor, root](CommState& state, const CallOptions& given) {
+                   const Route route = Route::of(state, {tensor});
+                   const StagedTensor staged("broadcast", tensor, route.way);
+                   const int64_t bytes = staged.bytes();
+                   Counted call(state, "broadcast", bytes, given.bucket);
+                   route.backend.broadcast(staged.buffer(), root,
+                                           call.context(route.backend, given));
+                   const bool sends = state.rank() == root;
+                   if (!sends) staged.copy_back();
+                   call.moved(sends ? bytes * (state.size() - 1) : 0, sends ? 0 : bytes);
+                 });
 }
 
 void Communicator::reduce_scatter(const torch::Tensor& output, const torch::Tensor& input,
                                   ReduceOp op, const CallOptions& options) const {
-  if (Capture* capture = captures("reduce_scatter", {input, output})) {
-    return capture->between_graphs([comm = *this, input, output, op, kept = KeptOptions(options)] {
-      comm.reduce_scatter(output, input, op, kept.get());
-    });
-  }
-  const Route route = Route::of(*state_, {input, output});
-  const Passage from("reduce_scatter", input, route.way);
-  const Passage to("reduce_scatter", output, route.way);
-  require_blocks("reduce_scatter", input, output, size());
-  const int64_t others_bytes = to.bytes() * (size() - 1);
-  Counted call(*state_, "reduce_scatter", from.bytes(), options.bucket);
-  route.backend.reduce_scatter(from.const_buffer(), to.buffer(), op, options.weight,
-                               call.context(route.backend, options));
-  put(route, input, to, output);
-  call.moved(others_bytes, others_bytes);
+  run_or_capture(state_, "reduce_scatter", {input, output}, options,
+                 [input, output, op](CommState& state, const CallOptions& given) {
+                   const Route route = Route::of(state, {input, output});
+                   const StagedTensor from("reduce_scatter", input, route.way);
+                   const StagedTensor to("reduce_scatter", output, route.way);
+                   require_blocks("reduce_scatter", input, output, state.size());
+                   const int64_t others_bytes = to.bytes() * (state.size() - 1);
+                   Counted call(state, "reduce_scatter", from.bytes(), given.bucket);
+                   route.backend.reduce_scatter(from.const_buffer(), to.buffer(), op, given.weight,
+                                                call.context(route.backend, given));
+                   put(route, input, to, output);
+                   call.moved(others_bytes, others_bytes);
+                 });
 }
 
 void Communicator::all_gather(const torch::Tensor& output, const torch::Tensor& input,
                               const CallOptions& options) const {
-  if (Capture* capture = captures("all_gather", {input, output})) {
-    return capture->between_graphs([comm = *this, input, output, kept = KeptOptions(options)] {
-      comm.all_gather(output, input, kept.get());
-    });
-  }
-  const Route route = Route::of(*state_, {input, output});
-  const Passage from("all_gather", input, route.way);
-  const Passage to("all_gather", output, route.way);
-  require_blocks("all_gather", output, input, size());
-  const int64_t others_bytes = from.bytes() * (size() - 1);
-  Counted call(*state_, "all_gather", to.bytes(), options.bucket);
-  route.backend.all_gather(from.const_buffer(), to.buffer(), call.context(route.backend, options));
-  put(route, input, to, output);
-  call.moved(others_bytes, others_bytes);
+  run_or_capture(state_, "all_gather", {input, output}, options,
+                 [input, output](CommState& state, const CallOptions& given) {
+                   const Route route = Route::of(state, {input, output});
+                   const StagedTensor from("all_gather", input, route.way);
+                   const StagedTensor to("all_gather", output, route.way);
+                   require_blocks("all_gather", output, input, state.size());
+                   const int64_t others_bytes = from.bytes() * (state.size() - 1);
+                   Counted call(state, "all_gather", to.bytes(), given.bucket);
+                   route.backend.all_gather(from.const_buffer(), to.buffer(),
+                                            call.context(route.backend, given));
+                   put(route, input, to, output);
+                   call.moved(others_bytes, others_bytes);
+                 });
 }
 
 void Communicator::send(const torch::Tensor& tensor, int to, const CallOptions& options) const {
   require_rank("send", to, size());
-  if (Capture* capture = captures("send", {tensor})) {
-    return capture->between_graphs([comm = *this, tensor, to, kept = KeptOptions(options)] {
-      comm.send(tensor, to, kept.get());
-    });
-  }
-  const Route route = Route::of_message(*state_, tensor);
-  const Passage passage("send", tensor, route.way);
-  Counted call(*state_, "send", passage.bytes(), options.bucket);
-  route.backend.send(passage.const_buffer(), to, options.tag, call.context(route.backend, options));
-  call.moved(passage.bytes(), 0);
+  run_or_capture(state_, "send", {tensor}, options,
+                 [tensor, to](CommState& state, const CallOptions& given) {
+                   const Route route = Route::of_message(state, tensor);
+                   const StagedTensor staged("send", tensor, route.way);
+                   Counted call(state, "send", staged.bytes(), given.bucket);
+                   route.backend.send(staged.const_buffer(), to, given.tag,
+                                      call.context(route.backend, given));
+                   call.moved(staged.bytes(), 0);
+                 });
 }
 
 void Communicator::recv(const torch::Tensor& tensor, int from, const CallOptions& options) const {
   require_rank("recv", from, size());
-  if (Capture* capture = captures("recv", {tensor})) {
-    return capture->between_graphs([comm = *this, tensor, from, kept = KeptOptions(options)] {
-      comm.recv(tensor, from, kept.get());
-    });
-  }
-  const Route route = Route::of_message(*state_, tensor);
-  const Passage passage("recv", tensor, route.way);
-  Counted call(*state_, "recv", passage.bytes(), options.bucket);
-  route.backend.recv(passage.buffer(), from, options.tag, call.context(route.backend, options));
-  passage.copy_back();
-  call.moved(0, passage.bytes());
+  run_or_capture(state_, "recv", {tensor}, options,
+                 [tensor, from](CommState& state, const CallOptions& given) {
+                   const Route route = Route::of_message(state, tensor);
+                   const StagedTensor staged("recv", tensor, route.way);
+                   Counted call(state, "recv", staged.bytes(), given.bucket);
+                   route.backend.recv(staged.buffer(), from, given.tag,
+                                      call.context(route.backend, given));
+                   staged.copy_back();
+                   call.moved(0, staged.bytes());
+                 });
 }
 
 void Communicator::barrier(const CallOptions& options) const {
-  if (Capture* capture = captures("barrier", {})) {
-    return capture->between_graphs(
-        [comm = *this, kept = KeptOptions(options)] { comm.barrier(kept.get()); });
-  }
-  Counted call(*state_, "barrier", 0);
-  state_->host->barrier(call.context(*state_->host, options));
-  call.finished();
+  run_or_capture(state_, "barrier", {}, options, [](CommState& state, const CallOptions& given) {
+    Counted call(state, "barrier", 0);
+    state.host->barrier(call.context(*state.host, given));
+    call.finished();
+  });
 }
 
-Communicator Communicator::split(int colour, int key, std::string_view name) const {
+Communicator Communicator::split(int color, int key, std::string_view name) const {
   require_not_capturing("the split of a communicator", "split it before the step is captured");
   Counted call(*state_, "split", 0);
-  auto host = state_->host->split(colour, key, name, call.context(*state_->host, {}));
+  auto host = state_->host->split(color, key, name, call.context(*state_->host, {}));
   std::unique_ptr<Backend> gpu;
   if (state_->gpu) {
-    gpu = state_->gpu->split(colour, key, name, call.context(*state_->gpu, {}));
+    gpu = state_->gpu->split(color, key, name, call.context(*state_->gpu, {}));
   }
   Communicator part(std::make_shared<CommState>(std::move(host), std::move(gpu), state_->gpu_index,
                                                 state_->timeout));
@@ -337,13 +330,6 @@ torch::Tensor Communicator::allocate(int64_t count, const torch::TensorOptions& 
 void Communicator::abort(std::string_view reason) const {
   if (state_->gpu) state_->gpu->abort(reason);
   state_->host->abort(reason);
-}
-
-// A rank alone has nobody to wait for: what it does is recorded like any other work.
-Capture* Communicator::captures(const char* operation,
-                                std::initializer_list<torch::Tensor> tensors) const {
-  if (size() == 1 && !state_->gpu) return nullptr;
-  return capture_of_call(operation, tensors);
 }
 
 }  // namespace lockstep

@@ -4,10 +4,8 @@
 
 #include <algorithm>
 
-#include "device/stream_order.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
-#include "world/captured_call.hpp"
 
 namespace lockstep {
 namespace {
@@ -15,98 +13,128 @@ namespace {
 // Counts the time of its life as spent in calls.
 class InsideCall {
  public:
-  explicit InsideCall(CommStats& stats) : stats_(stats), begun_ns_(monotonic_ns()) {}
-  ~InsideCall() { stats_.inside_ns += monotonic_ns() - begun_ns_; }
+  explicit InsideCall(CommState* comm) : comm_(comm), begun_ns_(monotonic_ns()) {}
+  ~InsideCall() {
+    if (comm_ != nullptr) comm_->stats.inside_ns += monotonic_ns() - begun_ns_;
+  }
   InsideCall(const InsideCall&) = delete;
   InsideCall& operator=(const InsideCall&) = delete;
 
  private:
-  CommStats& stats_;
+  CommState* comm_;
   int64_t begun_ns_;
+};
+
+class CapturedAllReduce final : public Backend::Work {
+ public:
+  CapturedAllReduce(Capture& capture, std::function<lockstep::Work()> begin)
+      : replayed_(std::make_shared<std::optional<lockstep::Work>>()) {
+    capture.between_graphs(
+        [replayed = replayed_, begin = std::move(begin)] { replayed->emplace(begin()); });
+  }
+
+  // Never done by itself: the replay's backward computes on until it waits.
+  bool advance() override { return false; }
+
+  void wait() override {
+    Capture* capture = Capture::current();
+    if (capture == nullptr) {
+      throw Error(Code::kCapture, "an all_reduce of a captured step is waited for outside of it",
+                  "wait for it in the step, on the step's own stream");
+    }
+    capture->between_graphs([replayed = replayed_] {
+      (*replayed)->wait();
+      replayed->reset();
+    });
+  }
+
+ private:
+  std::shared_ptr<std::optional<lockstep::Work>> replayed_;  // begun, not waited for, in a replay
 };
 
 }  // namespace
 
+Work::Work() = default;
 Work::Work(std::unique_ptr<State> state) : state_(std::move(state)) {}
 Work::~Work() = default;
 Work::Work(Work&&) noexcept = default;
 Work& Work::operator=(Work&&) noexcept = default;
 
 bool Work::advance() {
-  return state_->advance();
+  return !state_ || state_->advance();
 }
 
 void Work::wait() {
-  state_->wait();
+  if (state_) state_->wait();
 }
 
-std::optional<Moment> Work::arrived() const {
-  return state_->arrived();
+std::optional<DeviceEvent> Work::arrived() const {
+  return state_ ? state_->arrived : std::nullopt;
 }
 
-BegunWork::BegunWork(std::shared_ptr<CommState> comm, Passage tensor, int64_t sequence,
-                     bool on_side, std::unique_ptr<Pending> pending)
-    : comm_(std::move(comm)),
-      tensor_(std::move(tensor)),
-      sequence_(sequence),
-      on_side_(on_side),
-      pending_(std::move(pending)) {}
+Work Work::then(std::function<void()> next) && {
+  if (!state_ || !state_->work) {
+    next();
+  } else {
+    state_->next.push_back(std::move(next));
+  }
+  return std::move(*this);
+}
 
-// Who asks on a GPU may go on computing there: only wait() makes his stream wait.
-bool BegunWork::advance() {
-  if (!pending_) return true;
-  if (arrived_) return false;
-  const InsideCall inside(comm_->stats);
-  if (!pending_->advance()) return false;
-  if (on_side_) {
-    arrived_ = Moment::of(comm_->side->stream());
+bool Work::State::advance() {
+  if (!work) return true;
+  if (!do_what_needs_no_waiting()) return false;
+  run_next();
+  return true;
+}
+
+// On a GPU the caller may go on computing: only wait() makes its stream wait.
+bool Work::State::do_what_needs_no_waiting() {
+  if (arrived) return false;
+  const InsideCall inside(comm.get());
+  if (!work->advance()) return false;
+  if (on_side) {
+    arrived = DeviceEvent::of(comm->side->stream());
     return false;
   }
   finish();
   return true;
 }
 
-void BegunWork::wait() {
-  if (!pending_) return;
-  const InsideCall inside(comm_->stats);
-  pending_->wait();
-  if (on_side_) {
-    if (!arrived_) arrived_ = Moment::of(comm_->side->stream());
-    comm_->side->hold_back_current();
-    tensor_.keep_for_current_stream();
+void Work::State::wait() {
+  if (!work) return;
+  {
+    const InsideCall inside(comm.get());
+    work->wait();
+    if (on_side) {
+      if (!arrived) arrived = DeviceEvent::of(comm->side->stream());
+      comm->side->hold_back_current();
+      tensor->keep_for_current_stream();
+    }
+    finish();
   }
-  finish();
+  run_next();
 }
 
-void BegunWork::finish() {
-  pending_.reset();
-  tensor_.copy_back();
-  if (comm_->page) comm_->page->finish_collective(sequence_);
+void Work::State::finish() {
+  work.reset();
+  if (tensor) tensor->copy_back();
+  if (comm && comm->page) comm->page->finish_collective(sequence);
 }
 
-CapturedWork::CapturedWork(Capture& capture, const Communicator& comm, const torch::Tensor& tensor,
-                           ReduceOp op, const CallOptions& options)
-    : replayed_(std::make_shared<std::optional<Work>>()) {
-  capture.between_graphs([replayed = replayed_, comm, tensor, op, kept = KeptOptions(options)] {
-    replayed->emplace(comm.begin_all_reduce(tensor, op, kept.get()));
-  });
+void Work::State::run_next() {
+  for (const auto& each : std::exchange(next, {})) each();
 }
 
-void CapturedWork::wait() {
-  if (waited_) return;
-  Capture* capture = Capture::current();
-  if (capture == nullptr) {
-    throw Error(Code::kCapture, "an all_reduce of a captured step is waited for outside of it",
-                "wait for it in the step, on the step's own stream");
-  }
-  waited_ = true;
-  capture->between_graphs([replayed = replayed_] {
-    (*replayed)->wait();
-    replayed->reset();
-  });
+Work begin_in_replays(Capture& capture, std::function<Work()> begin) {
+  auto state = std::make_unique<Work::State>();
+  state->work = std::make_unique<CapturedAllReduce>(capture, std::move(begin));
+  return Work(std::move(state));
 }
 
-Capture* capture_of_call(const char* operation, std::initializer_list<torch::Tensor> tensors) {
+Capture* capture_of_call(const CommState& state, const char* operation,
+                         std::initializer_list<torch::Tensor> tensors) {
+  if (state.size() == 1 && !state.gpu) return nullptr;
   Capture* capture = Capture::current();
   if (capture == nullptr) return nullptr;
   const bool on_gpu = std::all_of(tensors.begin(), tensors.end(), [](const torch::Tensor& tensor) {

@@ -2,22 +2,166 @@
 
 #include <errno.h>
 #include <fmt/format.h>
+#include <sys/socket.h>
 #include <unistd.h>
-
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
+#include <memory>
+#include <optional>
+#include <string>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "base/board_layout.hpp"
+#include "base/process.hpp"
 #include "base/running_clock.hpp"
-#include "base/standard_streams.hpp"
-#include "comm/backends.hpp"
-#include "launch/token.hpp"
+#include "comm/backend.hpp"
+#include "lockstep/detail/board.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/rank_environment.hpp"
+#include "net/connection.hpp"
+#include "net/secret.hpp"
+#include "net/socket.hpp"
+#include "net/store.hpp"
 #include "world/comm_state.hpp"
 #include "world/gpu_backends.hpp"
-#include "world/world_store.hpp"
 
 namespace lockstep {
+
+/// How the ranks of a job find each other before they have a communicator: the launcher's store;
+/// where there is none, one that rank 0 serves itself, on a Unix socket on one host and at
+/// MASTER_ADDR and MASTER_PORT on several; under torchrun, which holds that port, at one of rank
+/// 0's own that it announces through torchrun's store.
+class WorldStore {
+ public:
+  WorldStore(const RankEnvironment& environment, int64_t deadline_ns);
+
+  const std::shared_ptr<Store>& store() const { return store_; }
+
+  /// This host's address as the other hosts reach it.
+  const std::string& own_address() const { return own_address_; }
+
+ private:
+  std::optional<StoreServer> server_;  // rank 0's, where no launcher serves
+  std::shared_ptr<Store> store_;
+  std::string own_address_;
+};
+
+namespace {
+
+// The local address of the route to a host: no packet is sent by connecting a datagram socket.
+std::string address_towards(const std::string& host) {
+  for (const ResolvedAddress& address : resolve({.host = host, .port = 9})) {
+    const Socket socket(::socket(address.family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    const auto* bytes = reinterpret_cast<const sockaddr*>(address.bytes.data());
+    if (socket &&
+        ::connect(socket.get(), bytes, static_cast<socklen_t>(address.bytes.size())) == 0) {
+      return own_address(socket);
+    }
+  }
+  throw Error(Code::kRendezvous, fmt::format("there is no route to MASTER_ADDR {}", host),
+              "check the network between the hosts");
+}
+
+// torchrun's agent serves MASTER_PORT itself, so that rank 0 cannot. It can announce another there.
+int exchange_port_through_torchrun(const RankEnvironment& environment, int own_port,
+                                   int64_t deadline_ns) {
+  c10d::TCPStoreOptions options;
+  options.port = static_cast<uint16_t>(environment.master_port);
+  options.isServer = false;
+  options.waitWorkers = false;
+  options.timeout =
+      std::chrono::milliseconds(std::max<int64_t>(1, (deadline_ns - running_ns()) / 1'000'000));
+  const c10::intrusive_ptr<c10d::Store> agent =
+      c10::make_intrusive<c10d::TCPStore>(environment.master_addr, options);
+  const std::string key = "lockstep/" + environment.session;
+  if (environment.rank == 0) {
+    const std::string port = std::to_string(own_port);
+    agent->set(key, std::vector<uint8_t>(port.begin(), port.end()));
+    return own_port;
+  }
+  const std::vector<uint8_t> port = agent->get(key);
+  return std::stoi(std::string(port.begin(), port.end()));
+}
+
+// mpirun does not tell its ranks where rank 0 is.
+void require_master(const RankEnvironment& environment) {
+  if (environment.one_host() || !environment.master_addr.empty()) return;
+  throw Error(Code::kWorld, "the ranks are on several hosts, and nobody said where rank 0 is",
+              "export MASTER_ADDR and MASTER_PORT to all ranks, e.g. mpirun -x MASTER_ADDR -x "
+              "MASTER_PORT, or start them with `lockstep run --nnodes`");
+}
+
+std::string own_address_of(const RankEnvironment& environment) {
+  require_master(environment);
+  return environment.one_host() ? "127.0.0.1" : address_towards(environment.master_addr);
+}
+
+// A store that rank 0 serves: a rank that does not find it, or loses it, is rank 0's victim.
+class StoreOfRank0 final : public Store {
+ public:
+  StoreOfRank0(const StoreAddress& address, int64_t deadline_ns) {
+    try {
+      store_ = connect_store(address, deadline_ns);
+    } catch (const Error& error) {
+      blame_rank_0(error);
+    }
+  }
+
+  void set(std::string_view key, std::string_view value) override {
+    try {
+      store_->set(key, value);
+    } catch (const ConnectionLost& error) {
+      blame_rank_0(error);
+    }
+  }
+
+  std::string get(std::string_view key, int64_t deadline_ns) override {
+    try {
+      return store_->get(key, deadline_ns);
+    } catch (const ConnectionLost& error) {
+      blame_rank_0(error);
+    }
+  }
+
+ private:
+  [[noreturn]] static void blame_rank_0(const Error& error) {
+    throw RankError(Code::kRendezvous, 0, "the store of rank 0: " + error.message(), error.help());
+  }
+
+  std::shared_ptr<Store> store_;
+};
+
+}  // namespace
+
+WorldStore::WorldStore(const RankEnvironment& environment, int64_t deadline_ns)
+    : own_address_(own_address_of(environment)) {
+  const bool serves = environment.rank == 0 && environment.store.empty();
+  StoreAddress address;
+  if (!environment.store.empty()) {
+    address = parse_store_address(environment.store, environment.token);
+  } else if (environment.one_host()) {
+    address.unix_name = "store-" + environment.session;
+  } else {
+    const bool under_torchrun = environment.launcher == "torchrun";
+    address = {.unix_name = {},
+               .host = environment.master_addr,
+               .port = under_torchrun ? 0 : environment.master_port,
+               .token = environment.token.empty() ? load_or_make_token() : environment.token};
+    if (serves) server_.emplace(address);
+    if (under_torchrun) {
+      address.port =
+          exchange_port_through_torchrun(environment, serves ? server_->port() : 0, deadline_ns);
+    }
+  }
+  if (serves && !server_) server_.emplace(address);
+  const auto connected = [&]() -> std::shared_ptr<Store> {
+    const bool of_rank_0 = environment.store.empty() && !serves;
+    if (of_rank_0) return std::make_shared<StoreOfRank0>(address, deadline_ns);
+    return connect_store(address, deadline_ns);
+  };
+  store_ = make_prefix_store(connected(), environment.session + "/");
+}
+
 namespace {
 
 // `lockstep run` gives its ranks a random session. Ranks that were started otherwise derive theirs
@@ -43,13 +187,14 @@ std::string asked_backend(const WorldOptions& options, const RankEnvironment& en
   const std::string name = options.backend == "auto" && !environment.backend.empty()
                                ? environment.backend
                                : options.backend;
-  const std::vector<std::string> all = {"auto", "self", "shm", "gloo", "nccl", "ipc"};
-  if (std::find(all.begin(), all.end(), name) != all.end()) return name;
+  if (std::find(kBackendNames.begin(), kBackendNames.end(), name) != kBackendNames.end()) {
+    return name;
+  }
   throw Error(Code::kBackend, fmt::format("there is no backend \"{}\"", name),
               "use auto, self, shm, gloo, nccl or ipc");
 }
 
-// The backend of the host's memory, over which those of GPUs stand.
+// The backend of the host's memory, on top of which GPU backends work.
 std::string choose_host_backend(const std::string& asked, const RankEnvironment& environment) {
   if (asked == "auto" || names_gpu_backend(asked)) {
     if (environment.world_size == 1) return "self";
@@ -89,12 +234,12 @@ std::unique_ptr<Backend> make_host_backend(const std::string& name,
                             .deadline_ns = deadline_ns});
 }
 
-// A host's backend that was asked for by name serves GPUs, too: through the host's memory.
+// A host backend that was asked for by name serves GPUs, too, through the host's memory.
 std::unique_ptr<Backend> make_gpu_backend_for(const std::string& asked, const Device& device,
                                               Backend& host, bool one_host, int64_t deadline_ns) {
   const bool alone = asked == "auto" && host.size() == 1;
   if (alone || (asked != "auto" && !names_gpu_backend(asked))) return nullptr;
-  return meet_on_gpus(asked, device, host, one_host, deadline_ns);
+  return rendezvous_on_gpus(asked, device, host, one_host, deadline_ns);
 }
 
 std::shared_ptr<CommState> connect(const std::string& asked, const RankEnvironment& environment,
@@ -108,7 +253,7 @@ std::shared_ptr<CommState> connect(const std::string& asked, const RankEnvironme
   return std::make_shared<CommState>(std::move(host), std::move(gpu), device.plan().gpu, timeout);
 }
 
-// Whether nobody has bound this process to some of the machine's cores.
+// Whether this process may use all of the machine's cores.
 bool may_use_all_cores(const Hardware& hardware) {
   return static_cast<int64_t>(hardware.cores.size()) == ::sysconf(_SC_NPROCESSORS_ONLN);
 }
@@ -184,7 +329,7 @@ World World::from_env(const WorldOptions& options) {
   const auto timeout = choose_timeout(options, environment);
   const auto asked = asked_backend(options, environment);
   if (names_gpu_backend(asked)) require_gpu_backend_built(asked);
-  choose_host_backend(asked, environment);  // what cannot be is refused before anything starts
+  choose_host_backend(asked, environment);  // the impossible is refused before anything starts
   const auto slots = choose_slots(options, environment);
   auto state = std::make_unique<State>(State{environment, Devices(slots), {}, nullptr, {}});
   if (!environment.board.empty()) {
@@ -193,11 +338,9 @@ World World::from_env(const WorldOptions& options) {
   }
   // The launcher learns from it which ranks wait here for one that has ended and will never come.
   const bool shown = state->page && environment.world_size > 1;
-  if (shown)
-    state->page->begin_collective(board_layout::kRendezvousSequence, board_layout::kRendezvousName,
-                                  0);
+  if (shown) state->page->begin_collective(kRendezvousSequence, kRendezvousName, 0);
   state->comm.emplace(connect(asked, environment, state->devices[0], timeout, state->store));
-  if (shown) state->page->finish_collective(board_layout::kRendezvousSequence);
+  if (shown) state->page->finish_collective(kRendezvousSequence);
   if (state->page) state->comm->show_on(*state->page);
   return World(std::move(state));
 }

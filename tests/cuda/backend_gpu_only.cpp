@@ -38,17 +38,17 @@ void to_host(const Rank& rank, const Elements& host, const void* gpu) {
   finish(rank);
 }
 
-double coloured(int rank, int64_t i) {
+double colored(int rank, int64_t i) {
   return static_cast<double>(i % 7 + 10 * rank);
 }
 
-double sum_of_colours(int size, int64_t i) {
+double sum_of_colors(int size, int64_t i) {
   return static_cast<double>(size * (i % 7)) + 10 * size * (size - 1) / 2.0;
 }
 
 // Elements of F32: processes that share a GPU move the first through the host's memory.
-constexpr int64_t kCarried = 100'003;
-constexpr int64_t kNotCarried = 1'100'003;
+constexpr int64_t kHostStaged = 100'003;
+constexpr int64_t kNotHostStaged = 1'100'003;
 
 std::vector<WorldCase> ipc_cases(const std::vector<int>& sizes) {
   std::vector<WorldCase> cases = world_cases(sizes);
@@ -58,7 +58,7 @@ std::vector<WorldCase> ipc_cases(const std::vector<int>& sizes) {
 
 using GpuBackends = BackendTest;
 
-// Inside reachable memory, at places that are aligned, aligned alike on all ranks, and not alike;
+// Inside registered memory, at offsets that are aligned, aligned alike on all ranks, and not alike;
 // what lies around stays as it was.
 TEST_P(GpuBackends, AllReduceWritesExactlyItsPartOfReachableMemory) {
   const auto check = [](Rank& rank, int64_t count) {
@@ -67,21 +67,21 @@ TEST_P(GpuBackends, AllReduceWritesExactlyItsPartOfReachableMemory) {
     const OwnElements all(count + 2 * kRoom, Dtype::kF32);
     for (const int64_t offset : {kRoom, kRoom + 1, kRoom + 1 + rank.rank % 3}) {
       const auto inside = [&](int64_t i) { return i >= offset && i < offset + count; };
-      all->fill([&](int64_t i) { return inside(i) ? coloured(rank.rank, i - offset) : -5; });
+      all->fill([&](int64_t i) { return inside(i) ? colored(rank.rank, i - offset) : -5; });
       to_gpu(rank, memory->data(), *all);
       const Buffer part{static_cast<float*>(memory->data()) + offset, count, Dtype::kF32};
       view_of(rank).gpu().all_reduce(part, ReduceOp::kSum, 1, on_stream(rank))->wait();
       to_host(rank, *all, memory->data());
       const auto expected = [&](int64_t i) {
-        return inside(i) ? sum_of_colours(rank.size, i - offset) : -5;
+        return inside(i) ? sum_of_colors(rank.size, i - offset) : -5;
       };
       EXPECT_EQ(all->first_wrong(expected), -1) << "rank " << rank.rank << ", offset " << offset;
       rank.comm->barrier(rank.in_time());
     }
   };
   run_ranks(GetParam(), [&](Rank& rank) {
-    check(rank, kCarried);
-    check(rank, kNotCarried);
+    check(rank, kHostStaged);
+    check(rank, kNotHostStaged);
   });
 }
 
@@ -92,17 +92,17 @@ TEST_P(GpuBackends, PrivateMemoryOfAnySizeGoesThroughStaging) {
     constexpr int64_t kCount =
         (2 * (32 << 20) + (5 << 20)) / 4 + 3;  // three pieces, the last short
     const OwnElements elements(kCount, Dtype::kF32);
-    const auto sum = [&](int64_t i) { return sum_of_colours(rank.size, i); };
+    const auto sum = [&](int64_t i) { return sum_of_colors(rank.size, i); };
     for (const int64_t count : {kCount, kCount - (10 << 20) / 4}) {
-      elements->fill([&](int64_t i) { return coloured(rank.rank, i); });
+      elements->fill([&](int64_t i) { return colored(rank.rank, i); });
       const Buffer part{elements->buffer().data, count, Dtype::kF32};
       rank.comm->all_reduce(part, ReduceOp::kSum, 1, rank.in_time())->wait();
-      const auto expected = [&](int64_t i) { return i < count ? sum(i) : coloured(rank.rank, i); };
+      const auto expected = [&](int64_t i) { return i < count ? sum(i) : colored(rank.rank, i); };
       EXPECT_EQ(elements->first_wrong(expected), -1) << count;
     }
-    elements->fill([&](int64_t i) { return coloured(rank.rank, i); });
+    elements->fill([&](int64_t i) { return colored(rank.rank, i); });
     rank.comm->broadcast(elements->buffer(), rank.size - 1, rank.in_time());
-    EXPECT_EQ(elements->first_wrong([&](int64_t i) { return coloured(rank.size - 1, i); }), -1);
+    EXPECT_EQ(elements->first_wrong([&](int64_t i) { return colored(rank.size - 1, i); }), -1);
     const int64_t block = kCount / rank.size;
     const OwnElements part(block, Dtype::kF32);
     rank.comm->reduce_scatter({elements->buffer().data, block * rank.size, Dtype::kF32},
@@ -117,12 +117,12 @@ TEST_P(GpuBackends, PrivateMemoryOfAnySizeGoesThroughStaging) {
     if (rank.rank == 1) {
       elements->fill([](int64_t) { return 0; });
       rank.comm->recv(elements->buffer(), 0, 3, rank.in_time());
-      EXPECT_EQ(elements->first_wrong([&](int64_t i) { return coloured(rank.size - 1, i); }), -1);
+      EXPECT_EQ(elements->first_wrong([&](int64_t i) { return colored(rank.size - 1, i); }), -1);
     }
   });
 }
 
-// More in flight than the ring of events has places, waited for from the end, twice with the same
+// More in flight than the ring of events has entries, waited for from the end, twice with the same
 // bits: values whose sum depends on its order.
 TEST_P(GpuBackends, ManyInFlightGiveTheSameBitsInEveryRun) {
   const auto check = [](Rank& rank, int buckets, int64_t count) {
@@ -132,15 +132,15 @@ TEST_P(GpuBackends, ManyInFlightGiveTheSameBitsInEveryRun) {
     const auto run = [&] {
       values->fill([&](int64_t i) { return std::sin(static_cast<double>(i * 3 + rank.rank)); });
       to_gpu(rank, memory->data(), *values);
-      std::vector<std::unique_ptr<Pending>> pending;
+      std::vector<std::unique_ptr<Backend::Work>> work;
       for (int bucket = 0; bucket < buckets; ++bucket) {
         const Buffer part{static_cast<float*>(memory->data()) + bucket * stride, count,
                           Dtype::kF32};
-        pending.push_back(view_of(rank).gpu().all_reduce(part, ReduceOp::kMean, rank.rank + 1,
-                                                         on_stream(rank, "bucket")));
-        if (bucket % 3 == 0) pending.front()->advance();
+        work.push_back(view_of(rank).gpu().all_reduce(part, ReduceOp::kMean, rank.rank + 1,
+                                                      on_stream(rank, "bucket")));
+        if (bucket % 3 == 0) work.front()->advance();
       }
-      for (size_t i = pending.size(); i > 0; --i) pending[i - 1]->wait();
+      for (size_t i = work.size(); i > 0; --i) work[i - 1]->wait();
       to_host(rank, *values, memory->data());
       return values.bytes();
     };
@@ -150,7 +150,7 @@ TEST_P(GpuBackends, ManyInFlightGiveTheSameBitsInEveryRun) {
   };
   run_ranks(GetParam(), [&](Rank& rank) {
     check(rank, 40, 20'011);
-    check(rank, 18, kNotCarried);
+    check(rank, 18, kNotHostStaged);
   });
 }
 
@@ -172,11 +172,11 @@ struct Gate {
 // every GPU must.
 TEST_P(GpuBackends, CallsWaitForTheStreamAndNotForTheHost) {
   run_ranks(GetParam(), [](Rank& rank) {
-    constexpr int64_t kCount = kNotCarried;
+    constexpr int64_t kCount = kNotHostStaged;
     const auto memory = view_of(rank).gpu().allocate(kCount * 4, on_stream(rank));
     const Buffer buffer{memory->data(), kCount, Dtype::kF32};
     const OwnElements values(kCount, Dtype::kF32);
-    values->fill([&](int64_t i) { return coloured(rank.rank, i); });
+    values->fill([&](int64_t i) { return colored(rank.rank, i); });
     const auto all_reduce = [&] {
       view_of(rank).gpu().all_reduce(buffer, ReduceOp::kSum, 1, on_stream(rank))->wait();
     };
@@ -185,7 +185,7 @@ TEST_P(GpuBackends, CallsWaitForTheStreamAndNotForTheHost) {
     to_gpu(rank, ready.data(), *values);
     for (int i = 0; i < rank.size; ++i) all_reduce();  // each time another rank's kernel
     finish(rank);
-    rank.meet();
+    rank.sync();
     Gate gate;
     if (rank.rank == 0) {
       check_cuda(cudaLaunchHostFunc(view_of(rank).stream(), Gate::wait, &gate),
@@ -199,7 +199,7 @@ TEST_P(GpuBackends, CallsWaitForTheStreamAndNotForTheHost) {
     gate.open = true;
     to_host(rank, *values, memory->data());
     EXPECT_FALSE(gate.gave_up) << "a host waited for the GPU";
-    EXPECT_EQ(values->first_wrong([&](int64_t i) { return sum_of_colours(rank.size, i); }), -1);
+    EXPECT_EQ(values->first_wrong([&](int64_t i) { return sum_of_colors(rank.size, i); }), -1);
   });
 }
 
@@ -252,15 +252,15 @@ TEST_P(IpcBackends, CollectivesGoOnWhileARankWaitsForAMessage) {
     const OwnElements note(3, Dtype::kI64);
     sum->fill([](int64_t) { return 1; });
     note->fill([&](int64_t i) { return static_cast<double>(rank.rank == 0 ? i + 40 : 0); });
-    const auto pending = rank.comm->all_reduce(sum->buffer(), ReduceOp::kSum, 1, rank.in_time());
+    const auto work = rank.comm->all_reduce(sum->buffer(), ReduceOp::kSum, 1, rank.in_time());
     if (rank.rank == 0) {
-      pending->wait();
+      work->wait();
       for (int to = 1; to < rank.size; ++to) {
         rank.comm->send(note->const_buffer(), to, 0, rank.in_time());
       }
     } else {
       rank.comm->recv(note->buffer(), 0, 0, rank.in_time());
-      pending->wait();
+      work->wait();
     }
     EXPECT_EQ(note->first_wrong([](int64_t i) { return static_cast<double>(i + 40); }), -1);
     EXPECT_EQ(sum->first_wrong([&](int64_t) { return static_cast<double>(rank.size); }), -1);
@@ -277,7 +277,7 @@ TEST_P(IpcBackends, MessagesInBothDirectionsKeepTheirBytes) {
     const OwnElements elements(kCount, Dtype::kF32);
     for (int round = 0; round < 3; ++round) {
       const auto value = [&](int from) {
-        return [from, round](int64_t i) { return coloured(from, i + round); };
+        return [from, round](int64_t i) { return colored(from, i + round); };
       };
       for (const int sender : {0, 1}) {
         if (rank.rank == sender) {

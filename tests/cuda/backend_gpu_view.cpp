@@ -21,10 +21,10 @@ void copy_and_wait(void* to, const void* from, int64_t bytes, CudaStream stream)
 
 }  // namespace
 
-// Reachable memory of the GPU and its picture on the host.
-class ViewMemory final : public ReachableMemory {
+// Registered memory of the GPU and its picture on the host.
+class ViewMemory final : public RegisteredMemory {
  public:
-  ViewMemory(std::shared_ptr<ReachableMemory> gpu, CudaStream stream) : gpu_(std::move(gpu)) {
+  ViewMemory(std::shared_ptr<RegisteredMemory> gpu, CudaStream stream) : gpu_(std::move(gpu)) {
     const int64_t rounded = (gpu_->bytes() / kPage + 1) * kPage;
     picture_ = static_cast<std::byte*>(std::aligned_alloc(kPage, static_cast<size_t>(rounded)));
     copy_and_wait(picture_, gpu_->data(), gpu_->bytes(), stream);
@@ -44,17 +44,17 @@ class ViewMemory final : public ReachableMemory {
   }
 
  private:
-  std::shared_ptr<ReachableMemory> gpu_;
+  std::shared_ptr<RegisteredMemory> gpu_;
   std::byte* picture_;
 };
 
-// A host's buffer on the GPU: in reachable memory where it is a picture of that, else in memory
+// A host's buffer on the GPU: in registered memory where it is a picture of that, else in memory
 // made for one call, which is freed in the order of the stream.
 class GpuCopy {
  public:
-  GpuCopy(void* host, int64_t count, Dtype dtype, std::byte* reachable, int64_t shift,
+  GpuCopy(void* host, int64_t count, Dtype dtype, std::byte* registered, int64_t shift,
           CudaStream stream)
-      : host_(host), count_(count), dtype_(dtype), stream_(stream), data_(reachable) {
+      : host_(host), count_(count), dtype_(dtype), stream_(stream), data_(registered) {
     if (data_ == nullptr) {
       check_cuda(cudaMallocAsync(&memory_, static_cast<size_t>(bytes() + shift + 1), stream),
                  "cudaMallocAsync");
@@ -80,8 +80,8 @@ class GpuCopy {
 
   // Makes a call, and brings back what it wrote. After a mismatch too: that must be nothing. After
   // other errors the stream may wait for a rank that is gone.
-  template <class Call>
-  auto around(Call&& call) const {
+  template <class Action>
+  auto around(Action&& call) const {
     try {
       return call();
     } catch (const Error& error) {
@@ -101,18 +101,18 @@ class GpuCopy {
 
 namespace {
 
-class ViewPending final : public Pending {
+class ViewWork final : public Backend::Work {
  public:
-  ViewPending(GpuCopy copy, std::unique_ptr<Pending> pending)
-      : copy_(std::move(copy)), pending_(std::move(pending)) {}
+  ViewWork(GpuCopy copy, std::unique_ptr<Backend::Work> work)
+      : copy_(std::move(copy)), work_(std::move(work)) {}
 
   bool advance() override {
-    if (!copy_.around([&] { return pending_->advance(); })) return false;
+    if (!copy_.around([&] { return work_->advance(); })) return false;
     finish();
     return true;
   }
   void wait() override {
-    copy_.around([&] { pending_->wait(); });
+    copy_.around([&] { work_->wait(); });
     finish();
   }
 
@@ -123,7 +123,7 @@ class ViewPending final : public Pending {
   }
 
   GpuCopy copy_;
-  std::unique_ptr<Pending> pending_;  // goes first: what it queued may use the copy
+  std::unique_ptr<Backend::Work> work_;  // goes first: what it queued may use the copy
   bool brought_back_ = false;
 };
 
@@ -139,26 +139,28 @@ GpuView::~GpuView() {
 }
 
 CallContext GpuView::on_stream(const CallContext& context) const {
-  return {context.deadline_ns, context.label, stream_.get()};
+  CallContext with_stream = context;
+  with_stream.stream = stream_.get();
+  return with_stream;
 }
 
-// Private memory begins at different places within 16 bytes, as tensors' views do.
+// Private memory begins at different offsets within 16 bytes, as tensors' views do.
 GpuCopy GpuView::copy(void* data, int64_t count, Dtype dtype) {
-  std::byte* reachable = nullptr;
+  std::byte* registered = nullptr;
   for (const auto& memory : memories_) {
     const auto alive = memory.lock();
-    if (alive && reachable == nullptr) reachable = alive->on_gpu(data);
+    if (alive && registered == nullptr) registered = alive->on_gpu(data);
   }
   const int64_t shift = (copies_++ + rank()) % 4 * dtype_bytes(dtype);
-  return {data, count, dtype, reachable, shift, stream_.get()};
+  return {data, count, dtype, registered, shift, stream_.get()};
 }
 
-std::unique_ptr<Pending> GpuView::all_reduce(const Buffer& buffer, ReduceOp op, double weight,
-                                             const CallContext& context) {
+std::unique_ptr<Backend::Work> GpuView::all_reduce(const Buffer& buffer, ReduceOp op, double weight,
+                                                   const CallContext& context) {
   GpuCopy on_gpu = copy(buffer.data, buffer.count, buffer.dtype);
-  auto pending = on_gpu.around(
+  auto work = on_gpu.around(
       [&] { return gpu_->all_reduce(on_gpu.buffer(), op, weight, on_stream(context)); });
-  return std::make_unique<ViewPending>(std::move(on_gpu), std::move(pending));
+  return std::make_unique<ViewWork>(std::move(on_gpu), std::move(work));
 }
 
 void GpuView::broadcast(const Buffer& buffer, int root, const CallContext& context) {
@@ -203,13 +205,13 @@ void GpuView::recv(const Buffer& buffer, int from, int tag, const CallContext& c
   on_gpu.bring_back();
 }
 
-std::unique_ptr<Backend> GpuView::split(int colour, int key, std::string_view group_name,
+std::unique_ptr<Backend> GpuView::split(int color, int key, std::string_view group_name,
                                         const CallContext& context) {
   return std::make_unique<GpuView>(nullptr,
-                                   gpu_->split(colour, key, group_name, on_stream(context)));
+                                   gpu_->split(color, key, group_name, on_stream(context)));
 }
 
-std::shared_ptr<ReachableMemory> GpuView::allocate(int64_t bytes, const CallContext& context) {
+std::shared_ptr<RegisteredMemory> GpuView::allocate(int64_t bytes, const CallContext& context) {
   auto memory =
       std::make_shared<ViewMemory>(gpu_->allocate(bytes, on_stream(context)), stream_.get());
   memories_.push_back(memory);

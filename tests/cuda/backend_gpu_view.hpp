@@ -13,7 +13,7 @@ class GpuCopy;
 
 /// A GPU backend as the conformance suite sees backends: with buffers of the host. What a call
 /// reads goes to the GPU before it and what it wrote comes back after it, on a stream of the rank's
-/// own; allocate() gives the host's picture of reachable memory. So one suite serves all backends.
+/// own; allocate() gives the host's picture of registered memory. So one suite serves all backends.
 class GpuView final : public Backend {
  public:
   /// `host` is what the GPU backend stands on; null where it needs none.
@@ -28,8 +28,8 @@ class GpuView final : public Backend {
 
   std::string_view name() const override { return gpu_->name(); }
   const Group& group() const override { return gpu_->group(); }
-  std::unique_ptr<Pending> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
-                                      const CallContext& context) override;
+  std::unique_ptr<Work> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
+                                   const CallContext& context) override;
   void broadcast(const Buffer& buffer, int root, const CallContext& context) override;
   void reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op, double weight,
                       const CallContext& context) override;
@@ -38,10 +38,10 @@ class GpuView final : public Backend {
   void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) override;
   void recv(const Buffer& buffer, int from, int tag, const CallContext& context) override;
   void barrier(const CallContext& context) override { gpu_->barrier(on_stream(context)); }
-  std::unique_ptr<Backend> split(int colour, int key, std::string_view group_name,
+  std::unique_ptr<Backend> split(int color, int key, std::string_view group_name,
                                  const CallContext& context) override;
-  std::shared_ptr<ReachableMemory> allocate(int64_t bytes, const CallContext& context) override;
-  void abort(std::string_view reason) noexcept override { gpu_->abort(reason); }
+  std::shared_ptr<RegisteredMemory> allocate(int64_t bytes, const CallContext& context) override;
+  void abort(const AbortRecord& record) noexcept override { gpu_->abort(record); }
 
  private:
   CallContext on_stream(const CallContext& context) const;

@@ -18,7 +18,7 @@
 namespace lockstep::test {
 namespace {
 
-// Trains with a step that does `bad` once it is captured, and goes on after the error.
+// Trains with a step that does `bad` while it is captured, and continues after the error.
 void expect_named(const std::function<void(const torch::Tensor&)>& bad, const std::string& name) {
   const auto train = [&](bool with_bad) {
     SgdNet trained;
@@ -66,7 +66,7 @@ TEST_F(CudaCapture, NamesAResultOfUnknownSizeAndTrainsOn) {
   expect_named([](const torch::Tensor& loss) { (void)torch::nonzero(loss); }, "aten::nonzero");
 }
 
-// The generator and the allocator must not think that a capture goes on.
+// The generator and the allocator must not be left recording.
 TEST_F(CudaCapture, AFailedCaptureLeavesNothingBehind) {
   CapturedStep bad([](const torch::Tensor& x) {
     const auto y = torch::dropout(x, 0.5, /*train=*/true);

@@ -1,4 +1,4 @@
-// Captured steps of ranks: they talk between the graphs, and train as they do without.
+// Captured steps of ranks communicate between the graphs and train as steps without capture do.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -9,7 +9,7 @@
 #include "captured_step_support.hpp"
 #include "gpu_ranks.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
-#include "lockstep/sgd.hpp"
+#include "lockstep/optim.hpp"
 
 namespace lockstep::test {
 namespace {

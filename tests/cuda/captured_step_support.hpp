@@ -1,6 +1,6 @@
 #pragma once
 
-// What captured steps train, and what a run leaves to compare.
+// The models that captured steps train, and the results to compare.
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 
 #include "gpu_test.hpp"
 #include "lockstep/captured_step.hpp"
-#include "lockstep/sgd.hpp"
+#include "lockstep/optim.hpp"
 
 namespace lockstep::test {
 
@@ -54,7 +54,7 @@ inline std::vector<float> losses_of(
   return losses;
 }
 
-/// What a run leaves: every loss, and the weights.
+/// The results of a run: every loss, and the weights.
 struct Result {
   std::vector<float> losses;
   std::vector<torch::Tensor> weights;

@@ -9,12 +9,11 @@
 #include <thread>
 
 #include "captured_step_support.hpp"
-#include "lockstep/adam.hpp"
 #include "lockstep/autocast.hpp"
 #include "lockstep/device.hpp"
 #include "lockstep/grad_scaler.hpp"
 #include "lockstep/master_weights.hpp"
-#include "lockstep/sgd.hpp"
+#include "lockstep/optim.hpp"
 
 namespace lockstep::test {
 namespace {

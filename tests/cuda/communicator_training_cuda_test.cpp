@@ -5,12 +5,11 @@
 #include <torch/torch.h>
 
 #include "gpu_ranks.hpp"
+#include "lockstep/device_event.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
-#include "lockstep/moment.hpp"
+#include "lockstep/optim.hpp"
 #include "lockstep/pipeline.hpp"
 #include "lockstep/schedule.hpp"
-#include "lockstep/sgd.hpp"
-#include "lockstep/stages.hpp"
 #include "lockstep/tensor_parallel.hpp"
 
 namespace lockstep::test {
@@ -104,8 +103,8 @@ void expect_within(const std::vector<torch::Tensor>& a, const std::vector<torch:
   }
 }
 
-// In backward all ranks meet here.
-struct Meeting : torch::autograd::Function<Meeting> {
+// In backward all ranks wait for each other here.
+struct Rendezvous : torch::autograd::Function<Rendezvous> {
   static torch::Tensor forward(torch::autograd::AutogradContext* context, const torch::Tensor& x,
                                const Communicator* comm) {
     context->saved_data["comm"] = reinterpret_cast<int64_t>(comm);
@@ -144,7 +143,7 @@ struct EarlyBucket : torch::nn::Module {
 
   torch::Tensor forward(torch::Tensor x) {
     x = first(x);
-    for (const auto& scale : scales) x = Meeting::apply(x * scale, ranks);
+    for (const auto& scale : scales) x = Rendezvous::apply(x * scale, ranks);
     return last(LongBackward::apply(x));
   }
 
@@ -166,9 +165,9 @@ void expect_times_of_the_gpu(std::vector<Communicator> comms) {
     const DdpStats before = ddp.stats();
     device.synchronize();
     comm.barrier();
-    const Moment early = Moment::now(kGpu);
+    const DeviceEvent early = DeviceEvent::now(kGpu);
     for (int i = 0; i < 6; ++i) torch::mm(large, large);
-    const Moment late = Moment::now(kGpu);
+    const DeviceEvent late = DeviceEvent::now(kGpu);
     torch::mse_loss(ddp(x), y).backward();
     const DdpStats stats = ddp.stats();
     ASSERT_EQ(stats.last_step.size(), before.last_step.size());
@@ -180,7 +179,7 @@ void expect_times_of_the_gpu(std::vector<Communicator> comms) {
     }
     EXPECT_GT(stats.backward_started_ns, early.ns() + half_ns);
     EXPECT_GE(stats.backward_finished_ns, stats.last_step.back().launched_ns);
-    const int64_t travelled_ns = stats.travelling_ns - before.travelling_ns;
+    const int64_t travelled_ns = stats.communication_ns - before.communication_ns;
     EXPECT_GT(travelled_ns, 0);
     EXPECT_LT(travelled_ns, half_ns);
     EXPECT_LT(stats.exposed_ns - before.exposed_ns, half_ns);
@@ -209,7 +208,8 @@ TEST_F(CudaCommunicator, ABucketThatArrivesEarlyIsNotUnderWayUntilTheLast) {
     const BucketTiming& early = stats.last_step[0];
     const BucketTiming& late = stats.last_step[1];
     EXPECT_LT(early.finished_ns, late.launched_ns);
-    EXPECT_LT(stats.travelling_ns - before.travelling_ns, late.launched_ns - early.launched_ns);
+    EXPECT_LT(stats.communication_ns - before.communication_ns,
+              late.launched_ns - early.launched_ns);
   });
 }
 

@@ -7,8 +7,7 @@
 #include <limits>
 
 #include "gpu_test.hpp"
-#include "lockstep/adam.hpp"
-#include "lockstep/sgd.hpp"
+#include "lockstep/optim.hpp"
 #include "optim_support.hpp"
 #include "tensor_support.hpp"
 #include "torch_compat.hpp"

@@ -9,10 +9,9 @@
 #include "gpu_test.hpp"
 #include "lockstep/autocast.hpp"
 #include "lockstep/grad_scaler.hpp"
+#include "lockstep/optim.hpp"
 #include "lockstep/pipeline.hpp"
 #include "lockstep/schedule.hpp"
-#include "lockstep/sgd.hpp"
-#include "lockstep/stages.hpp"
 #include "tensor_support.hpp"
 
 namespace lockstep {
@@ -73,7 +72,7 @@ struct Case {
 
 std::vector<torch::Tensor> train(const Case& c, const std::vector<int>& recompute = {}) {
   const auto schedule = make_schedule(c.schedule, c.stages, c.micro_batches);
-  const Devices devices("cuda:0*" + std::to_string(schedule.places()));
+  const Devices devices("cuda:0*" + std::to_string(schedule.ranks()));
   Pipeline pipeline(cut(make_net(), c.stages), devices, schedule,
                     {.loss = mse, .recompute = recompute});
   Sgd optimizer(pipeline.parameters(), {.lr = 0.1});

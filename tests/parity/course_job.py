@@ -23,14 +23,14 @@ hidden_amx.avoid()  # before any product of bf16
 
 
 class Job:
-    """One set of flags, initial weights and rows, for as many ways to train as one likes."""
+    """One set of flags, initial weights and rows, for any number of ways to train."""
 
     def __init__(self, folder, batch, flags):
         self.folder, self.flags = folder, {**flags, "--batch": batch}
         torch.manual_seed(1)
         model = course_models.MODELS[flags.get("--model", "mlp")]
         self.initial = model(flags["--dim"], flags["--hidden"], flags["--depth"]).state_dict()
-        # 150 rows: batches of 64 wrap round in the middle of a step.
+        # 150 rows: batches of 64 wrap around in the middle of a step.
         data = {"x": torch.randn(150, flags["--dim"]), "y": torch.randn(150, flags["--dim"])}
         safetensors_io.save(self.path("init"), self.initial)
         safetensors_io.save(self.path("data"), data)
@@ -46,7 +46,7 @@ class Job:
         return ["--quiet"] + [str(word) for pair in flags.items() for word in pair if word is not None]
 
     def result(self):
-        """Weights and record of the last run. Files are taken away, so that no run can show another's."""
+        """Weights and record of the last run. The record is removed, so that no run can show another's."""
         record = os.path.join(self.folder, "record.json")
         with open(record) as file:
             content = json.load(file)

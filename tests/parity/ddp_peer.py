@@ -1,4 +1,4 @@
-"""Practicals 6 and 7 in PyTorch: DistributedDataParallel over Gloo. Takes its place among the ranks from RANK,
+"""Practicals 6 and 7 in PyTorch: DistributedDataParallel over Gloo. Takes its rank from RANK,
 WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, so that torchrun, `lockstep run` or plain variables
 start it. Flags are those of homework2_combined; --save and --json are written by rank 0.
 """
@@ -33,7 +33,7 @@ def read_flags():
 
 
 class NoScaler:
-    """Stands in where PyTorch has no GradScaler: on the CPU before 2.3. bf16 needs none."""
+    """Replaces the GradScaler that PyTorch lacks on the CPU before 2.3. bf16 needs none."""
 
     def scale(self, loss):
         return loss

@@ -27,11 +27,11 @@ sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from course_job import MLP, PEER, TRANSFORMER, Job  # noqa: E402
 
 ROWS = 60
-# A weight may differ by rtol of itself plus atol; a loss by a tenth of rtol. What a different order of additions does
-# to fp32 in 20 steps; what a rounding to bf16 or fp16 that falls the other way does.
+# A weight may differ by rtol of itself plus atol; a loss by a tenth of rtol. The tolerances are what another order of
+# additions does to fp32 in 20 steps, and what a rounding to bf16 or fp16 in the other direction does.
 TOLERANCE = {"fp32": (1e-4, 2e-6), "bf16": (2e-2, 2e-3), "fp16": (3e-3, 3e-4)}
 CAPTURED = ("practical5_single", "practical6_ddp", "practical7_accumulation", "practical7_amp", "homework2_combined")
-# Flags that make a program train as one process does on ROWS rows, and the devices that it shares the GPU as.
+# Flags that make a program train as one process does on ROWS rows, and the devices as which it shares the GPU.
 PROGRAMS = {
     "practical5_single": ({}, 1),
     "practical5_dp": ({}, 2),
@@ -44,7 +44,7 @@ PROGRAMS = {
 
 
 class Broken(Exception):
-    """A run that failed, or did something else than it was asked for."""
+    """A run that failed, or did not do what it was asked for."""
 
 
 class Parity:
@@ -62,7 +62,7 @@ class Parity:
         return ["--devices", f"cpu:{count}"]
 
     def capture(self, wanted):
-        """--capture on where there is something to capture."""
+        """--capture on if there is something to capture."""
         return ["--capture", "on" if wanted else "off"] if self.on_gpu else []
 
     def add(self, name, function):
@@ -164,7 +164,7 @@ def rank_command(parity, ranks, program, more, start=()):
 
 
 def add_nccl(parity, folder):
-    """Ranks that talk by NCCL against one rank. It refuses two of one host on one GPU: each says it is a host."""
+    """Ranks that use NCCL against one rank. NCCL refuses two ranks of one host on one GPU, so each claims to be a host."""
     host = 'NCCL_HOSTID=host$RANK NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo exec "$0" "$@"'
     start = ["--backend", "nccl", "/bin/sh", "-c", host]
 
@@ -179,7 +179,7 @@ def add_nccl(parity, folder):
 
 
 def add_ranks(parity, folder):
-    """Ranks that share the GPU through ipc against one rank; --backend ipc fails where that cannot be."""
+    """Ranks that share the GPU through ipc against one rank; --backend ipc fails if that is impossible."""
     ipc = ["--backend", "ipc"] if parity.on_gpu else []
     cases = [("practical6_ddp", {}, "fp32"), ("practical7_accumulation", {"--accum-steps": 4}, "fp32")]
     if parity.on_gpu:
@@ -198,7 +198,7 @@ def add_ranks(parity, folder):
                            f"{', captured' if captured else ', not captured'}, against one rank", compare)
 
     def automatic():
-        """Without being asked for, ranks share the GPU, and ipc is what they get."""
+        """By default, ranks share the GPU and use ipc."""
         job = new_job(folder, {})
         command = [parity.program("lockstep"), "run", "-n", "2", parity.program("practical6_ddp"),
                    *job.arguments()[1:]]  # without --quiet
@@ -265,7 +265,7 @@ def main():
         if not cases:
             sys.exit(f"FAIL: no comparison is called {' or '.join(flags.case)}")
         failed = 0
-        # NCCL's kernels wait on the GPU itself, of which others would get little meanwhile.
+        # NCCL's kernels wait on the GPU itself and leave little of it to others.
         alone = [case for case in cases if case[0].startswith("nccl")]
         together = [case for case in cases if case not in alone]
         with concurrent.futures.ThreadPoolExecutor(flags.jobs) as pool:

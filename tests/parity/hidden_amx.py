@@ -1,10 +1,10 @@
-"""PyTorch on virtual machines that announce AMX and hide its tiles: it dies of SIGILL. See src/base/hidden_amx.hpp."""
+"""PyTorch dies of SIGILL on virtual machines that announce AMX and hide its tiles. See src/base/hidden_amx.hpp."""
 
 import os
 
 
 def avoid():
-    """Keeps oneDNN from AMX where its tiles are hidden, in this process and those that it starts."""
+    """Keeps oneDNN from using AMX if its tiles are hidden, in this process and those that it starts."""
     with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
         facts = dict(line.split(":", 1) for line in file.read().split("\n\n")[0].splitlines() if ":" in line)
     facts = {name.strip(): value.split() for name, value in facts.items()}

@@ -22,7 +22,7 @@ from course_job import MLP, PEER, Job, check, require_trained  # noqa: E402
 BIN = sys.argv[1]
 CUDA = sys.argv[3:] == ["cuda"]
 ROWS = 60  # of one optimizer step
-# A rounding to bf16 or fp16 that falls the other way moves a weight by a step of that type.
+# A rounding to bf16 or fp16 in the other direction moves a weight by one step of that type.
 LOOSE = {"bf16": {"rtol": 2e-2, "atol": 2e-3}, "fp16": {"rtol": 3e-3, "atol": 3e-4}}
 
 

@@ -316,24 +316,24 @@ TEST_F(LaunchFailure, AKilledLauncherTakesEverythingWithIt) {
                            "pid:" + file("ready"), "loop"});
   pids_in(list, 2);
   pids_in(file("ready"), 2);
-  EXPECT_EQ(processes().size(), 7U) << "launcher, guard, keeper, two ranks, two descendants";
+  EXPECT_EQ(processes().size(), 7U) << "launcher, guard, supervisor, two ranks, two descendants";
   ::kill(job, SIGKILL);
   ::waitpid(job, nullptr, 0);
   EXPECT_TRUE(eventually([&] { return processes().empty(); }));
   EXPECT_TRUE(eventually([&] { return boards() == 0 && log_folders() == 0; }));
 }
 
-TEST_F(LaunchFailure, AKilledKeeperTakesEverythingWithIt) {
+TEST_F(LaunchFailure, AKilledSupervisorTakesEverythingWithIt) {
   const std::string list = file("pids");
   const pid_t job =
       start({"-n", "2", worker(), "1:descendants:" + list, "pid:" + file("ready"), "loop"});
   pids_in(list, 2);
-  const pid_t keeper = parent_of(pids_in(file("ready"), 2)[0]);
-  ASSERT_NE(keeper, job);
-  ::kill(keeper, SIGKILL);
+  const pid_t supervisor = parent_of(pids_in(file("ready"), 2)[0]);
+  ASSERT_NE(supervisor, job);
+  ::kill(supervisor, SIGKILL);
   const JobResult result = finish(job);
   EXPECT_EQ(result.exit_code, 1);
-  EXPECT_NE(result.errors.find("keeper"), std::string::npos) << result.errors;
+  EXPECT_NE(result.errors.find("supervisor"), std::string::npos) << result.errors;
   EXPECT_TRUE(processes().empty());
 }
 
@@ -351,29 +351,29 @@ TEST_F(LaunchFailure, AKilledGuardIsNotMissed) {
 }
 
 // `pkill -9 lockstep`, or the system when memory is short.
-TEST_F(LaunchFailure, KilledLauncherAndKeeperTakeEverythingWithThem) {
+TEST_F(LaunchFailure, KilledLauncherAndSupervisorTakeEverythingWithThem) {
   const std::string list = file("pids");
   const pid_t job =
       start({"-n", "2", worker(), "1:descendants:" + list, "pid:" + file("ready"), "loop"});
   pids_in(list, 2);
-  const pid_t keeper = parent_of(pids_in(file("ready"), 2)[0]);
-  ::kill(keeper, SIGSTOP);  // so that it cannot act when the launcher dies first
+  const pid_t supervisor = parent_of(pids_in(file("ready"), 2)[0]);
+  ::kill(supervisor, SIGSTOP);  // so that it cannot act when the launcher dies first
   ::kill(job, SIGKILL);
   ::waitpid(job, nullptr, 0);
-  ::kill(keeper, SIGKILL);
+  ::kill(supervisor, SIGKILL);
   EXPECT_TRUE(eventually([&] { return processes().empty(); }));
   EXPECT_TRUE(eventually([&] { return boards() == 0 && log_folders() == 0; }));
   for (const pid_t pid : processes()) ::kill(pid, SIGKILL);
 }
 
-TEST_F(LaunchFailure, AStoppedKeeperDoesNotKeepTheLauncherFromEnding) {
+TEST_F(LaunchFailure, AStoppedSupervisorDoesNotKeepTheLauncherFromEnding) {
   for (const bool guard_too : {false, true}) {
-    const std::string list = file(guard_too ? "both" : "keeper");
+    const std::string list = file(guard_too ? "both" : "supervisor");
     const pid_t job = start({"-n", "2", worker(), "pid:" + list, "loop"});
-    const pid_t keeper = parent_of(pids_in(list, 2)[0]);
-    ASSERT_NE(keeper, job);
-    ::kill(keeper, SIGSTOP);
-    if (guard_too) ::kill(parent_of(keeper), SIGSTOP);
+    const pid_t supervisor = parent_of(pids_in(list, 2)[0]);
+    ASSERT_NE(supervisor, job);
+    ::kill(supervisor, SIGSTOP);
+    if (guard_too) ::kill(parent_of(supervisor), SIGSTOP);
     ::kill(job, SIGINT);
     EXPECT_EQ(finish(job).exit_code, 130);
     expect_nothing_left();
@@ -528,7 +528,7 @@ TEST_F(LaunchFailure, ErrorsThatCannotChangeAreNotRetried) {
 TEST_F(LaunchFailure, RestartsStartAllRanksAgain) {
   const JobResult again =
       run({"-n", "2", "--max-restarts", "2", "--ranks", "all", worker(), "env:LOCKSTEP_SESSION",
-           "env:TORCHELASTIC_RESTART_COUNT", "1:exit-first-round:3", "0:sleep:0.2"});
+           "env:TORCHELASTIC_RESTART_COUNT", "1:exit-first-attempt:3", "0:sleep:0.2"});
   EXPECT_EQ(again.exit_code, 0) << again.errors;
   EXPECT_NE(again.errors.find("rank 1 ended with exit code 3; restart 1 of 2"), std::string::npos)
       << again.errors;
@@ -537,7 +537,7 @@ TEST_F(LaunchFailure, RestartsStartAllRanksAgain) {
   for (const auto& line : lines) ++seen[line.substr(line.find("] ") + 2)];
   EXPECT_EQ(seen["TORCHELASTIC_RESTART_COUNT=0"], 2) << again.output;
   EXPECT_EQ(seen["TORCHELASTIC_RESTART_COUNT=1"], 2) << again.output;
-  EXPECT_EQ(seen.size(), 4U) << "two counts, and one session per round\n" << again.output;
+  EXPECT_EQ(seen.size(), 4U) << "two counts, and one session per attempt\n" << again.output;
 
   const JobResult in_vain =
       run({"-n", "2", "--max-restarts", "1", worker(), "1:exit:6", "sleep:9"});

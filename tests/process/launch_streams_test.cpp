@@ -2,8 +2,8 @@
 
 #include <gtest/gtest.h>
 
-#include "launch/port_hold.hpp"
 #include "launch_support.hpp"
+#include "net/socket.hpp"
 
 namespace lockstep {
 namespace {
@@ -96,7 +96,7 @@ TEST_F(LaunchStreams, AFileSizeLimitCostsOutputAndNotTheTraining) {
     EXPECT_NE(result.errors.find(part), std::string::npos) << part << "\nin\n" << result.errors;
   };
   expect_said("lockstep: cannot write standard output: File too large");
-  expect_said("/rank0.out: File too large; what the log files do not take is lost");
+  expect_said("/rank0.out: File too large; the log files will be incomplete");
   expect_said("lockstep: 1 log file in ");
   expect_said(" lacks ");
   // "line 12345 of rank 0": of 100,000 lines of 21 to 22 bytes the file took 1 MiB.

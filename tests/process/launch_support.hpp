@@ -14,8 +14,8 @@
 #include <thread>
 #include <vector>
 
-#include "lockstep/board.hpp"
 #include "lockstep/clock.hpp"
+#include "lockstep/detail/board.hpp"
 #include "support.hpp"
 
 namespace lockstep::test {
@@ -116,7 +116,8 @@ class LaunchTest : public ::testing::Test {
     return finish(start(words, variables));
   }
 
-  /// Processes whose command line names this test's folder: launcher, keeper, ranks, descendants.
+  /// Processes whose command line names this test's folder: launcher, supervisor, ranks,
+  /// descendants.
   std::vector<pid_t> processes() const {
     std::vector<pid_t> found;
     for (const auto& entry : std::filesystem::directory_iterator("/proc")) {

@@ -18,11 +18,10 @@
 #include <thread>
 #include <vector>
 
-#include "base/board_layout.hpp"
 #include "base/running_clock.hpp"
-#include "comm/backends.hpp"
-#include "lockstep/board.hpp"
+#include "comm/backend.hpp"
 #include "lockstep/clock.hpp"
+#include "lockstep/detail/board.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/rank_environment.hpp"
 
@@ -119,9 +118,9 @@ std::unique_ptr<Backend> meet_over_backend() {
 std::unique_ptr<Backend> meet() {
   BoardPage board = page();
   board.start("launch_worker");
-  board.begin_collective(board_layout::kRendezvousSequence, board_layout::kRendezvousName, 0);
+  board.begin_collective(kRendezvousSequence, kRendezvousName, 0);
   auto backend = meet_over_backend();
-  board.finish_collective(board_layout::kRendezvousSequence);
+  board.finish_collective(kRendezvousSequence);
   return backend;
 }
 
@@ -177,7 +176,7 @@ const std::map<std::string, Action>& actions() {
          std::fflush(nullptr);
          ::_exit(std::stoi(code));
        }},
-      {"exit-first-round",
+      {"exit-first-attempt",
        [](const std::string& code) {
          if (place().restart_count == 0) std::exit(std::stoi(code));
        }},

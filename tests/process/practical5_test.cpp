@@ -4,8 +4,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include "base/safetensors.hpp"
 #include "lockstep/record.hpp"
-#include "lockstep/safetensors.hpp"
 #include "program_support.hpp"
 
 namespace lockstep::test {

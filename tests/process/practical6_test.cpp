@@ -12,8 +12,8 @@
 #include <set>
 #include <thread>
 
-#include "comm/shm/shm_socket.hpp"
-#include "lockstep/board.hpp"
+#include "comm/shm/shm_rendezvous.hpp"
+#include "lockstep/detail/board.hpp"
 #include "lockstep/rank_environment.hpp"
 #include "lockstep/record.hpp"
 #include "net/socket.hpp"
@@ -221,7 +221,7 @@ TEST(Practical6, CanBeWatchedWhileItRuns) {
         path = entry.path;
         for (const int rank : {0, 1}) seen[rank] = board.status(rank);
       } catch (const Error&) {
-        continue;  // it ended in this moment
+        continue;  // it has just ended
       }
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(2));
@@ -271,7 +271,7 @@ TEST(Practical6Refuses, FilesThatDoNotFit) {
 }
 
 // Under plain srun ranks name their session after values that every user of the machine can see.
-// Whoever binds the socket of that name first must not keep them from meeting.
+// Whoever binds the socket of that name first must not keep them from finding each other.
 TEST(Practical6, UnderSrunTheSocketsNameCannotBeForeseen) {
   const std::map<std::string, std::string> step = {
       {"SLURM_PROCID", "0"},  {"SLURM_STEP_NUM_TASKS", "2"},

@@ -5,9 +5,9 @@
 
 #include <cmath>
 
-#include "lockstep/file.hpp"
+#include "base/file.hpp"
+#include "base/safetensors.hpp"
 #include "lockstep/record.hpp"
-#include "lockstep/safetensors.hpp"
 #include "program_support.hpp"
 
 namespace lockstep::test {
@@ -31,7 +31,7 @@ RunRecord record_of(int ranks, const std::string& program, const Arguments& argu
   return read_record(folder.file("record.json"));
 }
 
-// Bytes of the gradients as they travel: each parameter's place is a multiple of 64 bytes.
+// The number of weights. In a bucket each parameter begins at a multiple of 64 bytes.
 constexpr int64_t kWeights = (8 + 1) * 16 + (16 + 1) * 16 + (16 + 1) * 8;
 
 TEST(Practical7, OneSetOfBucketsWithNoSyncAndOneForEachMicroStepWithout) {

@@ -17,7 +17,7 @@
 
 #include "cli/child.hpp"
 #include "cli/nvml.hpp"
-#include "lockstep/board.hpp"
+#include "lockstep/detail/board.hpp"
 #include "lockstep/units.hpp"
 
 namespace lockstep {

@@ -100,7 +100,7 @@ class TwoHosts(unittest.TestCase):
 
     def test_a_killed_rank_stops_both_hosts_and_is_named(self):
         jobs = self.long_job()
-        victim = subprocess.run(["pgrep", "-f", "-P", self.keeper_of(jobs[1]), "practical6_ddp"], capture_output=True,
+        victim = subprocess.run(["pgrep", "-f", "-P", self.supervisor_of(jobs[1]), "practical6_ddp"], capture_output=True,
                                 text=True).stdout.split()
         self.assertEqual(len(victim), 2, victim)
         os.kill(int(victim[0]), signal.SIGKILL)
@@ -136,7 +136,7 @@ class TwoHosts(unittest.TestCase):
                 err = results[victim // ranks][2]
                 self.assertIn(f"]: rank {victim} is stopped (SIGSTOP) and did not come", err)
 
-    def keeper_of(self, job):
+    def supervisor_of(self, job):
         """The process whose children are a launcher's ranks: the deepest with such children."""
         waiting, found = [str(job.pid)], str(job.pid)
         while waiting:

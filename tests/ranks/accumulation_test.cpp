@@ -5,7 +5,7 @@
 #include "ddp_nets.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/sgd.hpp"
+#include "lockstep/optim.hpp"
 #include "rank_threads.hpp"
 
 namespace lockstep::test {
@@ -174,7 +174,7 @@ void step_inside_window(const Communicator& comm, const Options& options) {
   }
   optimizer.step();  // a partial window: the gradients of this rank alone
   net->zero_grad(true);
-  ddp(value(1)).sum().backward();  // a perturbation that will be undone would look the same so far
+  ddp(value(1)).sum().backward();  // a perturbation to be undone would look the same so far
   optimizer.step();
   net->zero_grad(true);
   ddp(value(1)).sum().backward();
@@ -215,7 +215,7 @@ TEST(AccumulationMisuse, AWindowMayBeDropped) {
   run_ranks(2, [](const Communicator& comm) {
     Scale net;
     DistributedDataParallel ddp(net, comm);
-    // Only rank 1 drops a micro-step and begins its window anew.
+    // Only rank 1 drops a micro-step and starts its window again.
     for (int micro = 0; micro < 1 + comm.rank(); ++micro) {
       const NoSync no_sync(ddp);
       net->zero_grad(true);
@@ -236,7 +236,7 @@ TEST(AccumulationMisuse, AWindowMayBeDroppedAfterOthersHaveJoined) {
     };
     join(ddp, [&] {
       micro_step();
-      if (comm.rank() == 0) return;  // inside a window, which it leaves to the others
+      if (comm.rank() == 0) return;  // inside a window, which the others finish
       net->zero_grad(true);
       for (int window = 0; window < 2; ++window) {
         micro_step();
@@ -248,7 +248,7 @@ TEST(AccumulationMisuse, AWindowMayBeDroppedAfterOthersHaveJoined) {
   });
 }
 
-// One weight that two owners name, as an embedding and the layer that undoes it do.
+// One weight with two owners, such as an embedding tied to the output layer.
 struct TiedImpl : torch::nn::Module {
   TiedImpl() {
     weight = register_parameter("encoder", torch::ones({64}));
@@ -262,7 +262,7 @@ TORCH_MODULE(Tied);
 TEST_P(Accumulation, ASharedWeightIsAveragedOnce) {
   run_ranks(GetParam(), [](const Communicator& comm) {
     Tied net;
-    // The smallest buckets, so that nothing else travels with it.
+    // The smallest buckets, so that nothing else is sent with it.
     DistributedDataParallel ddp(net, comm, {.first_bucket_bytes = 64, .bucket_cap_bytes = 64});
     const auto mean = static_cast<float>(1 + comm.size()) / 2;
     for (int step = 0; step < 20; ++step) {
@@ -274,7 +274,7 @@ TEST_P(Accumulation, ASharedWeightIsAveragedOnce) {
   });
 }
 
-// An optimizer that fills gradients with zeros detaches them first, which libtorch refuses of
+// An optimizer that fills gradients with zeros detaches them first, which libtorch refuses for
 // views.
 TEST(AccumulatedGradients, CanBeZeroedWhereverTheyComeFrom) {
   run_ranks(2, [](const Communicator& comm) {

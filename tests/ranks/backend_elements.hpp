@@ -51,7 +51,7 @@ inline double epsilon_of(Dtype dtype) {
   }
 }
 
-/// Elements of any type at some place in memory, as numbers.
+/// Elements of any type somewhere in memory, as numbers.
 class Elements {
  public:
   Elements(void* data, int64_t count, Dtype dtype)

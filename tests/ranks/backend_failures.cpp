@@ -22,7 +22,7 @@ using BackendAbsences = BackendTest;  // each waits for a deadline: fewer cases
 void expect_absent(const WorldCase& world, const std::string& operation,
                    const std::function<void(Rank&, const CallContext&)>& call) {
   run_ranks(world, [&](Rank& rank) {
-    rank.meet();
+    rank.sync();
     const int absent = rank.size - 1;
     auto& given_up = rank.shared->numbers[0];
     if (rank.rank == absent) {
@@ -68,8 +68,8 @@ TEST_P(BackendAbsences, ARankThatNeverSendsIsNamed) {
 TEST_P(BackendAbsences, AdvancingEndsAtTheDeadline) {
   expect_absent(GetParam(), "all_reduce", [](Rank& rank, const CallContext& context) {
     const OwnElements elements(9, Dtype::kF32);
-    const auto pending = rank.comm->all_reduce(elements->buffer(), ReduceOp::kSum, 1, context);
-    while (!pending->advance()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    const auto work = rank.comm->all_reduce(elements->buffer(), ReduceOp::kSum, 1, context);
+    while (!work->advance()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   });
 }
 
@@ -154,7 +154,7 @@ TEST_P(BackendFailures, DifferentCallsAreAnErrorOnAllRanksBeforeDataMoves) {
   for (const Deviation& deviation : deviations()) {
     SCOPED_TRACE(deviation.name);
     run_ranks(GetParam(), [&](Rank& rank) {
-      rank.meet();
+      rank.sync();
       rank.note(deviation.name);
       const OwnElements elements(1027, Dtype::kF32);
       elements->fill([&](int64_t i) { return static_cast<double>(i % 50 + rank.rank); });
@@ -184,7 +184,7 @@ TEST_P(BackendFailures, MessagesThatDoNotMatchAreAnErrorOnBothSides) {
                            Case{10, Dtype::kI64, 7, "10 x I64"}}) {
     SCOPED_TRACE(sent.side);
     run_ranks(GetParam(), [&](Rank& rank) {
-      rank.meet();
+      rank.sync();
       if (rank.rank > 1) {
         const auto caught = catch_error([&] { rank.comm->barrier(rank.in_time()); });
         EXPECT_TRUE(caught.thrown) << "two ranks of the group are lost";
@@ -209,7 +209,7 @@ TEST_P(BackendFailures, MessagesThatDoNotMatchAreAnErrorOnBothSides) {
 
 TEST_P(BackendFailures, AbortEndsThePeersCallsWithItsReason) {
   run_ranks(GetParam(), [](Rank& rank) {
-    rank.meet();
+    rank.sync();
     const int gone = rank.size - 1;
     if (rank.rank == gone) {
       rank.comm->abort("the data loader found a torn file");
@@ -231,7 +231,7 @@ TEST_P(BackendFailures, AbortEndsThePeersCallsWithItsReason) {
 // What an exception does to a rank that is a thread: its communicator is destroyed.
 TEST_P(BackendFailures, ARankThatLeavesIsNamed) {
   run_ranks(GetParam(), [](Rank& rank) {
-    rank.meet();
+    rank.sync();
     const int gone = rank.size - 1;
     if (rank.rank == gone) {
       rank.comm.reset();
@@ -248,7 +248,7 @@ TEST_P(BackendFailures, ARankThatLeavesIsNamed) {
 
 TEST_P(BackendFailures, DroppingACallThatIsNotDoneGivesUp) {
   run_ranks(GetParam(), [](Rank& rank) {
-    rank.meet();
+    rank.sync();
     const OwnElements elements(1'000'001, Dtype::kF32);
     const auto begin = [&] {
       return rank.comm->all_reduce(elements->buffer(), ReduceOp::kSum, 1, rank.in_time());

@@ -63,9 +63,9 @@ TEST_P(BackendMessages, MessagesPassCollectivesThatAreInFlight) {
     const OwnElements sum(5003, Dtype::kF32);
     const OwnElements note(3, Dtype::kI64);
     sum->fill([](int64_t) { return 1; });
-    std::unique_ptr<Pending> pending;
+    std::unique_ptr<Backend::Work> work;
     const auto begin = [&] {
-      pending = rank.comm->all_reduce(sum->buffer(), ReduceOp::kSum, 1, rank.in_time());
+      work = rank.comm->all_reduce(sum->buffer(), ReduceOp::kSum, 1, rank.in_time());
     };
     if (rank.rank == 0) {
       begin();
@@ -78,7 +78,7 @@ TEST_P(BackendMessages, MessagesPassCollectivesThatAreInFlight) {
       EXPECT_EQ(note->first_wrong([](int64_t i) { return static_cast<double>(i + 40); }), -1);
       begin();
     }
-    pending->wait();
+    work->wait();
     EXPECT_EQ(sum->first_wrong([&](int64_t) { return static_cast<double>(rank.size); }), -1);
   });
 }
@@ -105,12 +105,12 @@ double sum_of_ranks(Backend& group, const Rank& rank, int64_t count = 1001) {
 
 TEST_P(BackendMessages, SplitMakesGroupsByColourOrderedByKey) {
   run_ranks(GetParam(), [](Rank& rank) {
-    const int colour = rank.rank % 2;
+    const int color = rank.rank % 2;
     // Keys count down, so that the order of ranks is turned round.
-    const auto part = rank.comm->split(colour, -rank.rank, "parity", rank.in_time());
+    const auto part = rank.comm->split(color, -rank.rank, "parity", rank.in_time());
     std::vector<int> expected;
     for (int other = rank.size - 1; other >= 0; --other) {
-      if (other % 2 == colour) expected.push_back(other);
+      if (other % 2 == color) expected.push_back(other);
     }
     EXPECT_EQ(part->group().world_ranks, expected);
     EXPECT_EQ(part->group().name, "parity");

@@ -13,12 +13,12 @@ constexpr Dtype kDtypes[] = {Dtype::kF32, Dtype::kF64, Dtype::kBF16, Dtype::kF16
 constexpr int64_t kSizes[] = {0, 1, 1027};
 constexpr int64_t kLarge = 1'310'723;  // 5 MiB of F32, and no multiple of anything
 
-// Rank r's element i: coloured by the rank, and so small that sums are exact in every type.
-double coloured(int rank, int64_t i) {
+// Rank r's element i: colored by the rank, and so small that sums are exact in every type.
+double colored(int rank, int64_t i) {
   return static_cast<double>(i % 5 + rank);
 }
 
-double sum_of_colours(int size, int64_t i) {
+double sum_of_colors(int size, int64_t i) {
   return static_cast<double>(size * (i % 5)) + size * (size - 1) / 2.0;
 }
 
@@ -27,7 +27,7 @@ double weighted_mean(int size, int64_t i) {
   double sum = 0;
   double weights = 0;
   for (int rank = 0; rank < size; ++rank) {
-    sum += (rank + 1) * coloured(rank, i);
+    sum += (rank + 1) * colored(rank, i);
     weights += rank + 1;
   }
   return sum / weights;
@@ -36,11 +36,11 @@ double weighted_mean(int size, int64_t i) {
 double reduced(ReduceOp op, int size, int64_t i) {
   switch (op) {
     case ReduceOp::kSum:
-      return sum_of_colours(size, i);
+      return sum_of_colors(size, i);
     case ReduceOp::kMax:
-      return coloured(size - 1, i);
+      return colored(size - 1, i);
     case ReduceOp::kMin:
-      return coloured(0, i);
+      return colored(0, i);
     case ReduceOp::kMean:
       return weighted_mean(size, i);
   }
@@ -62,7 +62,7 @@ void all_reduce(Rank& rank, const Elements& elements, ReduceOp op) {
 }
 
 void expect_all_reduces(Rank& rank, const Elements& elements, ReduceOp op) {
-  elements.fill([&](int64_t i) { return coloured(rank.rank, i); });
+  elements.fill([&](int64_t i) { return colored(rank.rank, i); });
   all_reduce(rank, elements, op);
   const auto expected = [&](int64_t i) { return reduced(op, rank.size, i); };
   const int64_t wrong = elements.first_wrong(expected, allowed_ulps(op, rank.size));
@@ -92,16 +92,16 @@ TEST_P(BackendOperations, AllReduceReducesEveryDtypeSizeAndOp) {
   });
 }
 
-// Memory that peers reach on all ranks, on every second one, and at odd places inside.
+// Memory that peers reach on all ranks, on every second one, and at odd offsets inside.
 TEST_P(BackendOperations, AllReduceTakesReachableAndPrivateMemoryMixed) {
   run_ranks(GetParam(), [](Rank& rank) {
     for (const int64_t count : {int64_t{1027}, kLarge}) {
       const auto memory = rank.comm->allocate((count + 3) * 4, rank.in_time());
-      const Elements reachable(memory->data(), count, Dtype::kF32);
+      const Elements registered(memory->data(), count, Dtype::kF32);
       const OwnElements own(count, Dtype::kF32);
-      expect_all_reduces(rank, reachable, ReduceOp::kSum);
-      expect_all_reduces(rank, rank.rank % 2 == 0 ? reachable : *own, ReduceOp::kSum);
-      expect_all_reduces(rank, rank.rank % 2 == 0 ? *own : reachable, ReduceOp::kMean);
+      expect_all_reduces(rank, registered, ReduceOp::kSum);
+      expect_all_reduces(rank, rank.rank % 2 == 0 ? registered : *own, ReduceOp::kSum);
+      expect_all_reduces(rank, rank.rank % 2 == 0 ? *own : registered, ReduceOp::kMean);
       const Elements inside(static_cast<std::byte*>(memory->data()) + 4 * (rank.rank % 3), count,
                             Dtype::kF32);
       expect_all_reduces(rank, inside, ReduceOp::kMax);
@@ -119,26 +119,26 @@ TEST_P(BackendOperations, ManyAllReducesAreInFlightWhileOtherCallsAreMade) {
     for (size_t i = 0; i < counts.size(); ++i) {
       flying.push_back(i == 4 ? Elements(memory->data(), counts[i], Dtype::kF32) : *own[i]);
     }
-    std::vector<std::unique_ptr<Pending>> pending;
+    std::vector<std::unique_ptr<Backend::Work>> work;
     for (const Elements& elements : flying) {
-      elements.fill([&](int64_t i) { return coloured(rank.rank, i); });
-      pending.push_back(
+      elements.fill([&](int64_t i) { return colored(rank.rank, i); });
+      work.push_back(
           rank.comm->all_reduce(elements.buffer(), ReduceOp::kSum, 1, rank.in_time("flying")));
-      if (pending.size() == 2) pending.front()->advance();
+      if (work.size() == 2) work.front()->advance();
     }
     rank.note("broadcasts while six all_reduces fly");
     const OwnElements told(11, Dtype::kI64);
-    told->fill([&](int64_t i) { return coloured(rank.rank, i); });
+    told->fill([&](int64_t i) { return colored(rank.rank, i); });
     rank.comm->broadcast(told->buffer(), rank.size - 1, rank.in_time());
-    EXPECT_EQ(told->first_wrong([&](int64_t i) { return coloured(rank.size - 1, i); }), -1);
+    EXPECT_EQ(told->first_wrong([&](int64_t i) { return colored(rank.size - 1, i); }), -1);
     rank.comm->barrier(rank.in_time());
     rank.note("advances");
-    while (!pending[3]->advance()) {
+    while (!work[3]->advance()) {
     }
-    for (size_t i = pending.size(); i > 0; --i) pending[i - 1]->wait();
-    for (const auto& one : pending) EXPECT_TRUE(one->advance());
+    for (size_t i = work.size(); i > 0; --i) work[i - 1]->wait();
+    for (const auto& one : work) EXPECT_TRUE(one->advance());
     for (const Elements& elements : flying) {
-      EXPECT_EQ(elements.first_wrong([&](int64_t i) { return sum_of_colours(rank.size, i); }), -1);
+      EXPECT_EQ(elements.first_wrong([&](int64_t i) { return sum_of_colors(rank.size, i); }), -1);
     }
   });
 }
@@ -147,9 +147,9 @@ TEST_P(BackendOperations, BroadcastGivesTheRootsElementsToAll) {
   run_ranks(GetParam(), [](Rank& rank) {
     const auto expect_broadcast = [&](int64_t count, Dtype dtype, int root) {
       const OwnElements elements(count, dtype);
-      elements->fill([&](int64_t i) { return coloured(rank.rank, i); });
+      elements->fill([&](int64_t i) { return colored(rank.rank, i); });
       rank.comm->broadcast(elements->buffer(), root, rank.in_time());
-      EXPECT_EQ(elements->first_wrong([&](int64_t i) { return coloured(root, i); }), -1)
+      EXPECT_EQ(elements->first_wrong([&](int64_t i) { return colored(root, i); }), -1)
           << "rank " << rank.rank << ", root " << root << ", count " << count;
     };
     for (int root = 0; root < rank.size; ++root) {
@@ -159,21 +159,21 @@ TEST_P(BackendOperations, BroadcastGivesTheRootsElementsToAll) {
     }
     expect_broadcast(kLarge, Dtype::kF32, rank.size - 1);
     const auto memory = rank.comm->allocate(kLarge * 4, rank.in_time());
-    const Elements reachable(memory->data(), kLarge, Dtype::kF32);
-    reachable.fill([&](int64_t i) { return coloured(rank.rank, i); });
-    rank.comm->broadcast(reachable.buffer(), 0, rank.in_time());
-    EXPECT_EQ(reachable.first_wrong([&](int64_t i) { return coloured(0, i); }), -1);
+    const Elements registered(memory->data(), kLarge, Dtype::kF32);
+    registered.fill([&](int64_t i) { return colored(rank.rank, i); });
+    rank.comm->broadcast(registered.buffer(), 0, rank.in_time());
+    EXPECT_EQ(registered.first_wrong([&](int64_t i) { return colored(0, i); }), -1);
   });
 }
 
-// Block b of rank r holds coloured(r, i) + b, so that a block in the wrong place shows.
+// Block b of rank r holds colored(r, i) + b, so that a block in the wrong position shows.
 TEST_P(BackendOperations, ReduceScatterGivesEachRankItsBlock) {
   run_ranks(GetParam(), [](Rank& rank) {
     const auto expect_reduce_scatter = [&](int64_t count, Dtype dtype, ReduceOp op) {
       const OwnElements input(count * rank.size, dtype);
       const OwnElements output(count, dtype);
       input->fill([&](int64_t i) {
-        return coloured(rank.rank, i % std::max<int64_t>(count, 1)) +
+        return colored(rank.rank, i % std::max<int64_t>(count, 1)) +
                static_cast<double>(i / std::max<int64_t>(count, 1));
       });
       const auto before = input.bytes();
@@ -199,10 +199,10 @@ TEST_P(BackendOperations, AllGatherGivesEveryRanksBlockToAll) {
     const auto expect_all_gather = [&](int64_t count, Dtype dtype) {
       const OwnElements input(count, dtype);
       const OwnElements output(count * rank.size, dtype);
-      input->fill([&](int64_t i) { return coloured(rank.rank, i); });
+      input->fill([&](int64_t i) { return colored(rank.rank, i); });
       rank.comm->all_gather(input->const_buffer(), output->buffer(), rank.in_time());
       const auto expected = [&](int64_t i) {
-        return coloured(static_cast<int>(i / count), i % count);
+        return colored(static_cast<int>(i / count), i % count);
       };
       EXPECT_EQ(output->first_wrong(expected), -1) << "rank " << rank.rank << ", count " << count;
     };

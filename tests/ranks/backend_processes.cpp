@@ -86,7 +86,7 @@ TEST_P(BackendProcesses, AStoppedRankIsNamedAtTheDeadline) {
 
 TEST_P(BackendProcesses, ARankThatExitsWithoutAWordIsNamed) {
   run_ranks(GetParam(), [&](Rank& rank) {
-    rank.meet();
+    rank.sync();
     const int gone = rank.size - 1;
     if (rank.rank == gone) ::_exit(0);
     const OwnElements elements(100, Dtype::kF32);

@@ -24,7 +24,7 @@ void expect_two_sides(const WorldCase& world, int odd_one, int64_t count,
                       const std::function<void(Rank&, const Elements&, const CallContext&)>& call) {
   run_ranks(world, [&](Rank& rank) {
     const OwnElements elements(count, Dtype::kF32);
-    rank.meet();
+    rank.sync();
     const auto caught = catch_error([&] { call(rank, *elements, rank.within_ms(kShortMs)); });
     caught.expect(Code::kCallMismatch, sides);
     // Between two nobody can tell who is wrong.
@@ -62,7 +62,7 @@ TEST_P(BackendStalls, ASendAgainstABroadcastNamesBothCallsAndBothRanks) {
 void expect_last_is_named(const WorldCase& world,
                           const std::function<void(Rank&, const CallContext&)>& call) {
   run_ranks(world, [&](Rank& rank) {
-    rank.meet();
+    rank.sync();
     const int absent = rank.size - 1;
     auto& given_up = rank.shared->numbers[0];
     if (rank.rank == absent) {

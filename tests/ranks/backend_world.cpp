@@ -111,16 +111,16 @@ void run_threads(const WorldCase& world, SharedFacts* facts,
   if (host == "self") made.push_back(make_self_backend());
   const auto store = make_local_store();
   std::vector<std::thread> threads;
-  for (int place = 0; place < world.size; ++place) {
-    threads.emplace_back([&, place] {
-      Rank rank{place, world.size, nullptr, facts};
+  for (int number = 0; number < world.size; ++number) {
+    threads.emplace_back([&, number] {
+      Rank rank{number, world.size, nullptr, facts};
       rank.note("meets");
       try {
-        auto backend = host == "gloo" ? make_gloo(store, place, world.size)
-                                      : std::move(made[static_cast<size_t>(place)]);
+        auto backend = host == "gloo" ? make_gloo(store, number, world.size)
+                                      : std::move(made[static_cast<size_t>(number)]);
         rank.comm = suite_under_test().build(world, std::move(backend));
       } catch (const std::exception& error) {
-        ADD_FAILURE() << "rank " << place << " did not start: " << error.what();
+        ADD_FAILURE() << "rank " << number << " did not start: " << error.what();
         return;
       }
       run_body(rank, body);
@@ -130,15 +130,15 @@ void run_threads(const WorldCase& world, SharedFacts* facts,
 }
 
 // Of a rank that is a process.
-std::unique_ptr<Backend> make_host(const WorldCase& world, int place, const std::string& session) {
+std::unique_ptr<Backend> make_host(const WorldCase& world, int number, const std::string& session) {
   const std::string host = suite_under_test().host(world.backend);
   const int64_t deadline_ns = meeting_deadline();
   if (host == "shm") {
     return make_shm_backend(
-        {.session = session, .rank = place, .size = world.size, .deadline_ns = deadline_ns});
+        {.session = session, .rank = number, .size = world.size, .deadline_ns = deadline_ns});
   }
   if (host == "gloo") {
-    return make_gloo(connect_store(store_at(session), deadline_ns), place, world.size);
+    return make_gloo(connect_store(store_at(session), deadline_ns), number, world.size);
   }
   return make_self_backend();
 }
@@ -154,15 +154,15 @@ void begin_child() {
 }
 
 // In the child: never returns to the tests.
-[[noreturn]] void run_child(const WorldCase& world, int place, const std::string& session,
+[[noreturn]] void run_child(const WorldCase& world, int number, const std::string& session,
                             SharedFacts* facts, const std::function<void(Rank&)>& body) {
   begin_child();
-  Rank rank{place, world.size, nullptr, facts};
+  Rank rank{number, world.size, nullptr, facts};
   rank.note("meets");
   try {
-    rank.comm = suite_under_test().build(world, make_host(world, place, session));
+    rank.comm = suite_under_test().build(world, make_host(world, number, session));
   } catch (const std::exception& error) {
-    ADD_FAILURE() << "rank " << place << " did not start: " << error.what();
+    ADD_FAILURE() << "rank " << number << " did not start: " << error.what();
   }
   if (rank.comm) run_body(rank, body);
   end_child();
@@ -189,17 +189,17 @@ void run_processes(const WorldCase& world, SharedFacts* facts,
   const std::string session = unique_name();
   std::vector<pid_t> pids;
   std::fflush(nullptr);
-  for (int place = 0; place < world.size; ++place) {
+  for (int number = 0; number < world.size; ++number) {
     const pid_t pid = ::fork();
     ASSERT_GE(pid, 0);
-    if (pid == 0) run_child(world, place, session, facts, body);
+    if (pid == 0) run_child(world, number, session, facts, body);
     pids.push_back(pid);
   }
   const StoreServer server(store_at(session));
   if (options.meanwhile) options.meanwhile(pids, *facts);
-  for (int place = 0; place < world.size; ++place) {
-    expect_end_of("rank " + std::to_string(place), pids[static_cast<size_t>(place)],
-                  options.killed.count(place) > 0);
+  for (int number = 0; number < world.size; ++number) {
+    expect_end_of("rank " + std::to_string(number), pids[static_cast<size_t>(number)],
+                  options.killed.count(number) > 0);
   }
 }
 
@@ -227,10 +227,10 @@ void PrintTo(const WorldCase& world, std::ostream* out) {
   *out << world.name();
 }
 
-void Rank::meet() {
+void Rank::sync() {
   comm->barrier(in_time());
-  shared->met.fetch_add(1);
-  EXPECT_TRUE(wait_until_at_least(shared->met, ++meetings * size));
+  shared->synced.fetch_add(1);
+  EXPECT_TRUE(wait_until_at_least(shared->synced, ++syncs * size));
 }
 
 void Rank::note(const std::string& text) const {

@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "comm/backends.hpp"
+#include "comm/backend.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 
@@ -34,7 +34,7 @@ void PrintTo(const WorldCase& world, std::ostream* out);  ///< for GoogleTest
 /// Memory that all ranks of a test see, also across processes.
 struct SharedFacts {
   std::array<std::atomic<int64_t>, 16> numbers{};  ///< for the test's own use
-  std::atomic<int64_t> met = 0;                    ///< ranks that have left meet(), all times
+  std::atomic<int64_t> synced = 0;                 ///< ranks that have left sync(), all times
   char notes[8][96] = {};                          ///< [rank]: what it does now, for the watchdog
 };
 
@@ -44,11 +44,11 @@ struct Rank {
   int size = 1;
   std::unique_ptr<Backend> comm;
   SharedFacts* shared = nullptr;
-  int64_t meetings = 0;
+  int64_t syncs = 0;
 
   /// A barrier that all ranks have left before any goes on: a rank that fails right after an
   /// ordinary one may take those with it that are still inside.
-  void meet();
+  void sync();
 
   /// What comes next, should this be the last thing heard from the rank.
   void note(const std::string& text) const;
@@ -98,7 +98,7 @@ struct Suite {
   std::vector<std::string> backends;
   /// Why one cannot be tested here; "" where it can.
   std::function<std::string(const std::string& backend)> missing;
-  /// The host's backend with which ranks meet: the one under test, or the one it stands on.
+  /// The host's backend of the rendezvous: the one under test, or the one it stands on.
   std::function<std::string(const std::string& backend)> host;
   std::function<std::unique_ptr<Backend>(const WorldCase& world, std::unique_ptr<Backend> host)>
       build;

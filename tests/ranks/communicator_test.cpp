@@ -9,7 +9,7 @@
 #include "lockstep/mesh.hpp"
 #include "lockstep/world.hpp"
 #include "rank_threads.hpp"
-#include "world/gpu_choice.hpp"
+#include "world/gpu_backends.hpp"
 
 namespace lockstep::test {
 namespace {
@@ -72,6 +72,21 @@ TEST(Communicator, SeveralReductionsMayBeInFlight) {
   });
 }
 
+TEST(Communicator, WhatFollowsAReductionRunsOnceWhenItIsDone) {
+  run_ranks(2, [](const Communicator& comm) {
+    const auto tensor = torch::full({3}, static_cast<float>(comm.rank() + 1));
+    std::vector<float> seen;
+    const auto look = [&] { seen.push_back(tensor[2].item<float>()); };
+    Work work = comm.begin_all_reduce(tensor).then(look).then(look);
+    while (!work.advance()) std::this_thread::yield();
+    work.wait();
+    EXPECT_EQ(seen, (std::vector<float>{3, 3}));
+    work = std::move(work).then(look);
+    EXPECT_EQ(seen.size(), 3U) << "at once where it is done already";
+    EXPECT_TRUE(Work().advance());
+  });
+}
+
 TEST(Communicator, AllocatedMemoryIsChargedToTheRanksAccount) {
   const auto comm = Communicator::self();
   const int64_t before = host_memory().live_bytes;
@@ -110,22 +125,22 @@ TEST(Communicator, DifferentCallsAreNamedOnEveryRank) {
 }
 
 // Ranks on GPUs of these letters, ' ' is the CPU. A GPU reaches the others of its case.
-std::vector<GpuCard> cards_of(const std::string& gpus) {
-  std::vector<GpuCard> cards;
+std::vector<GpuInfo> cards_of(const std::string& gpus) {
+  std::vector<GpuInfo> infos;
   for (const char gpu : gpus) {
-    GpuCard& card = cards.emplace_back();
+    GpuInfo& info = infos.emplace_back();
     if (gpu == ' ') continue;
-    card.on_gpu = 1;
-    card.shares = 1;
-    card.uuid[15] = gpu;
-    std::copy_n("0000:1b:00.0", 13, card.bus_id);
-    card.bus_id[6] = gpu;
+    info.on_gpu = 1;
+    info.shares = 1;
+    info.uuid[15] = gpu;
+    std::copy_n("0000:1b:00.0", 13, info.bus_id);
+    info.bus_id[6] = gpu;
     for (const char other : gpus) {
       if (other == gpu || other == ' ' || std::isupper(other) != std::isupper(gpu)) continue;
-      card.reached.at(static_cast<size_t>(card.reached_count++))[15] = other;
+      info.reached.at(static_cast<size_t>(info.reached_count++))[15] = other;
     }
   }
-  return cards;
+  return infos;
 }
 
 TEST(GpuBackendChoice, FollowsWhoSharesAGpu) {
@@ -153,7 +168,7 @@ TEST(GpuBackendChoice, FollowsWhoSharesAGpu) {
   EXPECT_EQ(choose("auto", "a", true), "");
   EXPECT_EQ(choose("nccl", "a", true), "nccl");
   auto hosts = cards_of("aa");
-  for (GpuCard& card : hosts) card.names_host = 1;
+  for (GpuInfo& info : hosts) info.names_host = 1;
   EXPECT_EQ(choose_gpu_backend("nccl", hosts, true, true), "nccl") << "each a host of its own";
   EXPECT_EQ(choose_gpu_backend("auto", hosts, true, true), "ipc");
   hosts[0].names_host = 0;

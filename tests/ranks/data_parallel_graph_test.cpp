@@ -1,5 +1,5 @@
-// DataParallel in graphs and programs that are not the textbook's: several forwards, hooks, sparse
-// and strided gradients, buffers that forward changes, autocast, lifetimes, nesting.
+// DataParallel in unusual graphs and programs: several forwards, hooks, sparse and strided
+// gradients, buffers that forward changes, autocast, lifetimes, nesting.
 
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>

@@ -35,7 +35,7 @@ inline torch::Tensor value(double number) {
   return torch::full({1}, static_cast<float>(number));
 }
 
-/// One weight per name, used or not as forward is told.
+/// One weight per name; forward's arguments decide which are used.
 struct BranchesImpl : torch::nn::Module {
   BranchesImpl() {
     always = register_parameter("always", torch::ones({1}));

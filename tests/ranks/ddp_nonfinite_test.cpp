@@ -1,4 +1,4 @@
-// Gradients that are infinite or not a number on one rank: who is named, who stops, who is silent.
+// Gradients that are infinite or NaN on one rank: who is named, who stops, who is silent.
 
 #include <cmath>
 #include <mutex>
@@ -17,7 +17,7 @@ size_t count_of(const std::string& text, const std::string& part) {
   return count;
 }
 
-// Some steps of three ranks, of which rank 1's loss is not a number in step 3; what they print.
+// Trains three ranks, of which rank 1's loss is NaN in step 3; returns what they print.
 std::string train_with_nan(Nonfinite nonfinite, std::vector<DdpStats>& stats) {
   stats.resize(3);
   testing::internal::CaptureStderr();

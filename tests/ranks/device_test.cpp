@@ -1,5 +1,5 @@
-// Logical devices: budgets, memory accounts, modes and random numbers that follow work onto
-// workers.
+// Logical devices: thread budgets, memory accounts, and the modes and random numbers that follow
+// work onto workers.
 
 #include "lockstep/device.hpp"
 
@@ -41,11 +41,11 @@ void multiply(int times) {
   for (int i = 0; i < times; ++i) torch::mm(a, a);
 }
 
-// Processor time of the whole process over that of the worker itself: what other programs do to the
-// clock on the wall does not matter.
+// Processor time of the whole process divided by that of the worker. Unlike wall time, it does not
+// depend on other programs.
 TEST(Budget, AWorkerWithOneThreadComputesOnOneThread) {
   Hardware hardware = detect_hardware();
-  hardware.threads_per_device = 1;  // also where two devices would have several cores each
+  hardware.threads_per_device = 1;  // even if two devices had several cores each
   const Devices devices(plan_devices("cpu:2", hardware));
   devices[0].run("warm up", [] { multiply(1); });
   const double process_before = cpu_seconds_of(RUSAGE_SELF);
@@ -79,8 +79,7 @@ TEST(Budget, TwoWorkersRunOnTheirOwnCores) {
   EXPECT_NE(cores_of(devices[0]), cores_of(devices[1]));
 }
 
-// libtorch keeps a process-wide number beside each thread's own; a thread that asks for the first
-// time takes the former.
+// libtorch keeps a process-wide number besides each thread's own. A thread starts with the former.
 TEST(Budget, SurvivesOtherThreadsThatChangeTheProcessWideNumber) {
   const Devices devices("cpu:2");
   torch::set_num_threads(devices[0].plan().threads + 2);
@@ -180,7 +179,7 @@ int64_t resident_bytes() {
 
 #if !defined(__SANITIZE_ADDRESS__)
 
-// What is allocated once and freed goes back to the system, inside a device and outside.
+// Blocks that are allocated once and freed are returned to the system, inside a device and outside.
 TEST(Memory, WhatWasNeededOnceIsNotKept) {
   constexpr int64_t kBlock = int64_t{40} << 20;
   constexpr int kBlocks = 15;
@@ -198,7 +197,7 @@ TEST(Memory, WhatWasNeededOnceIsNotKept) {
   EXPECT_LT(resident_bytes() - before, 2 * kBlock);
 }
 
-// Blocks of a step are kept for the next; when no step needs them any more, they go back.
+// Blocks of a step are kept for the next one and returned when no step needs them any more.
 TEST(Memory, KeptBlocksThatNobodyAsksForGoBack) {
   constexpr size_t kLarge = size_t{1} << 20;
   CpuPool& pool = CpuPool::make(make_memory_account());
@@ -243,7 +242,7 @@ TEST(Memory, LiveAndKeptBytesStayWithinThePeak) {
   CpuPool::give_back(largest);
 }
 
-// A limit on address space that leaves room for one block, not for two.
+// A limit on address space that leaves room for one block but not for two.
 TEST(Memory, WhatOnePoolKeepsDoesNotMakeAnotherFail) {
   constexpr int64_t kBlock = int64_t{3} << 29;
   const auto in_child = [] {
@@ -375,8 +374,8 @@ TEST(Random, TheSeedGovernsWorkersAndTheirWorkLeavesTheCallersSequenceAlone) {
   EXPECT_TRUE(torch::equal(one, draw()));
 }
 
-// Seeding again with the same seed gives the generator the state it had: that it was seeded must be
-// noticed all the same.
+// Seeding again with the same seed restores the generator's state, and must be noticed
+// nevertheless.
 TEST(Random, WhatFollowsASeedingIsAlwaysTheSame) {
   const Devices devices("cpu:2");
   const auto draw = [&] {

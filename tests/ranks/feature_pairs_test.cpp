@@ -1,16 +1,16 @@
-// Features in pairs and triples: ranks with one part of the rows each must train the weights that
-// one process trains on all rows, whatever is switched on beside DistributedDataParallel.
+// Combinations of features: ranks with a part of the rows each must train the weights that one
+// process trains on all rows, whatever is enabled together with DistributedDataParallel.
 
 #include <torch/torch.h>
 
 #include <array>
 #include <bitset>
 
-#include "lockstep/adam.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
 #include "lockstep/grad_scaler.hpp"
 #include "lockstep/master_weights.hpp"
 #include "lockstep/mesh.hpp"
+#include "lockstep/optim.hpp"
 #include "lockstep/tensor_parallel.hpp"
 #include "rank_threads.hpp"
 
@@ -26,7 +26,7 @@ torch::Tensor made_up(torch::IntArrayRef sizes, double phase) {
   return torch::arange(count).view(sizes).mul(0.37).add(phase).sin();
 }
 
-// What is switched on. Bits, so that all combinations can be counted through.
+// What is enabled, as bits, so that all combinations can be enumerated.
 enum Feature { kMasters, kScaler, kNoSync, kClip, kKeep, kTensor, kFeatures };
 using Features = std::bitset<kFeatures>;
 
@@ -105,7 +105,7 @@ torch::Tensor train(const Features& on, const Communicator& data,
 
 class FeaturePairs : public testing::TestWithParam<int> {};
 
-// All combinations that one model can have; with tensor ranks the data ranks are as many.
+// All combinations that one model can have; there are as many data ranks with tensor ranks.
 TEST_P(FeaturePairs, TrainAsOneProcessDoes) {
   Features on(static_cast<unsigned long>(GetParam()));
   // bf16 gradients are rounded before and after they are averaged.

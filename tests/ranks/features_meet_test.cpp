@@ -1,5 +1,5 @@
-// Features that meet in one program: who owns which weight and which gradient then. Each test
-// compares with one process, or with what PyTorch does.
+// Features combined in one program: who owns which weight and which gradient. Each test compares
+// with one process or with what PyTorch does.
 
 #include <torch/torch.h>
 
@@ -12,8 +12,8 @@
 #include "lockstep/grad_scaler.hpp"
 #include "lockstep/master_weights.hpp"
 #include "lockstep/mesh.hpp"
+#include "lockstep/optim.hpp"
 #include "lockstep/pipeline.hpp"
-#include "lockstep/sgd.hpp"
 #include "lockstep/tensor_parallel.hpp"
 #include "rank_threads.hpp"
 
@@ -30,7 +30,7 @@ torch::Tensor flat_weights(const std::vector<torch::Tensor>& parameters) {
   return torch::cat(flat);
 }
 
-// Bit for bit the same on all ranks.
+// Expects the same bits on all ranks.
 void expect_same_on_all(const Communicator& comm, const torch::Tensor& values,
                         const std::string& what) {
   const torch::Tensor first = values.clone();
@@ -39,7 +39,7 @@ void expect_same_on_all(const Communicator& comm, const torch::Tensor& values,
                                            << (values - first).abs().max().item<double>();
 }
 
-// Weights that differ from rank to rank, as those of programs that seed by rank.
+// Weights that differ between ranks, as in programs that seed by rank.
 void make_different(torch::nn::Module& module, const Communicator& comm) {
   const torch::NoGradGuard no_grad;
   for (auto& parameter : module.parameters()) parameter.add_(0.25 * comm.rank());
@@ -200,7 +200,7 @@ TEST_P(FeaturesMeet, ASharedParameterIsAveragedByBothOfItsWrappers) {
       const auto trunk = make_trunk();
       Head left(trunk);
       Head right(trunk);
-      // The smallest buckets: some are on their way while others are filled.
+      // The smallest buckets: some are in flight while others are filled.
       const DdpOptions options{.first_bucket_bytes = 64, .bucket_cap_bytes = 64};
       DistributedDataParallel left_ddp(left, comm, options);
       DistributedDataParallel right_ddp(right, comm, options);
@@ -257,7 +257,7 @@ TEST_P(FeaturesMeet, ASharedParameterIsUpdatedWithoutComplaint) {
   });
 }
 
-// A wrapper that comes later, and one that goes, while the other's gradients accumulate.
+// One wrapper is constructed, and one destroyed, while the other's gradients accumulate.
 TEST_P(FeaturesMeet, AParameterMayBecomeSharedAndStopBeingSo) {
   run_ranks(GetParam(), [](const Communicator& comm) {
     const auto mean = static_cast<float>(1 + comm.size()) / 2;
@@ -278,7 +278,7 @@ TEST_P(FeaturesMeet, AParameterMayBecomeSharedAndStopBeingSo) {
 
 // ---- A loss that reaches a model without its wrapper -----------------------------------------
 
-// Generator and discriminator, as a GAN's loop trains them; the generator's step goes through the
+// Trains generator and discriminator as a GAN's loop does; the generator's step goes through the
 // bare discriminator.
 TEST_P(FeaturesMeet, AGeneratorTrainsThroughTheBareDiscriminator) {
   const auto train = [](const Communicator& comm) {
@@ -496,7 +496,7 @@ TEST(FeaturesMeeting, ThePerturbationCheckCanBeTurnedOff) {
   });
 }
 
-// Its forward shortens the rows it looks up.
+// Its forward shortens the rows that it looks up.
 struct BoundedImpl : torch::nn::Module {
   BoundedImpl() {
     embedding = register_module(
@@ -617,7 +617,7 @@ TEST_P(FeaturesMeet, ATensorParallelModelIsClippedByTheNormOfTheWhole) {
   }
 }
 
-// Only one rank's slice overflows, and nobody was told of a model-parallel group.
+// Only one rank's slice overflows, and no model-parallel group was given.
 TEST_P(FeaturesMeet, ATensorParallelStepIsSkippedByAllRanksOrNone) {
   run_ranks(GetParam(), [](const Communicator& axis) {
     auto block = divided_block(axis);
@@ -637,7 +637,7 @@ TEST_P(FeaturesMeet, ATensorParallelStepIsSkippedByAllRanksOrNone) {
   });
 }
 
-// Parts that are not equally long, so that each rank's own norm is another.
+// Parts of different lengths, so that each rank's own norm differs.
 std::vector<torch::nn::Sequential> pipeline_stages(int stages, const Communicator& tensor) {
   std::vector<torch::nn::Sequential> all;
   for (int i = 0; i < stages; ++i) {
@@ -664,7 +664,7 @@ std::vector<torch::Tensor> one_device(Clip clip, int stages) {
   return parameters;
 }
 
-// Pipeline times tensor ranks; with one tensor rank the plain pipeline.
+// A pipeline with tensor ranks; with one tensor rank it is the plain pipeline.
 TEST(ClippedPipeline, IsClippedByTheNormOfTheWhole) {
   for (const int stages : {2, 3}) {
     for (const int tensor_ranks : {1, 2}) {

@@ -7,8 +7,8 @@
 #include "lockstep/autocast.hpp"
 #include "lockstep/grad_scaler.hpp"
 #include "lockstep/mesh.hpp"
+#include "lockstep/optim.hpp"
 #include "lockstep/pipeline.hpp"
-#include "lockstep/sgd.hpp"
 #include "lockstep/tensor_parallel.hpp"
 #include "ranks/pipeline_support.hpp"
 #include "ranks/rank_threads.hpp"
@@ -19,7 +19,7 @@ namespace {
 constexpr int kPairs = 4;
 constexpr int64_t kInner = 16;
 
-// Libtorch's generator is shared by ranks that are threads.
+// Ranks that are threads share libtorch's generator.
 std::mutex& seeding() {
   static std::mutex mutex;
   return mutex;
@@ -63,7 +63,7 @@ std::ostream& operator<<(std::ostream& out, const Shape& s) {
 
 constexpr int kSteps = 10;
 
-// What must stay in one stage: between the two the ranks hold parts of an activation.
+// These must stay in one stage: between the two the ranks hold parts of an activation.
 struct DividedPairImpl : torch::nn::Module {
   DividedPairImpl(const Pair& whole, const Communicator& axis)
       : up(register_module("up", ColumnLinear(whole.up, axis))),
@@ -111,8 +111,8 @@ TEST_P(ThreeAxes, TrainAsOneDevice) {
   const Shape& shape = GetParam();
   const auto expected = train_alone(shape);
   const auto schedule = make_schedule(shape.schedule, shape.stages, shape.micro_batches);
-  test::run_ranks(shape.data * schedule.places() * shape.tensor, [&](const Communicator& world) {
-    const Mesh mesh(world, {{"dp", shape.data}, {"pp", schedule.places()}, {"tp", shape.tensor}});
+  test::run_ranks(shape.data * schedule.ranks() * shape.tensor, [&](const Communicator& world) {
+    const Mesh mesh(world, {{"dp", shape.data}, {"pp", schedule.ranks()}, {"tp", shape.tensor}});
     const auto& data = mesh.axis("dp");
     const Devices devices("cpu:1");
     const UseDevice home(devices[0]);

@@ -6,10 +6,9 @@
 #include <set>
 
 #include "ddp_nets.hpp"
-#include "lockstep/adam.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
 #include "lockstep/grad_scaler.hpp"
-#include "lockstep/sgd.hpp"
+#include "lockstep/optim.hpp"
 #include "master_weights_support.hpp"
 #include "rank_threads.hpp"
 

@@ -8,15 +8,15 @@
 #include <mutex>
 
 #include "lockstep/mesh.hpp"
+#include "lockstep/optim.hpp"
 #include "lockstep/pipeline.hpp"
-#include "lockstep/sgd.hpp"
 #include "ranks/pipeline_support.hpp"
 #include "ranks/rank_threads.hpp"
 
 namespace lockstep {
 namespace {
 
-// Libtorch's generator is shared by ranks that are threads.
+// Ranks that are threads share libtorch's generator.
 std::mutex& seeding() {
   static std::mutex mutex;
   return mutex;
@@ -67,7 +67,7 @@ void expect_refused(Code code, const std::string& fragment,
   EXPECT_TRUE(told) << outcomes[0].text() << "\n" << outcomes[1].text();
 }
 
-// The gradients are gone, but the weights have taken them.
+// The gradients are gone, but the weights were updated with them.
 TEST(PipelineDataAxis, AnUpdateFromUnaveragedGradientsIsRefusedAlsoOnceTheyAreCleared) {
   for (const bool fused : {false, true}) {
     expect_refused(Code::kSyncMisuse, "changed after 1 steps", [&](const Communicator& comm) {
@@ -122,8 +122,8 @@ TEST(PipelineDataAxis, GradientsMayBeDroppedWithoutAnUpdate) {
   });
 }
 
-// A first gradient moves the weights, a second one is taken there, and they are moved back: the
-// update is made of averaged gradients only.
+// A first gradient moves the weights, a second one is computed there, and they are moved back: the
+// update uses averaged gradients only.
 TEST(PipelineDataAxis, PerturbedWeightsAreAllowedOnDemand) {
   test::run_ranks(2, [](const Communicator& comm) {
     Replica replica(comm, make_net(), /*check_updates=*/false);
@@ -152,7 +152,7 @@ TEST(PipelineDataAxis, PerturbedWeightsAreAllowedOnDemand) {
   });
 }
 
-// Nobody steps again who could be refused.
+// No further step could refuse it.
 TEST(PipelineDataAxis, ALastUpdateFromUnaveragedGradientsIsToldAtTheEnd) {
   for (const bool averages : {false, true}) {
     ::testing::internal::CaptureStderr();
@@ -205,7 +205,7 @@ TEST(PipelineDataAxis, AParameterThatIsResizedOrConvertedIsRefused) {
   });
 }
 
-// As on one device: a frozen parameter has no gradient, and weight decay passes over it.
+// As on one device: a frozen parameter has no gradient, and weight decay skips it.
 TEST(PipelineDataAxis, AParameterThatIsFrozenLaterStaysAsItIs) {
   const SgdOptions how{.lr = 0.1, .momentum = 0.9, .weight_decay = 0.3};
   const auto freeze = [](const torch::nn::Sequential& net, int step) {
@@ -241,7 +241,7 @@ TEST(PipelineDataAxis, AParameterThatIsFrozenLaterStaysAsItIs) {
   });
 }
 
-// What it has accumulated is averaged with the rest; a gradient that was averaged before stays.
+// What it has accumulated is averaged with the rest; a gradient averaged before does not change.
 TEST(PipelineDataAxis, AFrozenParameterKeepsTheGradientItHas) {
   auto alone = make_net();
   const auto batch = draw(0);

@@ -1,18 +1,21 @@
-// What a pipeline says when something goes wrong: stage, micro-batch and rank, and nothing hangs.
+// Errors of a pipeline name stage, micro-batch and rank, and nothing hangs.
 
 #include <torch/torch.h>
 
+#include <chrono>
+#include <future>
 #include <stdexcept>
 
 #include "lockstep/mesh.hpp"
 #include "lockstep/pipeline.hpp"
+#include "lockstep/tensor_parallel.hpp"
 #include "ranks/pipeline_support.hpp"
 #include "ranks/rank_threads.hpp"
 
 namespace lockstep {
 namespace {
 
-/// Throws at its call number `at`, from 0; in backward where `backward`.
+/// Throws in call number `at`, counted from 0, or in its backward.
 torch::nn::Functional thrower(int at, bool backward = false) {
   return torch::nn::Functional(
       [at, backward, calls = std::make_shared<int>(0)](const torch::Tensor& x) {
@@ -41,10 +44,10 @@ TEST(PipelineErrors, AForwardThatThrowsIsNamed) {
     const auto batch = test::draw_rows(8, 1);
     test::expect_error(Code::kStageFailed,
                        {"forward of micro-batch 2 in stage 1 on cpu:1 of rank 0", "[2, 12] float32",
-                        "planted", "F2"},
+                        "planted", "cpu:1 |", "F2"},
                        [&] { pipeline.step(batch.x, batch.y); });
     for (auto& parameter : pipeline.parameters()) parameter.mutable_grad().reset();
-    EXPECT_GT(pipeline.step(batch.x, batch.y).item<double>(), 0) << "goes on after an error";
+    EXPECT_GT(pipeline.step(batch.x, batch.y).item<double>(), 0) << "continues after an error";
   }
 }
 
@@ -74,7 +77,7 @@ TEST(PipelineErrors, ImpossibleRequestsAreRefused) {
   const auto stages = [] { return test::cut(test::deep_mlp(2), 2); };
   test::expect_error(Code::kUsage, {"without a loss"},
                      [&] { make(stages(), "cpu:2", gpipe(2, 2), {}); });
-  test::expect_error(Code::kPlacement, {"2 places", "1 devices"},
+  test::expect_error(Code::kPlacement, {"2 ranks", "1 devices"},
                      [&] { make(stages(), "cpu:1", gpipe(2, 2), {.loss = test::mse}); });
   test::expect_error(Code::kStageMismatch, {"3 stages", "2 modules"},
                      [&] { make(stages(), "cpu:3", gpipe(3, 2), {.loss = test::mse}); });
@@ -109,7 +112,7 @@ TEST(PipelineErrors, BatchesThatDoNotFitAreRefused) {
   test::expect_error(Code::kUsage, {"stage 5"}, [&] { pipeline.stage(5); });
 }
 
-// Ranks of an axis: the one that failed says what; the others say who.
+// On an axis, the failed rank reports the error and the others name that rank.
 TEST(PipelineErrors, AFailedStageStopsAllRanks) {
   const auto outcomes = test::outcomes_of_ranks(3, [](const Communicator& comm) {
     const Devices devices("cpu:1");
@@ -120,8 +123,9 @@ TEST(PipelineErrors, AFailedStageStopsAllRanks) {
     pipeline.step(batch.x, batch.y);
   });
   EXPECT_EQ(outcomes[1].code(), Code::kStageFailed) << outcomes[1].text();
-  EXPECT_NE(outcomes[1].text().find("micro-batch 1 in stage 1 on cpu:0 of rank 1"),
-            std::string::npos);
+  for (const char* part : {"micro-batch 1 in stage 1 on cpu:0 of rank 1", "rank 1 |"}) {
+    EXPECT_NE(outcomes[1].text().find(part), std::string::npos) << outcomes[1].text();
+  }
   for (const size_t rank : {size_t{0}, size_t{2}}) {
     EXPECT_EQ(outcomes[rank].code(), Code::kRankFailed) << outcomes[rank].text();
     EXPECT_NE(outcomes[rank].text().find("stage 1"), std::string::npos) << outcomes[rank].text();
@@ -182,7 +186,103 @@ TEST(PipelineErrors, RanksWithDifferentBatchesAreRefused) {
     pipeline.step(batch.x, batch.y);
   });
   EXPECT_EQ(outcomes[1].code(), Code::kStageMismatch) << outcomes[1].text();
-  EXPECT_TRUE(outcomes[0].failed()) << "and the other does not wait for ever";
+  EXPECT_TRUE(outcomes[0].failed()) << "and the other does not wait forever";
+}
+
+TEST(PipelineErrors, ARecomputedStageMayNotChangeItsInput) {
+  const torch::nn::Sequential net(torch::nn::Functional([](torch::Tensor x) { return x.mul_(2); }),
+                                  torch::nn::Linear(test::kWidth, test::kWidth));
+  Pipeline pipeline({net}, Devices("cpu:1"), gpipe(1, 1), {.loss = test::mse, .recompute = {0}});
+  const auto batch = test::draw_rows(8, 3);
+  test::expect_error(Code::kStageFailed, {"changed its input in place"},
+                     [&] { pipeline.step(batch.x, batch.y); });
+}
+
+TEST(PipelineErrors, StagesOfRanksShareNoWeight) {
+  const auto outcomes = test::outcomes_of_ranks(2, [](const Communicator& comm) {
+    const Devices devices("cpu:1");
+    const torch::nn::Linear shared(test::kWidth, test::kWidth);
+    const std::vector<torch::nn::Sequential> stages = {
+        torch::nn::Sequential(shared, torch::nn::Tanh()), torch::nn::Sequential(shared)};
+    const Pipeline pipeline(stages, comm, devices[0], gpipe(2, 2), {.loss = test::mse});
+  });
+  for (const auto& outcome : outcomes) {
+    EXPECT_EQ(outcome.code(), Code::kPlacement) << outcome.text();
+  }
+}
+
+TEST(PipelineErrors, AMissingStageIsNamed) {
+  const std::vector<torch::nn::Sequential> stages = {
+      torch::nn::Sequential(torch::nn::Linear(test::kWidth, test::kWidth)),
+      torch::nn::Sequential(nullptr)};
+  test::expect_error(Code::kStageMismatch, {"stage 1 has no module"}, [&] {
+    const Pipeline pipeline(stages, Devices("cpu:2"), gpipe(2, 2), {.loss = test::mse});
+  });
+}
+
+// Keeps the failed rank alive until the other has learned of the failure.
+class UntilOthersEnded {
+ public:
+  void ended() { others_.set_value(); }
+  void wait() {
+    EXPECT_EQ(others_.get_future().wait_for(std::chrono::seconds(60)), std::future_status::ready);
+  }
+
+ private:
+  std::promise<void> others_;
+};
+
+TEST(PipelineErrors, ARankWithoutItsStageStopsTheOthers) {
+  UntilOthersEnded others;
+  const auto outcomes = test::outcomes_of_ranks(2, [&](const Communicator& comm) {
+    const Devices devices("cpu:1");
+    const std::vector<torch::nn::Sequential> stages = {
+        torch::nn::Sequential(torch::nn::Linear(test::kWidth, test::kWidth)),
+        torch::nn::Sequential(nullptr)};
+    const auto batch = test::draw_rows(8, 3);
+    try {
+      Pipeline pipeline(stages, comm, devices[0], gpipe(2, 2), {.loss = test::mse});
+      pipeline.step(batch.x, batch.y);
+    } catch (const Error&) {
+      if (comm.rank() == 0) others.ended();
+      if (comm.rank() == 1) others.wait();
+      throw;
+    }
+  });
+  EXPECT_EQ(outcomes[0].code(), Code::kRankFailed) << outcomes[0].text();
+  EXPECT_EQ(outcomes[1].code(), Code::kStageMismatch) << outcomes[1].text();
+}
+
+TEST(PipelineErrors, AFailedStageStopsItsTensorRanks) {
+  UntilOthersEnded others;
+  const auto outcomes = test::outcomes_of_ranks(2, [&](const Communicator& comm) {
+    const bool fails = comm.rank() == 1;
+    const Communicator stages = comm.split(comm.rank(), 0, "pp");
+    const Communicator shards = comm.split(0, comm.rank(), "tp");
+    torch::manual_seed(1);
+    const torch::nn::Linear up(test::kWidth, test::kWidth);
+    const torch::nn::Linear down(test::kWidth, test::kWidth);
+    const torch::nn::Sequential net(ColumnLinear(up, shards),
+                                    torch::nn::Functional([fails](const torch::Tensor& x) {
+                                      if (fails) throw std::runtime_error("planted");
+                                      return x;
+                                    }),
+                                    RowLinear(down, shards));
+    const Devices devices("cpu:1");
+    Pipeline pipeline({net}, stages, devices[0], gpipe(1, 2), {.loss = test::mse});
+    const auto batch = test::draw_rows(8, 3);
+    try {
+      pipeline.step(batch.x, batch.y);
+    } catch (const Error&) {
+      EXPECT_TRUE(pipeline.last_step().actions.empty());
+      if (fails) others.wait();
+      if (!fails) others.ended();
+      throw;
+    }
+  });
+  EXPECT_EQ(outcomes[0].code(), Code::kRankFailed) << outcomes[0].text();
+  EXPECT_NE(outcomes[0].text().find("planted"), std::string::npos) << outcomes[0].text();
+  EXPECT_EQ(outcomes[1].code(), Code::kStageFailed) << outcomes[1].text();
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Losses that are the mean of something else than rows, and gradients that go on beyond the
-// pipeline: the numbers are one device's.
+// Losses that are means of something other than rows, and gradients that continue beyond the
+// pipeline, give the numbers of one device.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -13,8 +13,8 @@
 #include "lockstep/autocast.hpp"
 #include "lockstep/grad_scaler.hpp"
 #include "lockstep/mesh.hpp"
+#include "lockstep/optim.hpp"
 #include "lockstep/pipeline.hpp"
-#include "lockstep/sgd.hpp"
 #include "ranks/pipeline_support.hpp"
 #include "ranks/rank_threads.hpp"
 
@@ -24,7 +24,7 @@ namespace {
 constexpr int64_t kIgnored = -100;
 constexpr int kSteps = 4;
 
-// Libtorch's generator is shared by ranks that are threads.
+// Ranks that are threads share libtorch's generator.
 std::mutex& seeding() {
   static std::mutex mutex;
   return mutex;
@@ -103,7 +103,7 @@ class IgnoredTargets : public ::testing::TestWithParam<Shape> {
   static std::vector<test::Rows> batches_of(const Shape& shape) {
     std::vector<test::Rows> batches;
     for (int i = 0; i < kSteps * shape.accumulate; ++i) {
-      // The second batch of a step has other rows, which ranks share in another way.
+      // The second batch of a step has other rows, divided differently over the ranks.
       batches.push_back(draw(shape.rows + (i % shape.accumulate) * 3, i));
     }
     return batches;
@@ -133,8 +133,8 @@ TEST_P(IgnoredTargets, RanksOfAMeshTrainAsOneDevice) {
   const auto batches = batches_of(shape);
   const auto alone = train_alone(batches, shape.accumulate);
   const auto schedule = make_schedule(shape.schedule, shape.stages, shape.micro_batches);
-  test::run_ranks(shape.data * schedule.places(), [&](const Communicator& world) {
-    const Mesh mesh(world, {{"dp", shape.data}, {"pp", schedule.places()}});
+  test::run_ranks(shape.data * schedule.ranks(), [&](const Communicator& world) {
+    const Mesh mesh(world, {{"dp", shape.data}, {"pp", schedule.ranks()}});
     const Devices devices("cpu:1");
     const auto net = make_net();
     Pipeline pipeline(test::cut(net, shape.stages), mesh.axis("pp"), devices[0], schedule,
@@ -153,7 +153,7 @@ TEST_P(IgnoredTargets, RanksWithTheirOwnStagesTrainAsOneDevice) {
   const auto alone = train_alone(batches, shape.accumulate);
   const auto schedule = make_schedule(shape.schedule, shape.stages, shape.micro_batches);
   test::run_ranks(shape.data, [&](const Communicator& world) {
-    const Devices devices("cpu:" + std::to_string(schedule.places()));
+    const Devices devices("cpu:" + std::to_string(schedule.ranks()));
     const auto net = make_net();
     Pipeline pipeline(test::cut(net, shape.stages), devices, schedule,
                       {.loss = cross_entropy,
@@ -176,7 +176,7 @@ INSTANTIATE_TEST_SUITE_P(
                       Shape{"1f1b", 2, 2, 3, 9, 1, {0, 1}}, Shape{"1f1b", 1, 2, 2, 8, 2},
                       Shape{"1f1b", 3, 2, 2, 9, 2}, Shape{"zero-bubble", 2, 2, 2, 7, 3}));
 
-// The last call of a window alone does not tell how much a rank's gradients count.
+// The last call of a window alone does not determine the weight of a rank's gradients.
 TEST(PipelineLossWeight, AccumulatedGradientsCountByTheRowsOfTheirOwnCall) {
   const std::vector<int64_t> rows_of_rank_0 = {6, 2};  // of 8
   const auto batches = [] {
@@ -223,7 +223,7 @@ TEST(PipelineLossWeight, ABatchWithoutAnyTargetGivesZeros) {
   });
 }
 
-// With weights of classes the mean is divided by the sum of those.
+// With class weights the mean is divided by their sum.
 TEST(PipelineLossWeight, WeightsNeedNotBeCounts) {
   const auto classes = torch::linspace(0.1, 2, test::kWidth);
   const auto loss_of = [&](const torch::Tensor& out, const torch::Tensor& y) {
@@ -271,7 +271,7 @@ TEST(PipelineLossWeight, WhatCannotWeighIsRefused) {
   }
 }
 
-// The others wait for its weight, and are told.
+// The other ranks wait for its weight and learn of the failure.
 TEST(PipelineLossWeight, ARankThatCannotWeighStopsTheOthers) {
   std::promise<void> told;
   const auto outcomes = test::outcomes_of_ranks(2, [&](const Communicator& comm) {
@@ -285,7 +285,7 @@ TEST(PipelineLossWeight, ARankThatCannotWeighStopsTheOthers) {
       pipeline.step(batch.x, batch.y);
     } catch (const Error&) {
       if (comm.rank() == 0) told.set_value();
-      if (comm.rank() == 1) {  // alive until the other has learned of it
+      if (comm.rank() == 1) {  // stays alive until the other has learned of it
         EXPECT_EQ(told.get_future().wait_for(std::chrono::seconds(60)), std::future_status::ready);
       }
       throw;
@@ -295,7 +295,7 @@ TEST(PipelineLossWeight, ARankThatCannotWeighStopsTheOthers) {
   EXPECT_EQ(outcomes[1].code(), Code::kUsage) << outcomes[1].text();
 }
 
-// The loss is a function of the caller's, of which nothing is known: but no wrong mean is silent.
+// Nothing is known of the caller's loss function, but a wrong mean is not silent.
 TEST(PipelineLossWeight, AMeanThatIsNotTheBatchsIsToldOnce) {
   const auto told_by = [](const PipelineOptions& options, const test::Rows& batch) {
     Pipeline pipeline(test::cut(make_net(), 2), Devices("cpu:2"), gpipe(2, 4), options);
@@ -325,7 +325,7 @@ TEST(PipelineLossWeight, AMeanThatIsNotTheBatchsIsToldOnce) {
   EXPECT_EQ(told_by({.loss = cross_entropy}, {batch.x, even}), "") << "each micro-batch alike";
 }
 
-// Shares such as 3 of 11 rows are not float32 numbers.
+// Shares such as 3 of 11 rows have no exact float32 value.
 TEST(PipelineLossWeight, DoubleModelsKeepTheirPrecision) {
   const auto batch = test::draw_rows(11, 1);
   const auto x = batch.x.to(torch::kFloat64);
@@ -346,7 +346,7 @@ TEST(PipelineLossWeight, DoubleModelsKeepTheirPrecision) {
   }
 }
 
-// What goes on backward from the pipeline's input.
+// Backward continues from the pipeline's input.
 
 torch::Tensor input_gradient_alone(const test::Rows& batch, double factor) {
   auto net = make_net();
@@ -361,7 +361,7 @@ TEST(PipelineInput, ItsGradientIsThatOfOneDevice) {
   for (const std::string name : {"gpipe", "1f1b", "interleaved", "zero-bubble", "sequential"}) {
     for (const auto& recompute : {std::vector<int>{}, std::vector<int>{0, 1}}) {
       const auto schedule = make_schedule(name, 4, 4);
-      const Devices devices("cpu:" + std::to_string(schedule.places()));
+      const Devices devices("cpu:" + std::to_string(schedule.ranks()));
       auto net = make_net();
       Pipeline pipeline(test::cut(net, 4), devices, schedule,
                         {.loss = test::mse, .recompute = recompute});
@@ -446,8 +446,7 @@ TEST(PipelineInput, IsScaledAsTheWeightsGradientsAre) {
   test::expect_close(x.grad(), input_gradient_alone(batch, 64), "scaled");
 }
 
-// On a data axis it is the gradient of the rank's own loss, in a step that is averaged and in one
-// that is not.
+// On a data axis it is the gradient of the rank's own loss, whether the step is averaged or not.
 TEST(PipelineInput, RanksGetThatOfTheirOwnLoss) {
   test::run_ranks(4, [](const Communicator& world) {
     const Mesh mesh(world, {{"dp", 2}, {"pp", 2}});

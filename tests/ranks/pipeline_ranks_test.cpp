@@ -1,12 +1,12 @@
-// Pipelines whose stages are ranks, and pipelines beside each other on a data axis.
+// Pipelines whose stages are ranks, and several pipelines on a data axis.
 
 #include <torch/torch.h>
 
 #include "lockstep/autocast.hpp"
 #include "lockstep/grad_scaler.hpp"
 #include "lockstep/mesh.hpp"
+#include "lockstep/optim.hpp"
 #include "lockstep/pipeline.hpp"
-#include "lockstep/sgd.hpp"
 #include "ranks/pipeline_support.hpp"
 #include "ranks/rank_threads.hpp"
 
@@ -17,7 +17,7 @@ using test::Trained;
 
 constexpr int kSteps = 10;
 
-// Nets are made one after the other: libtorch's generator is shared by ranks that are threads.
+// Nets are made one after the other: ranks that are threads share libtorch's generator.
 std::mutex& seeding() {
   static std::mutex mutex;
   return mutex;
@@ -30,14 +30,14 @@ test::Rows rows_of(const test::Rows& whole, const Communicator& data) {
   return {xs[static_cast<size_t>(data.rank())], ys[static_cast<size_t>(data.rank())]};
 }
 
-/// Every local weight against the same one of a training on one device.
+/// Compares every local weight with that of a training on one device.
 void expect_stage_weights(const Pipeline& pipeline, const torch::nn::Sequential& whole,
                           const Trained& alone) {
-  std::map<std::string, size_t> place;  // among the whole model's parameters
-  for (const auto& item : whole->named_parameters()) place.emplace(item.key(), place.size());
+  std::map<std::string, size_t> index;  // among the whole model's parameters
+  for (const auto& item : whole->named_parameters()) index.emplace(item.key(), index.size());
   for (const int stage : pipeline.local_stages()) {
     for (const auto& item : pipeline.stage(stage)->named_parameters()) {
-      test::expect_close(item.value().detach(), alone.weights.at(place.at(item.key())), item.key());
+      test::expect_close(item.value().detach(), alone.weights.at(index.at(item.key())), item.key());
     }
   }
 }
@@ -98,8 +98,8 @@ TEST_P(HybridParity, RanksOfAMeshTrainAsOneDevice) {
   const Shape& shape = GetParam();
   const auto schedule = make_schedule(shape.schedule, shape.stages, shape.micro_batches);
   const Trained alone = test::train_alone(make_net(shape), kSteps, shape.rows, shape.accumulate);
-  test::run_ranks(shape.data * schedule.places(), [&](const Communicator& world) {
-    const Mesh mesh(world, {{"dp", shape.data}, {"pp", schedule.places()}});
+  test::run_ranks(shape.data * schedule.ranks(), [&](const Communicator& world) {
+    const Mesh mesh(world, {{"dp", shape.data}, {"pp", schedule.ranks()}});
     const Devices devices("cpu:1");
     const auto net = make_net(shape);
     Pipeline pipeline(test::cut(net, shape.stages), mesh.axis("pp"), devices[0], schedule,
@@ -117,7 +117,7 @@ TEST_P(HybridParity, RanksWithTheirOwnStagesTrainAsOneDevice) {
   const auto schedule = make_schedule(shape.schedule, shape.stages, shape.micro_batches);
   const Trained alone = test::train_alone(make_net(shape), kSteps, shape.rows, shape.accumulate);
   test::run_ranks(shape.data, [&](const Communicator& world) {
-    const Devices devices("cpu:" + std::to_string(schedule.places()));
+    const Devices devices("cpu:" + std::to_string(schedule.ranks()));
     const auto net = make_net(shape);
     Pipeline pipeline(test::cut(net, shape.stages), devices, schedule,
                       {.loss = test::mse, .data = world});
@@ -129,7 +129,7 @@ TEST_P(HybridParity, RanksWithTheirOwnStagesTrainAsOneDevice) {
     EXPECT_EQ(syncs.size(), world.size() > 1 ? static_cast<size_t>(shape.stages) : 0u);
     for (const auto& sync : syncs) {
       int64_t last_ns = 0;
-      for (const auto& [action, place, begin_ns, end_ns] : pipeline.last_step().actions) {
+      for (const auto& [action, rank, begin_ns, end_ns] : pipeline.last_step().actions) {
         if (action.stage == sync.stage) last_ns = std::max(last_ns, end_ns);
       }
       EXPECT_GE(sync.begin_ns, last_ns) << "a stage is averaged after its last backward";
@@ -150,7 +150,7 @@ INSTANTIATE_TEST_SUITE_P(
                       Shape{"sequential", 2, 2, 3, 8}, Shape{"1f1b", 2, 2, 4, 8, true},
                       Shape{"1f1b", 2, 2, 4, 8, false, 3}, Shape{"gpipe", 2, 2, 2, 9, true, 2}));
 
-// Messages far larger than what a channel buffers, both ways at once.
+// Messages far larger than a transport buffers, in both directions at once.
 TEST(PipelineRanks, LargeMessagesDoNotWaitForEachOther) {
   test::run_ranks(3, [](const Communicator& comm) {
     const Devices devices("cpu:1");
@@ -186,6 +186,29 @@ TEST(PipelineRanks, OnlyTheEndsNeedTheBatch) {
       const auto out = pipeline.evaluate(comm.rank() == 0 ? batch.x : torch::Tensor());
       EXPECT_EQ(out.defined(), comm.rank() == 2);
       EXPECT_EQ(out.defined() ? out.size(0) : rows, rows);
+    }
+  });
+}
+
+TEST(PipelineRanks, RanksEvaluateOutsideAutocastWhatTheyTrainInside) {
+  // Made here because the ranks are threads and would draw from one generator.
+  const std::vector<torch::nn::Sequential> nets = {test::deep_mlp(2), test::deep_mlp(2)};
+  const auto batch = test::draw_rows(8, 3);
+  const auto expected = test::deep_mlp(2)->forward(batch.x).detach();
+  test::run_ranks(2, [&](const Communicator& comm) {
+    const Devices devices("cpu:1");
+    const auto& net = nets[static_cast<size_t>(comm.rank())];
+    // Cut after a Linear: messages have the precision of its product.
+    Pipeline pipeline(split_stages(net, std::vector<int64_t>{1, 3}), comm, devices[0], gpipe(2, 2),
+                      {.loss = test::mse});
+    for (int repeat = 0; repeat < 2; ++repeat) {
+      {
+        const Autocast amp(torch::kCPU, torch::kBFloat16);
+        pipeline.step(batch.x, batch.y);
+      }
+      const auto out = pipeline.evaluate(batch.x);
+      if (comm.rank() == 0) continue;
+      test::expect_close(out, expected, "in full precision");
     }
   });
 }
@@ -230,7 +253,7 @@ TEST(PipelineRanks, AnUpdateFromUnaveragedGradientsIsRefused) {
   EXPECT_TRUE(outcomes[0].code() == Code::kSyncMisuse || outcomes[1].code() == Code::kSyncMisuse);
 }
 
-TEST(PipelineRanks, GradientsLieInBuckets) {
+TEST(PipelineRanks, GradientsAreInBuckets) {
   test::run_ranks(2, [](const Communicator& comm) {
     const Devices devices("cpu:1");
     auto net = make_net({"gpipe", 2, 2, 2, 8});
@@ -241,11 +264,12 @@ TEST(PipelineRanks, GradientsLieInBuckets) {
     const auto& syncs = pipeline.last_step().syncs;
     ASSERT_EQ(syncs.size(), 1u);
     EXPECT_GE(syncs[0].all_reduces, 4) << "a small cap makes many buckets";
-    std::set<const void*> places;
-    for (const auto& parameter : pipeline.parameters()) places.insert(parameter.grad().data_ptr());
+    std::set<const void*> addresses;
+    for (const auto& parameter : pipeline.parameters())
+      addresses.insert(parameter.grad().data_ptr());
     pipeline.step(batch.x, batch.y);
     for (const auto& parameter : pipeline.parameters()) {
-      EXPECT_TRUE(places.contains(parameter.grad().data_ptr())) << "accumulated in place";
+      EXPECT_TRUE(addresses.contains(parameter.grad().data_ptr())) << "accumulated in place";
     }
   });
 }

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the tests of Pipeline train, and the single device they compare with.
+// The models that the tests of Pipeline train, and the single device they compare with.
 
 #include <torch/torch.h>
 
@@ -9,7 +9,6 @@
 
 #include "lockstep/pipeline.hpp"
 #include "lockstep/schedule.hpp"
-#include "lockstep/stages.hpp"
 #include "tensor_support.hpp"
 
 namespace lockstep::test {
@@ -27,7 +26,7 @@ inline torch::nn::Sequential deep_mlp(int64_t layers, uint64_t seed = 7) {
   return net;
 }
 
-/// Normalised, attended, added: a block with forks inside.
+/// Norm, attention and residual sum: a block with forks inside.
 struct BlockImpl : torch::nn::Module {
   explicit BlockImpl(int64_t width)
       : norm(register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({width})))),
@@ -44,7 +43,7 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
-/// Rows of kWidth become sequences of 3 positions, and rows again.
+/// Turns rows of kWidth into sequences of 3 positions, and back into rows.
 inline torch::nn::Sequential small_transformer(int64_t blocks, uint64_t seed = 8) {
   torch::manual_seed(seed);
   torch::nn::Sequential net;
@@ -57,7 +56,7 @@ inline torch::nn::Sequential small_transformer(int64_t blocks, uint64_t seed = 8
   return net;
 }
 
-/// Into stages of as many layers each.
+/// Cuts into stages with the same number of layers.
 inline std::vector<torch::nn::Sequential> cut(const torch::nn::Sequential& net, int stages) {
   return split_stages(net, cut_by_count(static_cast<int64_t>(net->size()), stages));
 }
@@ -77,7 +76,7 @@ inline torch::Tensor mse(const torch::Tensor& out, const torch::Tensor& y) {
   return torch::mse_loss(out, y);
 }
 
-/// What a training left behind.
+/// The results of a training.
 struct Trained {
   std::vector<double> losses;
   std::vector<torch::Tensor> weights;

@@ -9,7 +9,7 @@
 
 #include "lockstep/autocast.hpp"
 #include "lockstep/grad_scaler.hpp"
-#include "lockstep/sgd.hpp"
+#include "lockstep/optim.hpp"
 #include "ranks/pipeline_support.hpp"
 #include "ranks/rank_threads.hpp"
 
@@ -58,7 +58,7 @@ TEST_P(PipelineParity, WeightsAndLossesAreThoseOfOneDevice) {
   for (const bool transformer : {false, true}) {
     const auto make = [&] { return transformer ? test::small_transformer(4) : test::deep_mlp(4); };
     const Trained alone = test::train_alone(make(), kSteps, rows);
-    const Devices devices("cpu:" + std::to_string(schedule.places()));
+    const Devices devices("cpu:" + std::to_string(schedule.ranks()));
     Pipeline pipeline(test::cut(make(), stages), devices, schedule, {.loss = test::mse});
     test::expect_same(train(pipeline, rows), alone, transformer ? "transformer" : "mlp");
   }
@@ -78,8 +78,8 @@ INSTANTIATE_TEST_SUITE_P(
 // The same work on fewer devices, down to one.
 TEST(Pipeline, StagesMayShareADevice) {
   const Trained alone = test::train_alone(test::deep_mlp(4), kSteps, 8);
-  for (const std::vector<int>& places : {std::vector<int>{0, 0, 0}, {0, 1, 0}, {1, 0, 0}}) {
-    const auto schedule = on_places(one_f_one_b(3, 4), places);
+  for (const std::vector<int>& rank_of_stage : {std::vector<int>{0, 0, 0}, {0, 1, 0}, {1, 0, 0}}) {
+    const auto schedule = on_ranks(one_f_one_b(3, 4), rank_of_stage);
     Pipeline pipeline(test::cut(test::deep_mlp(4), 3), Devices("cpu:2"), schedule,
                       {.loss = test::mse});
     test::expect_same(train(pipeline, 8), alone, "shared");
@@ -158,8 +158,7 @@ TEST(Pipeline, RandomNumbersDoNotDependOnTheSchedule) {
   EXPECT_NE(expected.losses[0], expected.losses[1]);
   test::expect_same(run(one_f_one_b(2, 4), {}), expected, "1f1b");
   test::expect_same(run(zero_bubble(2, 4), {}), expected, "zero-bubble");
-  test::expect_same(run(on_places(gpipe(2, 4), std::vector<int>{0, 0}), {}), expected,
-                    "one device");
+  test::expect_same(run(on_ranks(gpipe(2, 4), std::vector<int>{0, 0}), {}), expected, "one device");
   test::expect_same(run(one_f_one_b(2, 4), {0, 1}), expected, "recomputed");
 }
 
@@ -180,7 +179,7 @@ TEST(Pipeline, DropoutIsTheSameAfterEverySeeding) {
   EXPECT_EQ(two_losses(), expected) << "numbers drawn in between";
 }
 
-// As DistributedDataParallel does: the data axis would pass one rank's NaN on to all.
+// As in DistributedDataParallel: the data axis would spread one rank's NaN to all.
 TEST(Pipeline, AGradientThatIsNotFiniteIsNamedBeforeItIsAveraged) {
   for (const auto nonfinite : {Nonfinite::kWarn, Nonfinite::kStop}) {
     testing::internal::CaptureStderr();
@@ -207,8 +206,8 @@ TEST(Pipeline, AGradientThatIsNotFiniteIsNamedBeforeItIsAveraged) {
   }
 }
 
-// BatchNorm sees micro-batches: its statistics are those of running them one after the other, and a
-// stage that is computed again does not count them twice.
+// BatchNorm sees micro-batches: its statistics are those of running them one after the other, and
+// recomputation does not update them twice.
 TEST(Pipeline, BatchNormSeesEachMicroBatchOnce) {
   const auto make = [] {
     torch::manual_seed(5);
@@ -361,14 +360,14 @@ TEST(Pipeline, SumsOfRowsAreNotWeighted) {
 TEST(Pipeline, RunsExactlyTheScheduleGiven) {
   for (const std::string& name : schedule_names()) {
     const auto schedule = make_schedule(name, 4, 4);
-    const Devices devices("cpu:" + std::to_string(schedule.places()));
+    const Devices devices("cpu:" + std::to_string(schedule.ranks()));
     Pipeline pipeline(test::cut(test::deep_mlp(4), 4), devices, schedule, {.loss = test::mse});
     const auto batch = test::draw_rows(8, 4);
     pipeline.step(batch.x, batch.y);
     std::vector<std::vector<Action>> ran(schedule.actions.size());
     int64_t before_ns = 0;
-    for (const auto& [action, place, begin_ns, end_ns] : pipeline.last_step().actions) {
-      ran[static_cast<size_t>(place)].push_back(action);
+    for (const auto& [action, rank, begin_ns, end_ns] : pipeline.last_step().actions) {
+      ran[static_cast<size_t>(rank)].push_back(action);
       EXPECT_LE(before_ns, begin_ns);
       EXPECT_LE(begin_ns, end_ns);
       before_ns = begin_ns;
@@ -378,7 +377,7 @@ TEST(Pipeline, RunsExactlyTheScheduleGiven) {
   }
 }
 
-TEST(Pipeline, WeightsLieOnTheirStagesDevices) {
+TEST(Pipeline, WeightsAreOnTheirStagesDevices) {
   const Devices devices("cpu:2");
   auto net = test::deep_mlp(4);
   Pipeline pipeline(test::cut(net, 2), devices, one_f_one_b(2, 2), {.loss = test::mse});
@@ -414,6 +413,64 @@ TEST(Pipeline, FrozenStagesAreLeftAlone) {
       EXPECT_FALSE(parameter.grad().defined());
     }
   }
+}
+
+void expect_gradients(const torch::nn::Sequential& actual, const torch::nn::Sequential& expected,
+                      const std::string& what) {
+  const auto got = actual->parameters();
+  const auto wanted = expected->parameters();
+  ASSERT_EQ(got.size(), wanted.size());
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    ASSERT_TRUE(got[i].grad().defined()) << what << ", parameter " << i;
+    test::expect_close(got[i].grad(), wanted[i].grad(), what + ", parameter " + std::to_string(i));
+  }
+}
+
+// libtorch caches casts of weights until the outermost Autocast ends, even those made without
+// gradients.
+TEST(Pipeline, AutocastFindsNoCastsWithoutHistory) {
+  const auto batch = test::draw_rows(8, 3);
+  const auto run = [&](const torch::nn::Sequential& net, PipelineOptions options, bool evaluate) {
+    options.loss = test::mse;
+    const Devices devices("cpu:1");
+    Pipeline pipeline(test::cut(net, 2), Communicator::self(), devices[0],
+                      on_ranks(one_f_one_b(2, 2), std::vector<int>{0, 0}), options);
+    const Autocast amp(torch::kCPU, torch::kBFloat16);
+    if (evaluate) pipeline.evaluate(batch.x);
+    pipeline.step(batch.x, batch.y);
+  };
+  const auto plain = test::deep_mlp(4);
+  run(plain, {}, false);
+  const auto again = test::deep_mlp(4);
+  run(again, {.recompute = {0, 1}}, false);
+  expect_gradients(again, plain, "recomputed");
+  const auto after = test::deep_mlp(4);
+  run(after, {}, true);
+  expect_gradients(after, plain, "after an evaluation");
+}
+
+TEST(Pipeline, ComplexActivationsCarryGradients) {
+  const auto make = [] {
+    torch::manual_seed(3);
+    return torch::nn::Sequential(
+        torch::nn::Linear(test::kWidth, test::kWidth),
+        torch::nn::Functional([](const torch::Tensor& x) { return torch::complex(x, 2 * x); }),
+        torch::nn::Functional([](const torch::Tensor& x) { return torch::abs(x); }),
+        torch::nn::Linear(test::kWidth, test::kWidth));
+  };
+  const auto batch = test::draw_rows(8, 3);
+  auto alone = make();
+  test::mse(alone->forward(batch.x), batch.y).backward();
+  const auto net = make();
+  Pipeline pipeline(test::cut(net, 2), Devices("cpu:2"), gpipe(2, 2), {.loss = test::mse});
+  pipeline.step(batch.x, batch.y);
+  expect_gradients(net, alone, "complex");
+}
+
+TEST(Pipeline, LayersThatWorkInPlaceAreMeasured) {
+  const torch::nn::Sequential net(torch::nn::Linear(test::kWidth, test::kWidth),
+                                  torch::nn::ReLU(torch::nn::ReLUOptions(true)));
+  EXPECT_EQ(measure_layers(net, test::draw_rows(8, 3).x).size(), 2U);
 }
 
 }  // namespace

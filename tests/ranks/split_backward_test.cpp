@@ -1,4 +1,4 @@
-// A backward in two parts gives what one gives, and computes nothing twice.
+// A backward in two parts gives the same gradients as one, and computes nothing twice.
 
 #include "pipeline/split_backward.hpp"
 
@@ -15,7 +15,7 @@ namespace {
 
 std::atomic<int> products = 0;
 
-// Guard: counts matrix products, on all threads.
+// Guard: counts matrix products on all threads.
 class CountProducts {
  public:
   CountProducts() {

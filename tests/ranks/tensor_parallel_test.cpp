@@ -1,4 +1,4 @@
-// ColumnLinear and RowLinear: their numbers are those of the whole Linear on one device.
+// ColumnLinear and RowLinear compute the numbers of the whole Linear on one device.
 
 #include "lockstep/tensor_parallel.hpp"
 
@@ -31,7 +31,7 @@ torch::Tensor leaf(const torch::Tensor& values) {
   return values.detach().clone().requires_grad_();
 }
 
-// What a layer gives for x, and its gradients where the output's is `coefficients`.
+// A layer's output for x, and the gradients if the output's gradient is `coefficients`.
 struct Passed {
   torch::Tensor output, x, weight, bias;
 };
@@ -114,7 +114,7 @@ TEST(RowLinear, OutputAndGradientsAreThoseOfTheWhole) {
   }
 }
 
-// A fused q, k, v: a rank has its heads of each.
+// Fused q, k, v: a rank has its heads of each.
 TEST(ColumnLinear, DividesEveryPartOfItsOutput) {
   for (const int ranks : {1, 2, 3}) {
     auto whole = whole_linear(5, 3 * 4);  // over 3 ranks a part is 2, 1, 1
@@ -174,7 +174,7 @@ TEST(TensorParallel, APairTrainsAsOneDevice) {
   }
 }
 
-// What zero-bubble schedules ask for: the input's gradient first, the weights' later.
+// As in zero-bubble schedules: the input's gradient first, those of the weights later.
 TEST(TensorParallel, InputAndWeightGradientsMayBeAskedForApart) {
   auto up = whole_linear(6, 4);
   auto down = whole_linear(4, 3);
@@ -234,7 +234,7 @@ TEST(TensorParallel, TakesTensorsThatAreNotContiguous) {
     const auto found = pass(row, hidden, coefficients);
     expect_close(found.output, expected.output, "output");
     expect_close(found.x, expected.x, "input's gradient");
-    // An expanded gradient has no memory of its own: it must not be summed where it lies.
+    // An expanded gradient has no memory of its own: it must not be summed in place.
     const auto given = leaf(x);
     column(given).sum().backward();
     expect_close(given.grad(), up->weight.sum(0).expand({5, 6}), "gradient of a sum");
@@ -314,7 +314,7 @@ TEST(TensorParallel, AutocastGivesTheLowerPrecisionOfAPlainLinear) {
   });
 }
 
-// Two stages of one process: the calls of their threads come in any order.
+// Two stages of one process: their threads make calls in any order.
 TEST(TensorParallel, PartsThatRunAtTheSameTimeGetAnAxisEach) {
   auto up = whole_linear(6, 4);
   auto down = whole_linear(4, 3);

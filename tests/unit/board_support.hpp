@@ -15,11 +15,11 @@ class BoardTest : public testing::Test {
  protected:
   ScratchFolder scratch_;
   std::string path_ = scratch_.file("board");
-  // A name of this process's own, for what must be in /dev/shm itself.
+  // A name that only this process uses, for boards in /dev/shm itself.
   std::string run_ = "test-" + std::to_string(::getpid());
 };
 
-/// Runs the body in a child process and gives its exit status.
+/// Runs the body in a child process and returns its exit status.
 template <class Body>
 int in_child(Body&& body) {
   const pid_t child = ::fork();

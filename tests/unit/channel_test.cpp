@@ -123,8 +123,7 @@ TEST(Channel, ReplayReorderAndReflectionAreRefused) {
   }
 }
 
-// A stranger who answers a challenge with an answer he got elsewhere: another session's proof, or
-// the server's own.
+// A peer that answers a challenge with a proof it got elsewhere: another session's or the server's.
 TEST(Channel, AProofServesOneSessionAndOneSide) {
   Channel client = Channel::client(kToken, 100);
   Channel server = Channel::server(kToken, 100);
@@ -136,10 +135,10 @@ TEST(Channel, AProofServesOneSessionAndOneSide) {
   const std::string proof = drain(client);
   EXPECT_THROW(second.feed(proof), Error) << "another server nonce";
   server.feed(proof);
-  const std::string verdict = drain(server);
+  const std::string reply = drain(server);
   Channel third = Channel::server(kToken, 100);
   third.feed(greeting);
-  EXPECT_THROW(third.feed(verdict.substr(1)), Error) << "the server's proof as a client's";
+  EXPECT_THROW(third.feed(reply.substr(1)), Error) << "the server's proof as a client's";
 }
 
 TEST(Channel, AnotherTokenIsRefusedOnBothSides) {

@@ -11,7 +11,6 @@
 
 #include "cli/app.hpp"
 #include "cli/child.hpp"
-#include "cli/explain.hpp"
 #include "lockstep/cli_parse.hpp"
 #include "lockstep/device_plan.hpp"
 
@@ -71,7 +70,7 @@ TEST(CommandLine, EveryMistakeNamesTheWordAndTheRemedy) {
        see_lab},
       {{"lab", "8"},
        "there is no lab \"8\": this version has 5, 6, 7, 10 and homework2",
-       "run `lockstep lab 7`, or `lockstep lab all` for every one"},
+       "run `lockstep lab 5`, or `lockstep lab all` for every one"},
       {{"explain", "LS0099"},
        "there is no error code \"LS0099\"",
        "did you mean LS0009? `lockstep explain` lists them all"},

@@ -10,9 +10,8 @@
 #include <nlohmann/json.hpp>
 #include <thread>
 
-#include "cli/doctor/diagnose_gpu.hpp"
 #include "cli/doctor/facts.hpp"
-#include "lockstep/board.hpp"
+#include "lockstep/detail/board.hpp"
 #include "lockstep/units.hpp"
 #include "support.hpp"
 

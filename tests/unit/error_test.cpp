@@ -83,7 +83,7 @@ TEST(Error, RunProgramTurnsErrorsIntoExitCodes) {
   const std::string said = testing::internal::GetCapturedStderr();
   EXPECT_EQ(said.substr(0, said.find('\n')),
             "error[LS0015]: the program threw std::runtime_error: oops");
-  EXPECT_NE(said.find("\nhelp: it is the program's own exception"), std::string::npos) << said;
+  EXPECT_NE(said.find("\nhelp: the exception comes from the program"), std::string::npos) << said;
   EXPECT_EQ(said.find("report"), std::string::npos)
       << "nobody but the program's author can mend it";
 }
@@ -96,7 +96,7 @@ TEST(Error, MemoryThatTheSystemDoesNotGiveIsNamedAsSuch) {
   EXPECT_EQ(said.find("error[LS0016]: the system gave no memory"), 0U) << said;
 }
 
-// What a child process does with its standard streams, told by its exit code.
+// The exit code of a child process tells what it does with its standard streams.
 int in_child_process(int (*body)()) {
   std::fflush(nullptr);
   const pid_t child = ::fork();
@@ -167,7 +167,7 @@ TEST(Error, OutputThatCannotBeWrittenIsAnError) {
   EXPECT_NE(said.find("standard output"), std::string::npos) << said;
 }
 
-// The lines of a process that ends without flushing, as when it is killed.
+// The lines of a process that ends without flushing, as if it were killed.
 TEST(Error, RunProgramSendsEachLineIntoAPipeAtOnce) {
   std::array<int, 2> ends{};
   ASSERT_EQ(::pipe(ends.data()), 0);

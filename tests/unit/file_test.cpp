@@ -1,4 +1,4 @@
-#include "lockstep/file.hpp"
+#include "base/file.hpp"
 
 #include <fcntl.h>
 #include <sys/stat.h>

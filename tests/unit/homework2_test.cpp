@@ -4,28 +4,27 @@
 #include <limits>
 #include <sstream>
 
-#include "cli/lab/homework2.hpp"
-#include "cli/lab/homework2_answers.hpp"
-#include "cli/lab/homework2_charts.hpp"
-#include "cli/lab/homework2_plan.hpp"
-#include "cli/lab/homework2_tables.hpp"
 #include "lab_support.hpp"
 #include "support.hpp"
 
-namespace lockstep::cli {
+namespace lockstep::cli::homework2_test {
 namespace {
 
 using test::cores;
 using test::expect_error;
 using test::experiment_named;
+using test::first_program;
 using test::made_set;
 using test::mentions;
 using test::names_of;
 using test::row_with;
+using test::set_up;
 using test::value_of;
 
+const test::LabOf kLab{"homework2"};
+
 // A whole homework at ACCUM_STEPS 4 and 8, as an ideal run would leave it.
-Homework2Results results_of(int ranks = 2, int shared_by = 1) {
+LabRuns results_of(int ranks = 2, int shared_by = 1) {
   const auto set = [=](double ms, int64_t accum_steps, const char* amp, int64_t rows = 64,
                        double syncs = 1, double norm = 0.5) {
     return made_set({.ms = ms,
@@ -35,22 +34,19 @@ Homework2Results results_of(int ranks = 2, int shared_by = 1) {
                      .syncs = syncs,
                      .norm = norm,
                      .ranks = ranks,
-                     .shared_by = shared_by});
+                     .shared_by = shared_by},
+                    2, accum_steps);
   };
-  Homework2Results results;
-  results.fp32 = set(100, 1, "off");
-  results.amp = set(50, 1, "bf16");
-  results.points = {{4, set(320, 4, "off"), set(160, 4, "bf16")},
-                    {8, set(600, 8, "off"), set(300, 8, "bf16")}};
-  results.synced = set(400, 4, "off", 64, 4);
-  results.one_batch = set(310, 1, "off", 256);
-  results.undivided = set(320, 4, "off", 64, 1, 2);
-  results.undivided.runs[0].losses = {1.0, 2.0, 4.0, 8.0};
+  LabRuns results;
+  results.sets["fp32"] = {set(100, 1, "off")};
+  results.sets["amp"] = {set(50, 1, "bf16")};
+  results.sets["accumulated"] = {set(320, 4, "off"), set(600, 8, "off")};
+  results.sets["combined"] = {set(160, 4, "bf16"), set(300, 8, "bf16")};
+  results.sets["synced"] = {set(400, 4, "off", 64, 4)};
+  results.sets["one_batch"] = {set(310, 1, "off", 256)};
+  results.sets["undivided"] = {set(320, 4, "off", 64, 1, 2)};
+  set_up(results, "undivided").runs[0].losses = {1.0, 2.0, 4.0, 8.0};
   return results;
-}
-
-std::string answer_to(const Homework2Results& results, const std::string& question_part) {
-  return test::answer_with(answer_homework2(results), question_part);
 }
 
 size_t words_in(const std::string& text) {
@@ -61,7 +57,7 @@ size_t words_in(const std::string& text) {
 }
 
 TEST(Homework2Plan, RunsTheCodesAndTheirReferences) {
-  const LabPlan plan = plan_homework2({.quick = true}, cores(2));
+  const LabPlan plan = kLab.plan({.quick = true}, cores(2));
   EXPECT_EQ(plan.repetitions, 2);
   const auto names = names_of(plan);
   ASSERT_EQ(names.size(), 24U);
@@ -78,7 +74,8 @@ TEST(Homework2Plan, RunsTheCodesAndTheirReferences) {
 }
 
 TEST(Homework2Plan, CodesHaveTheSameModelAndMicroBatch) {
-  const LabPlan plan = plan_homework2({.batch = 48, .hidden = 96, .accum_steps = {6, 2}}, cores(4));
+  const LabPlan plan =
+      kLab.plan({.batch = 48, .hidden = 96, .own = {{"--accum-steps", "6,2"}}}, cores(4));
   EXPECT_EQ(plan.repetitions, 3);
   for (const char* name : {"accum2-run1", "bf16-run1", "bf16-accum6-run3"}) {
     EXPECT_EQ(value_of(experiment_named(plan, name), "--batch"), "48") << name;
@@ -92,38 +89,38 @@ TEST(Homework2Plan, CodesHaveTheSameModelAndMicroBatch) {
 
 TEST(Homework2Plan, BadValuesAreNamedWithARemedy) {
   expect_error(Code::kUsage, {"--accum-steps 1"}, [] {
-    plan_homework2({.accum_steps = {1, 4}}, cores(2));
+    kLab.plan({.own = {{"--accum-steps", "1,4"}}}, cores(2));
   });
-  expect_error(Code::kUsage, {"--amp fp16 needs a GPU"},
-               [] { plan_homework2({.amp = "fp16"}, cores(2)); });
+  expect_error(Code::kUsage, {"--amp fp16 needs a GPU"}, [] {
+    kLab.plan({.own = {{"--amp", "fp16"}}}, cores(2));
+  });
   expect_error(Code::kSplit, {"--batch 2", "4 ranks", "--devices"},
-               [] { plan_homework2({.devices = "cpu:4", .batch = 2}, cores(4)); });
+               [] { kLab.plan({.devices = "cpu:4", .batch = 2}, cores(4)); });
 }
 
 TEST(Homework2Results, CollectsEveryRecordToItsSetUp) {
-  const LabPlan plan = plan_homework2({.quick = true, .accum_steps = {8, 4}}, cores(2));
-  const Finished finished = test::named_runs(plan);
-  const Homework2Results results = collect_homework2(finished);
-  const auto first = [](const RunSet& set_up) { return set_up.runs.at(0).program; };
-  EXPECT_EQ(first(results.fp32), "fp32-run1");
-  EXPECT_EQ(first(results.amp), "bf16-run1");
-  EXPECT_EQ(first(results.synced), "accum4-sync-run1");
-  EXPECT_EQ(first(results.one_batch), "rows-times4");
-  EXPECT_EQ(first(results.undivided), "accum4-undivided");
-  ASSERT_EQ(results.points.size(), 2U);
-  EXPECT_EQ(results.points[0].accum_steps, 4);
-  EXPECT_EQ(first(results.points[1].fp32), "accum8-run1");
-  EXPECT_EQ(first(results.points[1].combined), "bf16-accum8-run1");
-  EXPECT_EQ(results.points[1].combined.runs.size(), 2U);
-  EXPECT_EQ(results.ranks(), 2);
+  const LabPlan plan = kLab.plan({.quick = true, .own = {{"--accum-steps", "8,4"}}}, cores(2));
+  const LabRuns results = test::named_runs(plan);
+  const auto first = [&results](const char* what) { return first_program(results.of(what)); };
+  EXPECT_EQ(first("fp32"), "fp32-run1");
+  EXPECT_EQ(first("amp"), "bf16-run1");
+  EXPECT_EQ(first("synced"), "accum4-sync-run1");
+  EXPECT_EQ(first("one_batch"), "rows-times4");
+  EXPECT_EQ(first("undivided"), "accum4-undivided");
+  ASSERT_EQ(results.all("accumulated").size(), 2U);
+  EXPECT_EQ(results.all("accumulated")[0].size, 4);
+  EXPECT_EQ(first_program(results.of("accumulated", 8)), "accum8-run1");
+  EXPECT_EQ(first_program(results.of("combined", 8)), "bf16-accum8-run1");
+  EXPECT_EQ(results.of("combined", 8).runs.size(), 2U);
+  EXPECT_EQ(results.of("fp32").devices, 2);
 }
 
 TEST(Homework2Tables, CodesStandBesideEachOther) {
-  Homework2Results results = results_of();
-  results.amp.runs[0].losses[1] = 0.505;
-  results.points[0].combined.runs[0].skipped_steps = {{2, "layers.0.weight", 65536, 32768}};
-  results.points[0].combined.runs[0].scale = 32768;
-  const Table table = codes_table(results);
+  LabRuns results = results_of();
+  set_up(results, "amp").runs[0].losses[1] = 0.505;
+  set_up(results, "combined").runs[0].skipped_steps = {{2, "layers.0.weight", 65536, 32768}};
+  set_up(results, "combined").runs[0].scale = 32768;
+  const Table table = kLab.table(results, "codes");
   EXPECT_LE(table.columns().size(), 7U) << "a page is narrow";
   using Row = std::vector<std::string>;
   EXPECT_EQ(row_with(table, "micro-steps × rows"),
@@ -144,14 +141,14 @@ TEST(Homework2Tables, CodesStandBesideEachOther) {
 }
 
 TEST(Homework2Tables, WhatIsNotRecordedIsADash) {
-  Homework2Results results = results_of();
-  for (auto& run : results.amp.runs) {
+  LabRuns results = results_of();
+  for (auto& run : set_up(results, "amp").runs) {
     run.memory.reset();
     run.scale.reset();
     run.losses[2] = std::numeric_limits<double>::quiet_NaN();
     run.nonfinite = 1;
   }
-  const Table table = codes_table(results);
+  const Table table = kLab.table(results, "codes");
   EXPECT_EQ(row_with(table, "… weights")[3], "—");
   EXPECT_EQ(row_with(table, "… final scale")[3], "—");
   EXPECT_EQ(row_with(table, "stability: finite losses")[3], "3 of 4");
@@ -159,7 +156,7 @@ TEST(Homework2Tables, WhatIsNotRecordedIsADash) {
 }
 
 TEST(Homework2Tables, AccumStepsAreObserved) {
-  const Table table = accum_steps_table(results_of());
+  const Table table = kLab.table(results_of(), "accum_steps");
   EXPECT_LE(table.columns().size(), 7U);
   ASSERT_EQ(table.rows().size(), 4U);
   using Row = std::vector<std::string>;
@@ -172,30 +169,33 @@ TEST(Homework2Tables, AccumStepsAreObserved) {
 }
 
 TEST(Homework2Tables, ObservationsFollowTheFigures) {
-  Homework2Results results = results_of();
-  for (auto& run : results.points[1].fp32.runs) {
+  LabRuns results = results_of();
+  for (auto& run : set_up(results, "accumulated", 1).runs) {
     run.step_ms.mean = 1280;
     for (auto& device : run.devices) device.peak_bytes = 60_MiB;
   }
-  EXPECT_EQ(observe_fp32(results, results.points[1]), "100 % more time per row than 4, peak +50 %");
-  for (auto& run : results.points[1].fp32.runs) run.step_ms.mean = 641;
-  EXPECT_TRUE(mentions(observe_fp32(results, results.points[1]), "as fast per row as 4"));
-  for (auto& run : results.points[1].combined.runs) run.step_ms.mean = 1282;
-  EXPECT_EQ(observe_combined(results.points[1]), "0.50 × code 1's speed, peak -27 %");
+  EXPECT_EQ(kLab.table(results, "accum_steps").rows()[1].back(),
+            "100 % more time per row than 4, peak +50 %");
+  for (auto& run : set_up(results, "accumulated", 1).runs) run.step_ms.mean = 641;
+  EXPECT_TRUE(
+      mentions(kLab.table(results, "accum_steps").rows()[1].back(), "as fast per row as 4"));
+  for (auto& run : set_up(results, "combined", 1).runs) run.step_ms.mean = 1282;
+  EXPECT_EQ(kLab.table(results, "accum_steps").rows()[3].back(),
+            "0.50 × code 1's speed, peak -27 %");
 }
 
 TEST(Homework2Tables, NoiseAndABusyMachineAreWarnedAbout) {
-  Homework2Results results = results_of();
-  EXPECT_FALSE(mentions(codes_table(results).terminal(false), "Warning"));
-  results.amp.runs[0].step_ms.mean = 90;
+  LabRuns results = results_of();
+  EXPECT_FALSE(mentions(kLab.table(results, "codes").terminal(false), "Warning"));
+  set_up(results, "amp").runs[0].step_ms.mean = 90;
   results.others_busy_cores = 0.5;
-  const std::string text = codes_table(results).terminal(false);
+  const std::string text = kLab.table(results, "codes").terminal(false);
   EXPECT_TRUE(mentions(text, "Warning: step times varied")) << text;
   EXPECT_TRUE(mentions(text, "kept 0.5 cores busy")) << text;
 }
 
 TEST(Homework2Answers, ThreeOfThemShortAndWithFigures) {
-  const auto answers = answer_homework2(results_of());
+  const auto answers = kLab.report(results_of()).answers;
   ASSERT_EQ(answers.size(), 3U);
   for (const auto& answer : answers) {
     EXPECT_TRUE(test::reads_well(answer.text)) << answer.text;
@@ -205,7 +205,7 @@ TEST(Homework2Answers, ThreeOfThemShortAndWithFigures) {
 }
 
 TEST(Homework2Answers, TimeIsSynchronisationAndPrecision) {
-  const std::string text = answer_to(results_of(), "Execution time");
+  const std::string text = kLab.answer(results_of(), "Execution time");
   EXPECT_TRUE(
       text.starts_with("A row took 1.25 ms with code 1, 781 µs with code 2 and 625 µs with "
                        "code 3, against 1.56 ms in plain fp32."))
@@ -222,16 +222,16 @@ TEST(Homework2Answers, TimeIsSynchronisationAndPrecision) {
                        "as code 1."))
       << text;
   EXPECT_TRUE(mentions(text, "The two combine")) << text;
-  Homework2Results slow = results_of();
-  for (auto& run : slow.points[0].combined.runs) run.step_ms.mean = 400;
-  EXPECT_FALSE(mentions(answer_to(slow, "Execution time"), "The two combine"));
-  EXPECT_TRUE(mentions(answer_to(results_of(1), "Execution time"), "This run had one rank"));
-  EXPECT_TRUE(mentions(answer_to(results_of(2, 2), "Execution time"),
+  LabRuns slow = results_of();
+  for (auto& run : set_up(slow, "combined").runs) run.step_ms.mean = 400;
+  EXPECT_FALSE(mentions(kLab.answer(slow, "Execution time"), "The two combine"));
+  EXPECT_TRUE(mentions(kLab.answer(results_of(1), "Execution time"), "This run had one rank"));
+  EXPECT_TRUE(mentions(kLab.answer(results_of(2, 2), "Execution time"),
                        "All 2 devices share the same hardware"));
 }
 
 TEST(Homework2Answers, MemoryIsSplit) {
-  const std::string text = answer_to(results_of(), "Memory");
+  const std::string text = kLab.answer(results_of(), "Memory");
   EXPECT_TRUE(mentions(text,
                        "The peak was 40.0 MiB with code 1, 44.0 MiB with code 2 and 44.0 MiB "
                        "with code 3."))
@@ -245,19 +245,20 @@ TEST(Homework2Answers, MemoryIsSplit) {
   EXPECT_TRUE(mentions(text, "4.00 MiB in bf16 against 8.00 MiB in fp32, and 8.00 MiB of low"))
       << text;
   EXPECT_TRUE(mentions(text, "With so few rows")) << text;
-  Homework2Results other = results_of();
-  for (auto& run : other.points[0].fp32.runs) run.memory->optimizer_state = 32_MiB;
-  for (auto& run : other.amp.runs) {
+  LabRuns other = results_of();
+  for (auto& run : set_up(other, "accumulated").runs) run.memory->optimizer_state = 32_MiB;
+  for (auto& run : set_up(other, "amp").runs) {
     for (auto& device : run.devices) device.peak_bytes = 30_MiB;
   }
-  EXPECT_TRUE(mentions(answer_to(other, "Memory"), "32.0 MiB of optimizer state in fp32"));
-  EXPECT_FALSE(mentions(answer_to(other, "Memory"), "With so few rows"));
-  for (auto& run : other.amp.runs) run.memory.reset();
-  EXPECT_TRUE(mentions(answer_to(other, "Memory"), "did not record what their peaks are made of"));
+  EXPECT_TRUE(mentions(kLab.answer(other, "Memory"), "32.0 MiB of optimizer state in fp32"));
+  EXPECT_FALSE(mentions(kLab.answer(other, "Memory"), "With so few rows"));
+  for (auto& run : set_up(other, "amp").runs) run.memory.reset();
+  EXPECT_TRUE(
+      mentions(kLab.answer(other, "Memory"), "did not record what their peaks are made of"));
 }
 
 TEST(Homework2Answers, TheEffectiveBatchAndItsDivisor) {
-  const std::string text = answer_to(results_of(), "Effective batch");
+  const std::string text = kLab.answer(results_of(), "Effective batch");
   EXPECT_TRUE(mentions(text, "64 rows became 256 at 4 and 512 at 8, with one update each")) << text;
   EXPECT_TRUE(mentions(text, "norm was 2 instead of 0.5: 4.00 times")) << text;
   EXPECT_TRUE(mentions(text, "the loss ended at 8 instead of 0.2.")) << text;
@@ -265,35 +266,35 @@ TEST(Homework2Answers, TheEffectiveBatchAndItsDivisor) {
                        "Divided, it was equal to that of one batch of 256 rows, and the "
                        "losses differed by at most 0 %."))
       << text;
-  Homework2Results other = results_of();
-  other.one_batch.runs[0].gradient_check->norm = 0.4;
-  other.undivided.runs[0].nonfinite = 1;
-  other.points.resize(1);
-  const std::string changed = answer_to(other, "Effective batch");
+  LabRuns other = results_of();
+  set_up(other, "one_batch").runs[0].gradient_check->norm = 0.4;
+  set_up(other, "undivided").runs[0].nonfinite = 1;
+  other.sets["accumulated"].resize(1);
+  other.sets["combined"].resize(1);
+  const std::string changed = kLab.answer(other, "Effective batch");
   EXPECT_TRUE(mentions(changed, "it was 1.250 times that of one batch")) << changed;
   EXPECT_TRUE(mentions(changed, "the loss did not stay finite.")) << changed;
   EXPECT_TRUE(mentions(changed, "became 256 at 4, with one update each")) << changed;
-  for (auto& run : other.undivided.runs) run.gradient_check.reset();
-  EXPECT_TRUE(mentions(answer_to(other, "Effective batch"), "did not record their gradients"));
+  for (auto& run : set_up(other, "undivided").runs) run.gradient_check.reset();
+  EXPECT_TRUE(mentions(kLab.answer(other, "Effective batch"), "did not record their gradients"));
 }
 
 TEST(Homework2Answers, EveryQuestionIsAnsweredWhateverTheRunHas) {
-  Homework2Results bare = results_of();
-  std::vector<RunSet*> all = {&bare.fp32, &bare.amp, &bare.synced, &bare.one_batch,
-                              &bare.undivided};
-  for (auto& point : bare.points) all.insert(all.end(), {&point.fp32, &point.combined});
-  for (auto* set_up : all) {
-    for (auto& run : set_up->runs) {
-      run.memory.reset();
-      run.gradient_check.reset();
-      run.scale.reset();
-      run.losses.clear();
-      run.all_reduces = {};
-      run.step_ms = {};
+  LabRuns bare = results_of();
+  for (auto& [what, set_ups] : bare.sets) {
+    for (auto& set_up : set_ups) {
+      for (auto& run : set_up.runs) {
+        run.memory.reset();
+        run.gradient_check.reset();
+        run.scale.reset();
+        run.losses.clear();
+        run.all_reduces = {};
+        run.step_ms = {};
+      }
     }
   }
   for (const auto& results : {results_of(1), results_of(2, 2), bare}) {
-    const LabReport report = homework2_report(results);
+    const LabReport report = kLab.report(results);
     EXPECT_EQ(report.answers.size(), 3U);
     EXPECT_EQ(report.tables.size(), 2U);
     for (const auto& answer : report.answers) {
@@ -303,7 +304,7 @@ TEST(Homework2Answers, EveryQuestionIsAnsweredWhateverTheRunHas) {
 }
 
 TEST(Homework2Figures, TimeAndMemoryOverAccumSteps) {
-  const auto figures = homework2_figures(results_of());
+  const auto figures = kLab.report(results_of()).figures;
   ASSERT_EQ(figures.size(), 2U);
   const auto& time = std::get<LineChart>(figures[0].chart);
   EXPECT_TRUE(time.log_x);
@@ -319,13 +320,13 @@ TEST(Homework2Figures, TimeAndMemoryOverAccumSteps) {
 }
 
 TEST(Homework2Report, HoldsAllParts) {
-  const LabReport report = homework2_report(results_of());
+  const LabReport report = kLab.report(results_of());
   EXPECT_EQ(report.title, "Homework 2: accumulation and mixed precision");
   EXPECT_EQ(report.tables[0].name, "codes");
   EXPECT_EQ(report.tables[1].name, "accum_steps");
   EXPECT_EQ(report.figures.size(), 2U);
-  EXPECT_EQ(homework2().folder, "reports/homework2");
+  EXPECT_EQ(lab_named("homework2").folder, "reports/homework2");
 }
 
 }  // namespace
-}  // namespace lockstep::cli
+}  // namespace lockstep::cli::homework2_test

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <string>
 
-#include "cli/lab/lab10_results.hpp"
 #include "lab_support.hpp"
 #include "lockstep/schedule.hpp"
 
@@ -28,7 +27,7 @@ struct MadeHybrid {
 inline RunRecord made_hybrid(const MadeHybrid& made) {
   Schedule schedule = make_schedule(made.schedule, made.stages, made.micro_batches);
   if (made.same_device) {
-    schedule = on_places(schedule, std::vector<int>(static_cast<size_t>(made.stages), 0));
+    schedule = on_ranks(schedule, std::vector<int>(static_cast<size_t>(made.stages), 0));
   }
   const Simulation simulation =
       simulate(schedule, std::vector<StageTimes>(static_cast<size_t>(made.stages), {1, 1, 1}));
@@ -65,8 +64,8 @@ inline RunRecord made_hybrid(const MadeHybrid& made) {
              .peak_bytes = made.peak});
       }
     }
-    for (const auto& place : simulation.timeline) {
-      for (const auto& [action, begin, end] : place) {
+    for (const auto& pipeline_rank : simulation.timeline) {
+      for (const auto& [action, begin, end] : pipeline_rank) {
         ActionRecord one{.kind = std::string(1, letter(action.kind)),
                          .rank = rank,
                          .stage = action.stage,
@@ -119,12 +118,13 @@ inline RunRecord made_hybrid(const MadeHybrid& made) {
   return record;
 }
 
-inline cli::RunSet made_hybrid_set(const MadeHybrid& made, size_t repetitions = 1) {
-  return {made.ranks * made.stages, std::vector<RunRecord>(repetitions, made_hybrid(made))};
+inline cli::RunSet made_hybrid_set(const MadeHybrid& made, size_t repetitions = 1,
+                                   int64_t size = 0) {
+  return {made.ranks * made.stages, std::vector<RunRecord>(repetitions, made_hybrid(made)), size};
 }
 
 /// A whole lab 10 as an ideal run would leave it.
-inline cli::Lab10Results made_lab10(const MadeHybrid& like = {}) {
+inline cli::LabRuns made_lab10(const MadeHybrid& like = {}) {
   const auto with = [&like](auto change) {
     MadeHybrid made = like;
     change(made);
@@ -137,35 +137,36 @@ inline cli::Lab10Results made_lab10(const MadeHybrid& like = {}) {
                            }),
                            2);
   };
-  cli::Lab10Results results;
-  results.single =
-      made_hybrid_set(with([](MadeHybrid& m) { m.ranks = 1, m.stages = 1, m.micro_batches = 1; }));
-  results.base = made_hybrid_set(like);
+  cli::LabRuns results;
+  results.sets["single"] = {
+      made_hybrid_set(with([](MadeHybrid& m) { m.ranks = 1, m.stages = 1, m.micro_batches = 1; }))};
+  results.sets["base"] = {made_hybrid_set(like)};
   for (const int count : {2, 4, 8}) {
-    results.micro_batches.push_back(
-        {count, made_hybrid_set(with([count](MadeHybrid& m) { m.micro_batches = count; }))});
+    results.sets["micro_batches"].push_back(
+        made_hybrid_set(with([count](MadeHybrid& m) { m.micro_batches = count; }), 1, count));
   }
   for (const int rows : {32, 64, 128}) {
-    results.batches.push_back(
-        {rows, made_hybrid_set(with([rows](MadeHybrid& m) { m.rows = rows; }))});
+    results.sets["batch"].push_back(
+        made_hybrid_set(with([rows](MadeHybrid& m) { m.rows = rows; }), 1, rows));
   }
-  results.one_process = made_hybrid_set(with([](MadeHybrid& m) { m.ranks = 1; }));
-  results.same_device = made_hybrid_set(with([](MadeHybrid& m) { m.same_device = true; }));
-  results.sequential = scheduled("sequential", 6_MiB);
-  results.gpipe = scheduled("gpipe", 16_MiB);
-  results.one_f_one_b = scheduled("1f1b", 8_MiB);
-  results.zero_bubble = scheduled("zero-bubble", 9_MiB);
+  results.sets["one_process"] = {made_hybrid_set(with([](MadeHybrid& m) { m.ranks = 1; }))};
+  results.sets["same_device"] = {
+      made_hybrid_set(with([](MadeHybrid& m) { m.same_device = true; }))};
+  results.sets["sequential"] = {scheduled("sequential", 6_MiB)};
+  results.sets["gpipe"] = {scheduled("gpipe", 16_MiB)};
+  results.sets["1f1b"] = {scheduled("1f1b", 8_MiB)};
+  results.sets["zero-bubble"] = {scheduled("zero-bubble", 9_MiB)};
   return results;
 }
 
-/// Every set-up of a lab 10, to change them all.
-inline std::vector<cli::RunSet*> all_sets(cli::Lab10Results& results) {
-  std::vector<cli::RunSet*> all = {&results.single,      &results.base,       &results.one_process,
-                                   &results.same_device, &results.sequential, &results.gpipe,
-                                   &results.one_f_one_b, &results.zero_bubble};
-  for (auto& sized : results.micro_batches) all.push_back(&sized.runs);
-  for (auto& sized : results.batches) all.push_back(&sized.runs);
-  return all;
+/// Every run of a lab, to change them all.
+template <class Change>
+void change_runs(cli::LabRuns& results, const Change& change) {
+  for (auto& [what, set_ups] : results.sets) {
+    for (auto& set_up : set_ups) {
+      for (auto& run : set_up.runs) change(run);
+    }
+  }
 }
 
 }  // namespace lockstep::test

@@ -2,30 +2,29 @@
 
 #include <set>
 
-#include "cli/lab/lab10.hpp"
-#include "cli/lab/lab10_charts.hpp"
-#include "cli/lab/lab10_measures.hpp"
-#include "cli/lab/lab10_plan.hpp"
-#include "cli/lab/lab10_tables.hpp"
-#include "cli/lab/lab_command.hpp"
+#include "cli/lab/pipeline_trace.hpp"
 #include "lab10_support.hpp"
 #include "support.hpp"
 
-namespace lockstep::cli {
+namespace lockstep::cli::lab10_test {
 namespace {
 
 using test::cores;
 using test::expect_error;
 using test::experiment_named;
+using test::first_program;
 using test::made_lab10;
 using test::mentions;
 using test::names_of;
 using test::row_with;
+using test::set_up;
 using test::value_of;
 using Words = std::vector<std::string>;
 
+const test::LabOf kLab{"10"};
+
 TEST(Lab10Plan, QuickRunsEveryPartOnceAndTheSchedulesInTurns) {
-  const LabPlan plan = plan_lab10({.quick = true}, cores(2));
+  const LabPlan plan = kLab.plan({.quick = true}, cores(2));
   EXPECT_EQ(names_of(plan),
             (Words{"single", "base", "micro-batches-2", "micro-batches-8", "batch-32", "batch-128",
                    "one-process", "same-device", "sequential-run1", "gpipe-run1", "1f1b-run1",
@@ -35,11 +34,11 @@ TEST(Lab10Plan, QuickRunsEveryPartOnceAndTheSchedulesInTurns) {
     EXPECT_EQ(experiment.program, "practical10_hybrid") << experiment.name;
     EXPECT_TRUE(experiment.cores.empty()) << experiment.name;
   }
-  EXPECT_EQ(plan_lab10({}, cores(2)).repetitions, 3);
+  EXPECT_EQ(kLab.plan({}, cores(2)).repetitions, 3);
 }
 
 TEST(Lab10Plan, FlagsSayWhatEachPartIs) {
-  const LabPlan plan = plan_lab10({.quick = true, .steps = 3, .dim = 8}, cores(2));
+  const LabPlan plan = kLab.plan({.quick = true, .steps = 3, .dim = 8}, cores(2));
   const auto tail = [&plan](const std::string& name) {
     const auto& words = experiment_named(plan, name).arguments;
     const auto quiet = std::find(words.begin(), words.end(), "--quiet");
@@ -70,8 +69,10 @@ TEST(Lab10Plan, FlagsSayWhatEachPartIs) {
 }
 
 TEST(Lab10Plan, ListsAndStagesAreThoseAskedFor) {
-  const LabPlan plan = plan_lab10(
-      {.batch = 96, .micro_batches = {6, 3, 3}, .batches = {48, 96}, .stages = 3}, cores(2));
+  const LabPlan plan =
+      kLab.plan({.batch = 96,
+                 .own = {{"--micro-batches", "6,3,3"}, {"--batches", "48,96"}, {"--stages", "3"}}},
+                cores(2));
   const auto names = names_of(plan);
   EXPECT_EQ((Words{names.begin(), names.begin() + 6}),
             (Words{"single", "base", "micro-batches-6", "batch-48", "one-process", "same-device"}));
@@ -85,7 +86,7 @@ TEST(Lab10Plan, ListsAndStagesAreThoseAskedFor) {
 
 TEST(Lab10Plan, HardwareIsDividedIntoAsManyDevicesAsNeeded) {
   const auto devices = [](const LabOptions& options, int gpus, const std::string& name) {
-    return value_of(experiment_named(plan_lab10(options, cores(8, gpus)), name), "--devices");
+    return value_of(experiment_named(kLab.plan(options, cores(8, gpus)), name), "--devices");
   };
   EXPECT_EQ(devices({.devices = "cpu:2"}, 1, "base"), "cpu:4");
   EXPECT_EQ(devices({}, 1, "base"), "cuda:0*4");
@@ -99,47 +100,42 @@ TEST(Lab10Plan, HardwareIsDividedIntoAsManyDevicesAsNeeded) {
 
 TEST(Lab10Plan, BadValuesAreNamedWithARemedy) {
   expect_error(Code::kSplit, {"--batch 8", "2 ranks and 8 micro-batches", "larger --batch"},
-               [] { plan_lab10({.batch = 8}, cores(2)); });
+               [] { kLab.plan({.batch = 8}, cores(2)); });
   expect_error(Code::kSplit, {"--batches 4", "larger --batches"}, [] {
-    plan_lab10({.batches = {4, 64}}, cores(2));
+    kLab.plan({.own = {{"--batches", "4,64"}}}, cores(2));
   });
-  expect_error(Code::kUsage, {"--stages 6", "5 layers of --depth 1", "--depth 2 or more"},
-               [] { plan_lab10({.depth = 1, .stages = 6}, cores(2)); });
-  EXPECT_NO_THROW(plan_lab10({.depth = 1, .stages = 5}, cores(2)));
-  const auto run = [](const LabRequest& request) {
-    return [request] { run_lab_command(request, "lockstep lab"); };
-  };
-  expect_error(Code::kUsage, {"lab 7 has no --micro-batches", "belongs to lab 10"},
-               run({"7", {.micro_batches = {2}}}));
-  expect_error(Code::kUsage, {"lab 5 has no --batches"}, run({"5", {.batches = {2}}}));
-  expect_error(Code::kUsage, {"lab 6 has no --stages"}, run({"6", {.stages = 2}}));
-  expect_error(Code::kUsage, {"lab 10 has no --amp"}, run({"10", {.amp = "bf16"}}));
+  expect_error(Code::kUsage, {"--stages 6", "5 layers of --depth 1", "--depth 2 or more"}, [] {
+    kLab.plan({.depth = 1, .own = {{"--stages", "6"}}}, cores(2));
+  });
+  EXPECT_NO_THROW(kLab.plan({.depth = 1, .own = {{"--stages", "5"}}}, cores(2)));
 }
 
 TEST(Lab10Results, CollectsEveryRecordToItsSetUp) {
-  const Lab10Results results = collect_lab10(test::named_runs(plan_lab10({}, cores(2))));
-  const auto first = [](const RunSet& set_up) { return set_up.runs.at(0).program; };
-  EXPECT_EQ(first(results.single), "single");
-  EXPECT_EQ(first(results.base), "base");
-  EXPECT_EQ(first(results.one_process), "one-process");
-  EXPECT_EQ(first(results.same_device), "same-device");
-  EXPECT_EQ(first(results.sequential), "sequential-run1");
-  EXPECT_EQ(first(results.gpipe), "gpipe-run1");
-  EXPECT_EQ(first(results.one_f_one_b), "1f1b-run1");
-  EXPECT_EQ(first(results.zero_bubble), "zero-bubble-run1");
-  EXPECT_EQ(results.gpipe.runs.size(), 3U);
-  EXPECT_EQ(results.gpipe.devices, 2);
-  EXPECT_EQ(results.base.devices, 4);
-  ASSERT_EQ(results.micro_batches.size(), 3U);
-  EXPECT_EQ(first(results.micro_batches[0].runs), "micro-batches-2");
-  EXPECT_EQ(first(results.micro_batches[1].runs), "base");
-  ASSERT_EQ(results.batches.size(), 3U);
-  EXPECT_EQ(first(results.batches[1].runs), "base");
-  EXPECT_EQ(results.batches[2].size, 128);
+  const LabRuns results = test::named_runs(kLab.plan({}, cores(2)));
+  const auto first = [&results](const char* what) { return first_program(results.of(what)); };
+  EXPECT_EQ(first("single"), "single");
+  EXPECT_EQ(first("base"), "base");
+  EXPECT_EQ(first("one_process"), "one-process");
+  EXPECT_EQ(first("same_device"), "same-device");
+  EXPECT_EQ(first("sequential"), "sequential-run1");
+  EXPECT_EQ(first("gpipe"), "gpipe-run1");
+  EXPECT_EQ(first("1f1b"), "1f1b-run1");
+  EXPECT_EQ(first("zero-bubble"), "zero-bubble-run1");
+  EXPECT_EQ(results.of("gpipe").runs.size(), 3U);
+  EXPECT_EQ(results.of("gpipe").devices, 2);
+  EXPECT_EQ(results.of("base").devices, 4);
+  const auto& micro_batches = results.all("micro_batches");
+  ASSERT_EQ(micro_batches.size(), 3U);
+  EXPECT_EQ(first_program(micro_batches[0]), "micro-batches-2");
+  EXPECT_EQ(first_program(micro_batches[1]), "base");
+  const auto& batches = results.all("batch");
+  ASSERT_EQ(batches.size(), 3U);
+  EXPECT_EQ(first_program(batches[1]), "base");
+  EXPECT_EQ(batches[2].size, 128);
 }
 
 TEST(Lab10Measures, CountTheTrace) {
-  const PipelineRecord base = *made_lab10().base.runs[0].pipeline;
+  const PipelineRecord base = *made_lab10().of("base").runs[0].pipeline;
   EXPECT_EQ(counts_of(base).forwards, 16);
   EXPECT_EQ(counts_of(base).backwards, 16);
   EXPECT_EQ(counts_of(base).synchronisations, 4);
@@ -170,12 +166,12 @@ TEST(Lab10Measures, OverlapIsTimeInWhichSeveralDevicesCompute) {
   add("S", 0, 0, 5);
   add("F", 1, 0, 5);
   EXPECT_DOUBLE_EQ(overlap_of(pipeline), 0.2) << "neither synchronisation nor another rank counts";
-  EXPECT_EQ(overlap_of(*made_lab10().same_device.runs[0].pipeline), 0);
-  EXPECT_GT(overlap_of(*made_lab10().base.runs[0].pipeline), 0.5);
+  EXPECT_EQ(overlap_of(*made_lab10().of("same_device").runs[0].pipeline), 0);
+  EXPECT_GT(overlap_of(*made_lab10().of("base").runs[0].pipeline), 0.5);
 }
 
 TEST(Lab10Measures, SynchronisationIsSetAgainstTheLastBackward) {
-  const auto syncs = synchronisations_of(*made_lab10().base.runs[0].pipeline);
+  const auto syncs = synchronisations_of(*made_lab10().of("base").runs[0].pipeline);
   ASSERT_EQ(syncs.size(), 4U);
   EXPECT_EQ(syncs[0].rank, 0);
   EXPECT_EQ(syncs[0].stage, 1) << "the last stage is through first";
@@ -187,7 +183,7 @@ TEST(Lab10Measures, SynchronisationIsSetAgainstTheLastBackward) {
 }
 
 TEST(Lab10Measures, SimulatesWithMeasuredTimes) {
-  const auto all = simulate_schedules(made_lab10().gpipe);
+  const auto all = simulate_schedules(made_lab10().of("gpipe"));
   ASSERT_EQ(all.size(), 4U);
   EXPECT_EQ(all[0].schedule.name, "gpipe");
   EXPECT_DOUBLE_EQ(all[0].simulation.makespan, 27) << "(8 + 1) × (1 + 2)";
@@ -207,19 +203,19 @@ TEST(Lab10Measures, SimulatesWithMeasuredTimes) {
 }
 
 TEST(Lab10Tables, PlacementAndSynchronisation) {
-  const Table placement = placement_table(made_lab10());
+  const Table placement = kLab.table(made_lab10(), "placement");
   EXPECT_EQ(placement.rows().size(), 10U);
   EXPECT_EQ(placement.rows()[1], (Words{"10.1 base", "0", "1", "cpu:2", "core 1", "4", "1000",
                                         "1.00 ms", "2.00 ms", "8.00 MiB"}));
   EXPECT_EQ(placement.rows()[7][3], "cpu:0") << "stage 1 on the device of stage 0";
-  const Table syncs = synchronisation_table(made_lab10());
+  const Table syncs = kLab.table(made_lab10(), "synchronisation");
   ASSERT_EQ(syncs.rows().size(), 4U);
   EXPECT_EQ(syncs.rows()[0], (Words{"0", "1", "13.5 ms", "13.5 ms", "15.0 ms", "1.50 ms"}));
 }
 
 TEST(Lab10Tables, ActionsAndTimeOfEachPart) {
-  const Lab10Results results = made_lab10();
-  const Table actions = actions_table(results);
+  const LabRuns results = made_lab10();
+  const Table actions = kLab.table(results, "actions");
   EXPECT_EQ(actions.rows().size(), 7U);
   EXPECT_EQ(row_with(actions, "10.1 base"),
             (Words{"10.1 base", "2", "4 × 8", "16", "16", "4", "2", "4", "base", "equal"}));
@@ -230,27 +226,27 @@ TEST(Lab10Tables, ActionsAndTimeOfEachPart) {
   EXPECT_EQ(row_with(actions, "10.4 one process"),
             (Words{"10.4 one process", "1", "4 × 16", "8", "8", "0", "0", "2", "other", "equal"}));
   EXPECT_EQ(row_with(actions, "10.5 same device")[7], "2");
-  const Table timing = timing_table(results);
+  const Table timing = kLab.table(results, "timing");
   EXPECT_EQ(row_with(timing, "10.1 base"), (Words{"10.1 base", "17.0 ± 0.0 ms", "20 %", "20 %",
                                                   "60 %", "4", "8.00 MiB", "8.00 KiB"}));
   EXPECT_EQ(row_with(timing, "10.5 same device")[4], "0 %");
   EXPECT_FALSE(mentions(timing.terminal(false), "share the same hardware"));
-  EXPECT_TRUE(mentions(timing_table(made_lab10({.shared_by = 4})).terminal(false),
+  EXPECT_TRUE(mentions(kLab.table(made_lab10({.shared_by = 4}), "timing").terminal(false),
                        "All 4 devices share the same hardware"));
 }
 
 TEST(Lab10Tables, UnevenRowsAndDifferentLossesShow) {
-  Lab10Results results = made_lab10();
-  results.base.runs[0].pipeline->rows = {9, 8, 8, 7};
-  results.base.runs[0].losses[1] = 0.55;
-  const auto row = row_with(actions_table(results), "10.1 base");
+  LabRuns results = made_lab10();
+  set_up(results, "base").runs[0].pipeline->rows = {9, 8, 8, 7};
+  set_up(results, "base").runs[0].losses[1] = 0.55;
+  const auto row = row_with(kLab.table(results, "actions"), "10.1 base");
   EXPECT_EQ(row[2], "4 × 9 8 8 7");
   EXPECT_EQ(row[9], "at most 10 % apart");
 }
 
 TEST(Lab10Tables, SchedulesRunAndSimulated) {
-  const Lab10Results results = made_lab10();
-  const Table schedules = schedules_table(results);
+  const LabRuns results = made_lab10();
+  const Table schedules = kLab.table(results, "schedules");
   EXPECT_EQ(row_with(schedules, "sequential")[2], "1");
   EXPECT_EQ(row_with(schedules, "gpipe"),
             (Words{"gpipe", "29.0 ± 0.0 ms", "1.72 ± 0.00", "11 %", "11 %", "27.0 ms", "27.0 ms",
@@ -260,34 +256,36 @@ TEST(Lab10Tables, SchedulesRunAndSimulated) {
   EXPECT_EQ(row_with(schedules, "zero-bubble")[1], "27.0 ± 0.0 ms");
   EXPECT_EQ(row_with(schedules, "zero-bubble")[9], "9.00 MiB / 9.00 MiB");
   EXPECT_TRUE(mentions(schedules.title(), "2 stages in one process, 8 micro-batches, 512 rows"));
-  const Table simulated = simulated_table(results);
+  const Table simulated = kLab.table(results, "simulated");
   EXPECT_EQ(row_with(simulated, "gpipe"), (Words{"gpipe", "2", "27.0 ms", "±0 %", "11 %", "8"}));
   EXPECT_EQ(row_with(simulated, "interleaved")[1], "4");
-  Lab10Results noisy = made_lab10();
-  noisy.gpipe.runs[0].step_ms.mean = 60;
+  LabRuns noisy = made_lab10();
+  set_up(noisy, "gpipe").runs[0].step_ms.mean = 60;
   noisy.others_busy_cores = 1;
-  EXPECT_TRUE(mentions(schedules_table(noisy).terminal(false), "Warning: step times varied"));
-  EXPECT_TRUE(mentions(schedules_table(noisy).terminal(false), "kept 1.0 cores busy"));
+  EXPECT_TRUE(
+      mentions(kLab.table(noisy, "schedules").terminal(false), "Warning: step times varied"));
+  EXPECT_TRUE(mentions(kLab.table(noisy, "schedules").terminal(false), "kept 1.0 cores busy"));
   noisy = made_lab10();
-  noisy.zero_bubble.runs[0].step_ms.mean = 60;
-  EXPECT_TRUE(mentions(schedules_table(noisy).terminal(false), "Warning: step times varied"));
+  set_up(noisy, "zero-bubble").runs[0].step_ms.mean = 60;
+  EXPECT_TRUE(
+      mentions(kLab.table(noisy, "schedules").terminal(false), "Warning: step times varied"));
 }
 
 TEST(Lab10Tables, CommunicationPerAxis) {
-  const Table table = communication_table(made_lab10());
+  const Table table = kLab.table(made_lab10(), "communication");
   EXPECT_EQ(table.rows()[0],
             (Words{"10.1 base", "data", "2", "2", "8.00 KiB", "8.00 KiB", "1.00 ms", "1.50 ms"}));
   EXPECT_EQ(table.rows()[1][1], "pipeline");
   EXPECT_EQ(table.rows().size(), 16U);
-  Lab10Results wide = made_lab10();
-  wide.base.runs[0].pipeline->axes.push_back({.name = "tensor"});
-  EXPECT_EQ(communication_table(wide).rows().size(), 16U) << "an axis of one rank";
-  wide.base.runs[0].pipeline->axes.back().size = 2;
-  EXPECT_EQ(communication_table(wide).rows().size(), 17U);
+  LabRuns wide = made_lab10();
+  set_up(wide, "base").runs[0].pipeline->axes.push_back({.name = "tensor"});
+  EXPECT_EQ(kLab.table(wide, "communication").rows().size(), 16U) << "an axis of one rank";
+  set_up(wide, "base").runs[0].pipeline->axes.back().size = 2;
+  EXPECT_EQ(kLab.table(wide, "communication").rows().size(), 17U);
 }
 
 TEST(Lab10Figures, PredictedStandsAboveMeasuredOnOneScale) {
-  const auto figures = lab10_figures(made_lab10());
+  const auto figures = kLab.report(made_lab10()).figures;
   ASSERT_EQ(figures.size(), 6U);
   const auto& base = std::get<Timeline>(figures[0].chart);
   ASSERT_EQ(base.rows.size(), 7U);
@@ -314,7 +312,7 @@ TEST(Lab10Figures, PredictedStandsAboveMeasuredOnOneScale) {
 }
 
 TEST(Lab10Figures, TheTerminalGetsAGridOfEachSchedule) {
-  const auto drawings = lab10_drawings(made_lab10());
+  const auto drawings = kLab.report(made_lab10()).drawings;
   ASSERT_EQ(drawings.size(), 4U);
   EXPECT_TRUE(mentions(drawings[0], "gpipe, simulated")) << drawings[0];
   EXPECT_TRUE(mentions(drawings[0], "cpu:0 |")) << drawings[0];
@@ -322,15 +320,15 @@ TEST(Lab10Figures, TheTerminalGetsAGridOfEachSchedule) {
 }
 
 TEST(Lab10Report, HoldsAllParts) {
-  const LabReport report = lab10_report(made_lab10());
+  const LabReport report = kLab.report(made_lab10());
   EXPECT_EQ(report.title, "Practical 10: hybrid parallelism");
   Words names;
   for (const auto& table : report.tables) names.push_back(table.name);
   EXPECT_EQ(names, (Words{"placement", "synchronisation", "actions", "timing", "schedules",
                           "simulated", "communication"}));
   EXPECT_EQ(report.stamp.versions.at("libtorch"), "2.11.0");
-  EXPECT_EQ(lab10().folder, "reports/lab10");
+  EXPECT_EQ(lab_named("10").folder, "reports/lab10");
 }
 
 }  // namespace
-}  // namespace lockstep::cli
+}  // namespace lockstep::cli::lab10_test

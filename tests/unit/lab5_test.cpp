@@ -4,24 +4,21 @@
 #include <cmath>
 #include <set>
 
-#include "cli/lab/lab5.hpp"
-#include "cli/lab/lab5_answers.hpp"
-#include "cli/lab/lab5_charts.hpp"
-#include "cli/lab/lab5_plan.hpp"
-#include "cli/lab/lab5_results.hpp"
-#include "cli/lab/lab5_tables.hpp"
-#include "cli/lab/lab_document.hpp"
+#include "cli/lab/lab_plan.hpp"
+#include "cli/lab/lab_report.hpp"
 #include "cli/lab/lab_text.hpp"
 #include "lab_support.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/split.hpp"
 #include "lockstep/units.hpp"
 
-namespace lockstep::cli {
+namespace lockstep::cli::lab5_test {
 namespace {
 
 using test::cores;
 using test::mentions;
+
+const test::LabOf kLab{"5"};
 
 // A made-up run: `devices` logical devices, each step `ms` long.
 RunRecord run_of(int devices, double ms, int shared_by = 1, int64_t rows = 64) {
@@ -51,46 +48,26 @@ RunRecord run_of(int devices, double ms, int shared_by = 1, int64_t rows = 64) {
   return record;
 }
 
-SplitRun split_of(int64_t rows, int devices) {
-  return {rows, devices, run_of(devices, 1, 1, rows)};
+RunSet split_of(int64_t rows, int devices) {
+  return {devices, {run_of(devices, 1, 1, rows)}};
 }
 
 // Three repetitions on one device and on `devices`, with these step times.
-Lab5Results results_of(int devices, double single_ms, double parallel_ms, int shared_by = 1) {
-  Lab5Results results;
-  results.single.runs.assign(3, run_of(1, single_ms));
-  results.data_parallel = {
-      {devices, std::vector<RunRecord>(3, run_of(devices, parallel_ms, shared_by))}};
-  results.splits = {split_of(64, 2), split_of(64, 3), split_of(64, 5)};
+LabRuns results_of(int devices, double single_ms, double parallel_ms, int shared_by = 1) {
+  LabRuns results;
+  results.sets["single"] = {{1, std::vector<RunRecord>(3, run_of(1, single_ms)), 1}};
+  results.sets["dp"] = {
+      {devices, std::vector<RunRecord>(3, run_of(devices, parallel_ms, shared_by)), devices}};
+  results.sets["split"] = {split_of(64, 2), split_of(64, 3), split_of(64, 5)};
   return results;
-}
-
-std::string answer_to(const Lab5Results& results, const std::string& question_part) {
-  return test::answer_with(answer_lab5(results), question_part);
 }
 
 bool starts(const std::string& text, const std::string& part) {
   return text.rfind(part, 0) == 0;
 }
 
-TEST(Lab5Plan, PointsReachTheFullCountInAtMostFour) {
-  EXPECT_EQ(scaling_points(1), (std::vector<int>{1}));
-  EXPECT_EQ(scaling_points(2), (std::vector<int>{1, 2}));
-  EXPECT_EQ(scaling_points(4), (std::vector<int>{1, 2, 3, 4}));
-  EXPECT_EQ(scaling_points(5), (std::vector<int>{1, 2, 5}));
-  EXPECT_EQ(scaling_points(8), (std::vector<int>{1, 2, 4, 8}));
-}
-
-TEST(Lab5Plan, SpecOfTheFirstDevices) {
-  EXPECT_EQ(spec_of_first(plan_devices("cpu:3", cores(4)), 2), "cpu:2");
-  EXPECT_EQ(spec_of_first(plan_devices("cuda:0*4", cores(4, 1)), 3), "cuda:0*3");
-  const auto mixed = plan_devices("cuda:1*2,0", cores(4, 2));
-  EXPECT_EQ(spec_of_first(mixed, 1), "cuda:1");
-  EXPECT_EQ(spec_of_first(mixed, 3), "cuda:1*2,0");
-}
-
 TEST(Lab5Plan, InterleavesRepetitionsAndGivesRecordsNamesOfTheirOwn) {
-  const LabPlan plan = plan_lab5({.devices = "cpu:2"}, cores(2));
+  const LabPlan plan = kLab.plan({.devices = "cpu:2"}, cores(2));
   std::vector<std::string> names;
   for (const auto& experiment : plan.experiments) names.push_back(experiment.name);
   ASSERT_GE(names.size(), 6U);
@@ -109,10 +86,10 @@ TEST(Lab5Plan, FewerDevicesGetOnlyTheirShareOfTheCores) {
     }
     return std::vector<int>{-1};
   };
-  const LabPlan own = plan_lab5({.devices = "cpu:2"}, cores(8));
+  const LabPlan own = kLab.plan({.devices = "cpu:2"}, cores(8));
   EXPECT_EQ(cores_of(own, "dp-cpu1-run1"), (std::vector<int>{0, 1, 2, 3}));
   EXPECT_EQ(cores_of(own, "dp-cpu2-run1"), std::vector<int>{}) << "all";
-  const LabPlan shared = plan_lab5({.devices = "cpu:4"}, cores(2));
+  const LabPlan shared = kLab.plan({.devices = "cpu:4"}, cores(2));
   EXPECT_EQ(cores_of(shared, "dp-cpu1-run1"), (std::vector<int>{0}));
   EXPECT_EQ(cores_of(shared, "dp-cpu3-run1"), (std::vector<int>{0, 1}));
 }
@@ -120,29 +97,31 @@ TEST(Lab5Plan, FewerDevicesGetOnlyTheirShareOfTheCores) {
 TEST(Lab5Plan, SplitsAreTheCoursesAndThoseAskedFor) {
   const auto pairs_of = [](const LabOptions& options) {
     std::vector<std::pair<int64_t, int>> pairs;
-    for (const auto& experiment : plan_lab5(options, cores(2)).experiments) {
-      if (experiment.role == Role::kSplit) pairs.emplace_back(experiment.rows, experiment.devices);
+    for (const auto& experiment : kLab.plan(options, cores(2)).experiments) {
+      if (experiment.keys[0].what != "split") continue;
+      pairs.emplace_back(std::stoll(test::value_of(experiment, "--batch")), experiment.devices);
     }
     return pairs;
   };
   using Pairs = std::vector<std::pair<int64_t, int>>;
   EXPECT_EQ(pairs_of({}), (Pairs{{64, 2}, {64, 3}, {64, 5}}));
-  EXPECT_EQ(pairs_of({.split_devices = {5, 7}}), (Pairs{{64, 2}, {64, 3}, {64, 5}, {64, 7}}));
-  EXPECT_EQ(pairs_of({.split_rows = 9, .split_devices = {4}}),
+  EXPECT_EQ(pairs_of({.own = {{"--split-devices", "5,7"}}}),
+            (Pairs{{64, 2}, {64, 3}, {64, 5}, {64, 7}}));
+  EXPECT_EQ(pairs_of({.own = {{"--split-rows", "9"}, {"--split-devices", "4"}}}),
             (Pairs{{64, 2}, {64, 3}, {64, 5}, {9, 4}}));
-  EXPECT_EQ(pairs_of({.split_rows = 9}),
+  EXPECT_EQ(pairs_of({.own = {{"--split-rows", "9"}}}),
             (Pairs{{64, 2}, {64, 3}, {64, 5}, {9, 2}, {9, 3}, {9, 5}}));
 }
 
 TEST(Lab5Plan, SizesGivenReplaceTheDefaults) {
-  const LabPlan plan = plan_lab5({.devices = "cpu:2", .steps = 7, .batch = 33}, cores(2));
+  const LabPlan plan = kLab.plan({.devices = "cpu:2", .steps = 7, .batch = 33}, cores(2));
   const auto& arguments = plan.experiments[0].arguments;
   const auto value_of = [&](const std::string& flag) {
     return *(std::find(arguments.begin(), arguments.end(), flag) + 1);
   };
   EXPECT_EQ(value_of("--steps"), "7");
   EXPECT_EQ(value_of("--batch"), "33");
-  EXPECT_EQ(plan_lab5({.quick = true}, cores(2)).repetitions, 2);
+  EXPECT_EQ(kLab.plan({.quick = true}, cores(2)).repetitions, 2);
 }
 
 TEST(Lab5Plan, ComparesMethodsWithoutCapturedStepsOnGpus) {
@@ -151,14 +130,15 @@ TEST(Lab5Plan, ComparesMethodsWithoutCapturedStepsOnGpus) {
     const auto flag = std::find(flags.begin(), flags.end(), "--capture");
     return flag == flags.end() ? "" : *(flag + 1);
   };
-  for (const auto& experiment : plan_lab5({.devices = "cuda:0*2"}, cores(4, 1)).experiments) {
-    if (experiment.role != Role::kSplit) EXPECT_EQ(captures(experiment), "off") << experiment.name;
+  for (const auto& experiment : kLab.plan({.devices = "cuda:0*2"}, cores(4, 1)).experiments) {
+    if (experiment.keys[0].what == "split") continue;
+    EXPECT_EQ(captures(experiment), "off") << experiment.name;
   }
-  EXPECT_EQ(captures(plan_lab5({.devices = "cpu:2"}, cores(2)).experiments[0]), "");
+  EXPECT_EQ(captures(kLab.plan({.devices = "cpu:2"}, cores(2)).experiments[0]), "");
 }
 
 TEST(Lab5Plan, RefusesDevicesThatAreNotThere) {
-  EXPECT_THROW(plan_lab5({.devices = "cuda:0*2"}, cores(2)), Error);
+  EXPECT_THROW(kLab.plan({.devices = "cuda:0*2"}, cores(2)), Error);
 }
 
 TEST(Lab5Results, PoolsStepsExactly) {
@@ -196,56 +176,56 @@ TEST(Lab5Results, SpeedupsOnBothSidesOfOneAreUnsafe) {
 }
 
 TEST(Lab5Results, CollectsRecordsToTheirSetUps) {
-  const auto plan = plan_lab5({.devices = "cpu:2", .quick = true}, cores(2));
-  std::vector<std::pair<Experiment, RunRecord>> finished;
+  const auto plan = kLab.plan({.devices = "cpu:2", .quick = true}, cores(2));
+  LabRuns results;
   for (const auto& experiment : plan.experiments) {
-    finished.emplace_back(experiment, run_of(experiment.devices, 1));
+    results.add(experiment, run_of(experiment.devices, 1));
   }
-  const Lab5Results results = collect_lab5(finished);
-  EXPECT_EQ(results.single.runs.size(), 2U);
-  ASSERT_EQ(results.data_parallel.size(), 2U);
-  EXPECT_EQ(results.full().devices, 2);
-  EXPECT_EQ(results.full().runs.size(), 2U);
-  EXPECT_EQ(results.splits.size(), 3U);
+  EXPECT_EQ(results.of("single").runs.size(), 2U);
+  ASSERT_EQ(results.all("dp").size(), 2U);
+  EXPECT_EQ(results.all("dp").back().devices, 2);
+  EXPECT_EQ(results.all("dp").back().runs.size(), 2U);
+  EXPECT_EQ(results.all("split").size(), 3U);
 }
 
 TEST(Lab5Tables, SpeedRowsSayWhetherItIsProportional) {
-  const auto verdict = [](const Lab5Results& results) {
-    return speed_table(results).rows().back().back();
+  const auto proportional = [](const LabRuns& results) {
+    return kLab.table(results, "speed").rows().back().back();
   };
-  EXPECT_EQ(verdict(results_of(2, 100, 52)), "yes: 96 % of 2×");
-  EXPECT_EQ(verdict(results_of(4, 100, 50)), "no: 50 % of 4×");
-  EXPECT_EQ(verdict(results_of(2, 100, 150)), "no: slower");
-  EXPECT_EQ(verdict(results_of(3, 100, 90, 3)), "cannot show: shared");
-  EXPECT_EQ(verdict(results_of(1, 100, 101)), "one device");
+  EXPECT_EQ(proportional(results_of(2, 100, 52)), "yes: 96 % of 2×");
+  EXPECT_EQ(proportional(results_of(4, 100, 50)), "no: 50 % of 4×");
+  EXPECT_EQ(proportional(results_of(2, 100, 150)), "no: slower");
+  EXPECT_EQ(proportional(results_of(3, 100, 90, 3)), "cannot show: shared");
+  EXPECT_EQ(proportional(results_of(1, 100, 101)), "one device");
 }
 
 TEST(Lab5Tables, SharedDevicesAreLabelledInEveryTable) {
-  const Lab5Results results = results_of(3, 100, 90, 3);
-  EXPECT_EQ(speed_table(results).rows().back()[1], "3, shared");
-  EXPECT_EQ(memory_table(results).rows().back()[2], "all cores, shared by 3");
-  EXPECT_EQ(bottleneck_table(results).rows().back()[1], "all cores, shared by 3");
+  const LabRuns results = results_of(3, 100, 90, 3);
+  EXPECT_EQ(kLab.table(results, "speed").rows().back()[1], "3, shared");
+  EXPECT_EQ(kLab.table(results, "memory").rows().back()[2], "all cores, shared by 3");
+  EXPECT_EQ(kLab.table(results, "bottleneck").rows().back()[1], "all cores, shared by 3");
 }
 
 TEST(Lab5Tables, NoiseIsWarnedAbout) {
-  Lab5Results results = results_of(2, 100, 60);
-  EXPECT_FALSE(mentions(speed_table(results).terminal(false), "Warning"));
-  results.data_parallel[0].runs[0] = run_of(2, 90);
-  EXPECT_TRUE(mentions(speed_table(results).terminal(false), "Warning"));
+  LabRuns results = results_of(2, 100, 60);
+  EXPECT_FALSE(mentions(kLab.table(results, "speed").terminal(false), "Warning"));
+  results.sets["dp"][0].runs[0] = run_of(2, 90);
+  EXPECT_TRUE(mentions(kLab.table(results, "speed").terminal(false), "Warning"));
 }
 
 TEST(Lab5Tables, MemoryDifferencesToDevice0AreSigned) {
-  const auto rows = memory_table(results_of(2, 100, 60)).rows();
+  const auto rows = kLab.table(results_of(2, 100, 60), "memory").rows();
   EXPECT_EQ(rows[2][5], "-10.0 MiB");
   EXPECT_EQ(rows[2][6], "-12.0 MiB");
-  EXPECT_EQ(bottleneck_table(results_of(2, 100, 60)).rows()[0].back(), "+10.0 MiB / +12.0 MiB");
+  EXPECT_EQ(kLab.table(results_of(2, 100, 60), "bottleneck").rows()[0].back(),
+            "+10.0 MiB / +12.0 MiB");
 }
 
 TEST(Lab5Tables, SplitsStandBesideTheRule) {
-  Lab5Results results = results_of(2, 100, 60);
-  results.splits = {split_of(64, 2), split_of(64, 3), split_of(9, 4), split_of(64, 5)};
-  results.splits[3].record.split = {12, 13, 13, 13, 13};
-  const auto rows = split_table(results).rows();
+  LabRuns results = results_of(2, 100, 60);
+  results.sets["split"] = {split_of(64, 2), split_of(64, 3), split_of(9, 4), split_of(64, 5)};
+  results.sets["split"][3].runs[0].split = {12, 13, 13, 13, 13};
+  const auto rows = kLab.table(results, "split").rows();
   EXPECT_EQ(rows[0][3], "32 32");
   EXPECT_EQ(rows[0].back(), "equal");
   EXPECT_EQ(rows[1][3], "22 22 20");
@@ -255,16 +235,10 @@ TEST(Lab5Tables, SplitsStandBesideTheRule) {
   EXPECT_EQ(rows[3][5], "DIFFERS: 13 13 13 13 12");
 }
 
-TEST(Lab5Tables, StepTimesHaveOneUnit) {
-  EXPECT_EQ(format_step_ms(41.23, 0.84), "41.2 ± 0.8 ms");
-  EXPECT_EQ(format_step_ms(0.2134, 0.004), "213 ± 4 µs");
-  EXPECT_EQ(format_step_ms(1234, 50), "1.23 ± 0.05 s");
-}
-
 TEST(Lab5Answers, EveryQuestionOfThePracticalIsAnswered) {
   for (const auto& results :
        {results_of(2, 100, 60), results_of(3, 100, 130, 3), results_of(1, 9, 9)}) {
-    const auto answers = answer_lab5(results);
+    const auto answers = kLab.report(results).answers;
     EXPECT_EQ(answers.size(), 12U);
     for (const auto& answer : answers) {
       EXPECT_NE(answer.text, "") << answer.question;
@@ -276,78 +250,79 @@ TEST(Lab5Answers, EveryQuestionOfThePracticalIsAnswered) {
 }
 
 TEST(Lab5Answers, FasterBothWays) {
-  const std::string yes = answer_to(results_of(2, 100, 60), "faster");
+  const std::string yes = kLab.answer(results_of(2, 100, 60), "faster");
   EXPECT_TRUE(starts(
       yes, "Yes. A step took 60.0 ms on 2 devices against 100 ms on one: 1.67 times as fast"))
       << yes;
-  const std::string no = answer_to(results_of(2, 100, 150), "faster");
+  const std::string no = kLab.answer(results_of(2, 100, 150), "faster");
   EXPECT_TRUE(starts(no, "No. ")) << no;
   EXPECT_TRUE(mentions(no, "1.50 times slower")) << no;
-  EXPECT_TRUE(starts(answer_to(results_of(2, 100, 99), "faster"), "Not measurably."));
+  EXPECT_TRUE(starts(kLab.answer(results_of(2, 100, 99), "faster"), "Not measurably."));
 }
 
 TEST(Lab5Answers, NoiseTurnsADifferenceIntoNone) {
-  Lab5Results results = results_of(2, 100, 95);
-  results.data_parallel[0].runs = {run_of(2, 70), run_of(2, 95), run_of(2, 120)};
-  const std::string text = answer_to(results, "faster");
+  LabRuns results = results_of(2, 100, 95);
+  results.sets["dp"][0].runs = {run_of(2, 70), run_of(2, 95), run_of(2, 120)};
+  const std::string text = kLab.answer(results, "faster");
   EXPECT_TRUE(starts(text, "Not measurably.")) << text;
   EXPECT_TRUE(mentions(text, "rough figure")) << text;
 }
 
 TEST(Lab5Answers, ABusyMachineIsTold) {
-  Lab5Results results = results_of(2, 100, 60);
+  LabRuns results = results_of(2, 100, 60);
   results.others_busy_cores = 0.05;
-  EXPECT_FALSE(mentions(answer_to(results, "faster"), "Other programs"));
-  EXPECT_FALSE(mentions(speed_table(results).terminal(false), "Warning"));
+  EXPECT_FALSE(mentions(kLab.answer(results, "faster"), "Other programs"));
+  EXPECT_FALSE(mentions(kLab.table(results, "speed").terminal(false), "Warning"));
   results.others_busy_cores = 1.5;
-  EXPECT_TRUE(mentions(answer_to(results, "faster"), "Other programs kept 1.5 cores busy"));
-  EXPECT_TRUE(mentions(speed_table(results).terminal(false), "Warning: other programs kept 1.5"));
+  EXPECT_TRUE(mentions(kLab.answer(results, "faster"), "Other programs kept 1.5 cores busy"));
+  EXPECT_TRUE(
+      mentions(kLab.table(results, "speed").terminal(false), "Warning: other programs kept 1.5"));
 }
 
 TEST(Lab5Answers, SharedHardwareIsNeverSoldAsScaling) {
-  const Lab5Results results = results_of(3, 100, 90, 3);
+  const LabRuns results = results_of(3, 100, 90, 3);
   for (const char* question : {"faster", "proportional", "not scale"}) {
-    const std::string text = answer_to(results, question);
+    const std::string text = kLab.answer(results, question);
     EXPECT_TRUE(mentions(text, "All 3 devices share the same hardware here (all cores, shared)"))
         << text;
   }
-  EXPECT_FALSE(mentions(answer_to(results, "proportional"), "% of proportional"));
-  EXPECT_FALSE(mentions(answer_to(results, "not scale"), "Amdahl"));
+  EXPECT_FALSE(mentions(kLab.answer(results, "proportional"), "% of proportional"));
+  EXPECT_FALSE(mentions(kLab.answer(results, "not scale"), "Amdahl"));
 }
 
 TEST(Lab5Answers, OneDeviceCannotShowIt) {
   for (const char* question : {"faster", "proportional", "device 0 more", "equally", "not scale"}) {
-    const std::string text = answer_to(results_of(1, 100, 100), question);
+    const std::string text = kLab.answer(results_of(1, 100, 100), question);
     EXPECT_TRUE(mentions(text, "This run had one device")) << text;
   }
 }
 
 TEST(Lab5Answers, ProportionalityIsMeasured) {
-  EXPECT_TRUE(starts(answer_to(results_of(2, 100, 52), "proportional"),
+  EXPECT_TRUE(starts(kLab.answer(results_of(2, 100, 52), "proportional"),
                      "Nearly: 1.92 times on 2 devices is 96 % of proportional"));
-  const std::string no = answer_to(results_of(4, 100, 40), "proportional");
+  const std::string no = kLab.answer(results_of(4, 100, 40), "proportional");
   EXPECT_TRUE(starts(no, "No: 2.50 times on 4 devices is 62 % of proportional, as if 20 %")) << no;
-  EXPECT_TRUE(starts(answer_to(results_of(2, 100, 120), "proportional"),
+  EXPECT_TRUE(starts(kLab.answer(results_of(2, 100, 120), "proportional"),
                      "No: 2 devices gave no speed-up at all (0.83)"));
-  EXPECT_TRUE(starts(answer_to(results_of(2, 100, 40), "proportional"), "More than that: 2.50"));
+  EXPECT_TRUE(starts(kLab.answer(results_of(2, 100, 40), "proportional"), "More than that: 2.50"));
 }
 
 TEST(Lab5Answers, AmdahlLimitComesFromTheMeasuredSpeedup) {
   // Speed-up 2.5 on 4: a fifth of the step is serial, so 5 is the limit.
   EXPECT_TRUE(
-      mentions(answer_to(results_of(4, 100, 40), "not scale"),
+      mentions(kLab.answer(results_of(4, 100, 40), "not scale"),
                "With 20 % of this step not divided, no number of devices could exceed 5.0 times"));
 }
 
 TEST(Lab5Answers, GrowthOverDeviceCountsIsQuoted) {
-  Lab5Results results = results_of(2, 100, 50);
-  results.data_parallel.insert(results.data_parallel.begin(), {1, {run_of(1, 100)}});
-  EXPECT_TRUE(mentions(answer_to(results, "proportional"),
+  LabRuns results = results_of(2, 100, 50);
+  results.sets["dp"].insert(results.sets["dp"].begin(), RunSet{1, {run_of(1, 100)}, 1});
+  EXPECT_TRUE(mentions(kLab.answer(results, "proportional"),
                        "On 1, 2 devices DataParallel ran 1.00, 2.00 times as fast"));
 }
 
 TEST(Lab5Answers, MemoryIsComparedWithTheSingleDevice) {
-  const std::string text = answer_to(results_of(3, 100, 50), "memory differ");
+  const std::string text = kLab.answer(results_of(3, 100, 50), "memory differ");
   EXPECT_TRUE(mentions(text, "The single device peaked at 30.0 MiB")) << text;
   EXPECT_TRUE(mentions(text, "device 0 peaked at 30.0 MiB and the others at 20.0 MiB on average"))
       << text;
@@ -355,62 +330,62 @@ TEST(Lab5Answers, MemoryIsComparedWithTheSingleDevice) {
 }
 
 TEST(Lab5Answers, Device0LoadBothWays) {
-  const std::string yes = answer_to(results_of(3, 100, 50), "device 0 more");
+  const std::string yes = kLab.answer(results_of(3, 100, 50), "device 0 more");
   EXPECT_TRUE(starts(yes, "Yes. ")) << yes;
   EXPECT_TRUE(mentions(yes, "(10.0 MiB more)")) << yes;
   EXPECT_TRUE(mentions(yes, "moved 40.0 MiB per step against 20.0 MiB on each other one")) << yes;
-  Lab5Results even = results_of(2, 100, 50);
-  for (auto& run : even.data_parallel[0].runs) run.devices[1] = run.devices[0];
-  EXPECT_TRUE(starts(answer_to(even, "device 0 more"), "Not in this run."));
+  LabRuns even = results_of(2, 100, 50);
+  for (auto& run : even.sets["dp"][0].runs) run.devices[1] = run.devices[0];
+  EXPECT_TRUE(starts(kLab.answer(even, "device 0 more"), "Not in this run."));
 }
 
 TEST(Lab5Answers, UseIsEqualOrNot) {
-  EXPECT_TRUE(starts(answer_to(results_of(2, 100, 50), "equally"), "In time, nearly."));
-  Lab5Results lazy = results_of(2, 100, 50);
-  for (auto& run : lazy.data_parallel[0].runs) run.devices[1].busy_fraction = 0.3;
-  EXPECT_TRUE(starts(answer_to(lazy, "equally"), "No. Busy: cpu:0 90 %, cpu:1 30 %."));
-  EXPECT_TRUE(mentions(answer_to(results_of(3, 100, 50), "equally"), "They had 22 22 20 rows"));
-  Lab5Results idle = results_of(4, 100, 50);
-  for (auto& run : idle.data_parallel[0].runs) run.split = {3, 3, 3};
-  EXPECT_TRUE(mentions(answer_to(idle, "equally"), "Only 3 of 4 devices got rows at all"));
+  EXPECT_TRUE(starts(kLab.answer(results_of(2, 100, 50), "equally"), "In time, nearly."));
+  LabRuns lazy = results_of(2, 100, 50);
+  for (auto& run : lazy.sets["dp"][0].runs) run.devices[1].busy_fraction = 0.3;
+  EXPECT_TRUE(starts(kLab.answer(lazy, "equally"), "No. Busy: cpu:0 90 %, cpu:1 30 %."));
+  EXPECT_TRUE(mentions(kLab.answer(results_of(3, 100, 50), "equally"), "They had 22 22 20 rows"));
+  LabRuns idle = results_of(4, 100, 50);
+  for (auto& run : idle.sets["dp"][0].runs) run.split = {3, 3, 3};
+  EXPECT_TRUE(mentions(kLab.answer(idle, "equally"), "Only 3 of 4 devices got rows at all"));
 }
 
 TEST(Lab5Answers, SplitsAreQuotedAndABrokenRuleIsTold) {
-  Lab5Results results = results_of(2, 100, 50);
-  results.splits.push_back(split_of(9, 4));
-  EXPECT_TRUE(mentions(answer_to(results, "divide it"), "64 rows over 3 devices gave 22 22 20"));
-  const std::string even = answer_to(results, "equal, when");
+  LabRuns results = results_of(2, 100, 50);
+  results.sets["split"].push_back(split_of(9, 4));
+  EXPECT_TRUE(mentions(kLab.answer(results, "divide it"), "64 rows over 3 devices gave 22 22 20"));
+  const std::string even = kLab.answer(results, "equal, when");
   EXPECT_TRUE(mentions(even, "Here equal: 64 over 2.")) << even;
   EXPECT_TRUE(mentions(even, "Uneven: 64 over 3 (22 22 20), 64 over 5 (13 13 13 13 12).")) << even;
   EXPECT_TRUE(mentions(even, "Rows ran out early: 9 over 4 (only 3 used).")) << even;
-  results.splits[0].record.split = {40, 24};
-  EXPECT_TRUE(mentions(answer_to(results, "divide it"),
+  results.sets["split"][0].runs[0].split = {40, 24};
+  EXPECT_TRUE(mentions(kLab.answer(results, "divide it"),
                        "broke the rule: 64 rows over 2 devices gave 40 24"));
 }
 
 TEST(Lab5Answers, LossesAreComparedWithTheSingleDevice) {
-  Lab5Results results = results_of(2, 100, 50);
-  EXPECT_TRUE(mentions(answer_to(results, "advantage"), "All 2 losses equal"));
-  results.data_parallel[0].runs[0].losses = {1.0, 0.5000001};
-  EXPECT_TRUE(mentions(answer_to(results, "advantage"), "which is rounding"));
-  results.data_parallel[0].runs[0].losses = {1.0, 0.6};
-  const std::string wrong = answer_to(results, "advantage");
+  LabRuns results = results_of(2, 100, 50);
+  EXPECT_TRUE(mentions(kLab.answer(results, "advantage"), "All 2 losses equal"));
+  results.sets["dp"][0].runs[0].losses = {1.0, 0.5000001};
+  EXPECT_TRUE(mentions(kLab.answer(results, "advantage"), "which is rounding"));
+  results.sets["dp"][0].runs[0].losses = {1.0, 0.6};
+  const std::string wrong = kLab.answer(results, "advantage");
   EXPECT_TRUE(mentions(wrong, "by at most 20 %")) << wrong;
   EXPECT_FALSE(mentions(wrong, "rounding")) << wrong;
-  results.data_parallel[0].runs[0].losses = {1.0, std::nan("")};
-  EXPECT_TRUE(mentions(answer_to(results, "advantage"), "did not stay finite"));
+  results.sets["dp"][0].runs[0].losses = {1.0, std::nan("")};
+  EXPECT_TRUE(mentions(kLab.answer(results, "advantage"), "did not stay finite"));
 }
 
 TEST(Lab5Answers, CommunicationIsQuotedWhereItWasMeasured) {
-  Lab5Results results = results_of(2, 100, 50);
-  EXPECT_FALSE(mentions(answer_to(results, "bottleneck be"), "Moving data took"));
-  results.data_parallel[0].runs[0].comm_ms = 10;
-  EXPECT_TRUE(mentions(answer_to(results, "bottleneck be"),
+  LabRuns results = results_of(2, 100, 50);
+  EXPECT_FALSE(mentions(kLab.answer(results, "bottleneck be"), "Moving data took"));
+  results.sets["dp"][0].runs[0].comm_ms = 10;
+  EXPECT_TRUE(mentions(kLab.answer(results, "bottleneck be"),
                        "Moving data took 10.0 ms of a 50.0 ms step (20 %)"));
 }
 
 TEST(Lab5Charts, StepTimesStandBesideTheIdeal) {
-  const auto figures = lab5_figures(results_of(2, 100, 60));
+  const auto figures = kLab.report(results_of(2, 100, 60)).figures;
   ASSERT_EQ(figures.size(), 2U);
   const auto& chart = std::get<LineChart>(figures[0].chart);
   ASSERT_EQ(chart.series.size(), 3U);
@@ -421,7 +396,7 @@ TEST(Lab5Charts, StepTimesStandBesideTheIdeal) {
 }
 
 TEST(Lab5Charts, EveryDeviceHasABar) {
-  const auto chart = std::get<BarChart>(lab5_figures(results_of(3, 100, 60))[1].chart);
+  const auto chart = std::get<BarChart>(kLab.report(results_of(3, 100, 60)).figures[1].chart);
   EXPECT_EQ(chart.categories, (std::vector<std::string>{"cpu:0", "cpu:1", "cpu:2"}));
   EXPECT_TRUE(std::isnan(chart.series[0].values[1])) << "the single device has no device 1";
   EXPECT_EQ(chart.series[1].values[1], static_cast<double>(20_MiB));
@@ -429,7 +404,7 @@ TEST(Lab5Charts, EveryDeviceHasABar) {
 
 TEST(Lab5Report, HoldsStampTablesAnswersAndRecords) {
   const std::string report = render_markdown(lab_document(
-      lab5_report(results_of(2, 100, 60)), "lockstep lab 5", 1767323040, {"single-cpu2-run1"}));
+      kLab.report(results_of(2, 100, 60)), "lockstep lab 5", 1767323040, {"single-cpu2-run1"}));
   for (const char* part :
        {"- date: 2026-01-02 03:04 UTC", "- command: `lockstep lab 5`", "- host: box",
         "- libtorch: 2.11.0", "### Speed", "### Memory", "### How DataParallel divides",
@@ -440,4 +415,4 @@ TEST(Lab5Report, HoldsStampTablesAnswersAndRecords) {
 }
 
 }  // namespace
-}  // namespace lockstep::cli
+}  // namespace lockstep::cli::lab5_test

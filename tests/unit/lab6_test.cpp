@@ -4,24 +4,22 @@
 #include <cmath>
 #include <set>
 
-#include "cli/lab/lab6.hpp"
-#include "cli/lab/lab6_answers.hpp"
-#include "cli/lab/lab6_charts.hpp"
-#include "cli/lab/lab6_plan.hpp"
-#include "cli/lab/lab6_tables.hpp"
-#include "cli/lab/lab_command.hpp"
-#include "cli/lab/lab_document.hpp"
+#include "cli/lab/lab_measures.hpp"
+#include "cli/lab/lab_report.hpp"
 #include "lab_support.hpp"
 #include "lockstep/split.hpp"
 #include "lockstep/units.hpp"
 #include "support.hpp"
 
-namespace lockstep::cli {
+namespace lockstep::cli::lab6_test {
 namespace {
 
 using test::cores;
 using test::expect_error;
 using test::mentions;
+using test::names_of;
+
+const test::LabOf kLab{"6"};
 
 // A made-up run on `devices` logical devices, each step `ms` long, device 0 with more memory.
 RunRecord dp_run(int devices, double ms, int shared_by = 1) {
@@ -70,34 +68,25 @@ RunRecord ddp_run(int ranks, double ms, int shared_by = 1) {
 }
 
 RunSet set_of(const RunRecord& record) {
-  return {static_cast<int>(record.devices.size()), std::vector<RunRecord>(3, record)};
+  const auto devices = static_cast<int>(record.devices.size());
+  return {devices, std::vector<RunRecord>(3, record), devices};
 }
 
 // One rank and `ranks`, with these step times.
-Lab6Results results_of(int ranks, double one_ms, double dp_ms, double ddp_ms, int shared_by = 1) {
-  Lab6Results results;
-  results.single = set_of(dp_run(1, one_ms));
-  results.data_parallel = {set_of(dp_run(1, one_ms))};
-  results.distributed = {set_of(ddp_run(1, one_ms))};
+LabRuns results_of(int ranks, double one_ms, double dp_ms, double ddp_ms, int shared_by = 1) {
+  LabRuns results;
+  results.sets["single"] = {set_of(dp_run(1, one_ms))};
+  results.sets["dp"] = {set_of(dp_run(1, one_ms))};
+  results.sets["ddp"] = {set_of(ddp_run(1, one_ms))};
   if (ranks > 1) {
-    results.data_parallel.push_back(set_of(dp_run(ranks, dp_ms, shared_by)));
-    results.distributed.push_back(set_of(ddp_run(ranks, ddp_ms, shared_by)));
+    results.sets["dp"].push_back(set_of(dp_run(ranks, dp_ms, shared_by)));
+    results.sets["ddp"].push_back(set_of(ddp_run(ranks, ddp_ms, shared_by)));
   }
   return results;
 }
 
-std::string answer_to(const Lab6Results& results, const std::string& question_part) {
-  return test::answer_with(answer_lab6(results), question_part);
-}
-
-std::vector<std::string> names_of(const LabPlan& plan) {
-  std::vector<std::string> names;
-  for (const auto& experiment : plan.experiments) names.push_back(experiment.name);
-  return names;
-}
-
 TEST(Lab6Plan, RunsBothMethodsOnTheSameDevicesInTurns) {
-  const LabPlan plan = plan_lab6({.quick = true, .ranks = {2}}, cores(2));
+  const LabPlan plan = kLab.plan({.quick = true, .own = {{"--ranks", "2"}}}, cores(2));
   EXPECT_EQ(names_of(plan), (std::vector<std::string>{
                                 "single-cpu2-run1", "dp-cpu1-run1", "ddp-cpu1-run1", "dp-cpu2-run1",
                                 "ddp-cpu2-run1", "single-cpu2-run2", "dp-cpu1-run2",
@@ -115,84 +104,74 @@ TEST(Lab6Plan, RunsBothMethodsOnTheSameDevicesInTurns) {
 TEST(Lab6Plan, TheCoursesRanksUnlessOthersAreNamed) {
   const auto ranks_of = [](const LabOptions& options, const Hardware& hardware) {
     std::set<int> ranks;
-    for (const auto& experiment : plan_lab6(options, hardware).experiments) {
-      if (experiment.role == Role::kDistributed) ranks.insert(experiment.ranks);
+    for (const auto& experiment : kLab.plan(options, hardware).experiments) {
+      if (experiment.keys[0].what == "ddp") ranks.insert(experiment.ranks);
     }
     return ranks;
   };
   using Ranks = std::set<int>;
   EXPECT_EQ(ranks_of({}, cores(2)), (Ranks{1, 2, 4}));
-  EXPECT_EQ(ranks_of({.ranks = {5, 3, 3}}, cores(2)), (Ranks{1, 3, 5})) << "one is the baseline";
+  EXPECT_EQ(ranks_of({.own = {{"--ranks", "5,3,3"}}}, cores(2)), (Ranks{1, 3, 5}))
+      << "one is the baseline";
   EXPECT_EQ(ranks_of({.devices = "cpu:3"}, cores(4)), (Ranks{1, 2, 3}));
-  EXPECT_EQ(ranks_of({.devices = "cpu:4", .ranks = {3}}, cores(4)), (Ranks{1, 3}));
+  EXPECT_EQ(ranks_of({.devices = "cpu:4", .own = {{"--ranks", "3"}}}, cores(4)), (Ranks{1, 3}));
   EXPECT_EQ(ranks_of({}, cores(16, 8)), (Ranks{1, 2, 4, 8})) << "a GPU each";
 }
 
 TEST(Lab6Plan, GpusServeWhereThereAreEnough) {
   const auto devices_of = [](const LabOptions& options, const Hardware& hardware) {
-    const auto& arguments = plan_lab6(options, hardware).experiments.back().arguments;
+    const auto& arguments = kLab.plan(options, hardware).experiments.back().arguments;
     return *(std::find(arguments.begin(), arguments.end(), "--devices") + 1);
   };
-  EXPECT_EQ(devices_of({.ranks = {2}}, cores(8, 4)), "cuda:0,1");
-  EXPECT_EQ(devices_of({.ranks = {2}}, cores(8, 1)), "cpu:2");
+  EXPECT_EQ(devices_of({.own = {{"--ranks", "2"}}}, cores(8, 4)), "cuda:0,1");
+  EXPECT_EQ(devices_of({.own = {{"--ranks", "2"}}}, cores(8, 1)), "cpu:2");
   EXPECT_EQ(devices_of({}, cores(8, 1)), "cpu:4");
 }
 
 TEST(Lab6Plan, RefusesRanksWithoutADeviceOrARow) {
-  expect_error(Code::kUsage, {"4 ranks need a device each", "--devices cpu:2 names 2"},
-               [] { plan_lab6({.devices = "cpu:2", .ranks = {4}}, cores(2)); });
-  expect_error(Code::kSplit, {"--batch 3", "4 ranks"},
-               [] { plan_lab6({.batch = 3, .ranks = {4}}, cores(2)); });
+  expect_error(Code::kUsage, {"4 ranks need a device each", "--devices cpu:2 names 2"}, [] {
+    kLab.plan({.devices = "cpu:2", .own = {{"--ranks", "4"}}}, cores(2));
+  });
+  expect_error(Code::kSplit, {"--batch 3", "4 ranks"}, [] {
+    kLab.plan({.batch = 3, .own = {{"--ranks", "4"}}}, cores(2));
+  });
 }
 
 TEST(Lab6Plan, BucketSizesReachDdpOnly) {
-  const LabPlan plan = plan_lab6({.ranks = {2}, .bucket_mib = 0.5}, cores(2));
+  const LabPlan plan = kLab.plan({.own = {{"--ranks", "2"}, {"--bucket-mib", "0.5"}}}, cores(2));
   for (const auto& experiment : plan.experiments) {
     const auto& arguments = experiment.arguments;
     const auto found = std::find(arguments.begin(), arguments.end(), "--bucket-mib");
-    EXPECT_EQ(found != arguments.end(), experiment.role == Role::kDistributed) << experiment.name;
+    EXPECT_EQ(found != arguments.end(), experiment.keys[0].what == "ddp") << experiment.name;
     EXPECT_TRUE(found == arguments.end() || *(found + 1) == "0.5");
   }
 }
 
-TEST(LabCommand, RefusesWhatALabDoesNotHave) {
-  const auto run = [](const LabRequest& request) {
-    return [request] { run_lab_command(request, "lockstep lab"); };
-  };
-  expect_error(Code::kUsage, {"there is no lab \"8\"", "5, 6, 7, 10 and homework2"},
-               run({"8", {}}));
-  expect_error(Code::kUsage, {"lab 5 has no --ranks", "belongs to lab 6"},
-               run({"5", {.ranks = {2}}}));
-  expect_error(Code::kUsage, {"lab 5 has no --bucket-mib"}, run({"5", {.bucket_mib = 1}}));
-  expect_error(Code::kUsage, {"lab 6 has no --split-rows"}, run({"6", {.split_rows = 9}}));
-  expect_error(Code::kUsage, {"lab 6 has no --split-devices", "belongs to lab 5"},
-               run({"6", {.split_devices = {2}}}));
-}
-
 TEST(Lab6Results, CollectsRecordsToTheirSetUps) {
-  const auto plan = plan_lab6({.quick = true, .ranks = {3, 2}}, cores(2));
-  Finished finished;
+  const auto plan = kLab.plan({.quick = true, .own = {{"--ranks", "3,2"}}}, cores(2));
+  LabRuns results;
   for (const auto& experiment : plan.experiments) {
-    finished.emplace_back(experiment, dp_run(experiment.devices, 1));
+    results.add(experiment, dp_run(experiment.devices, 1));
   }
-  const Lab6Results results = collect_lab6(finished);
-  EXPECT_EQ(results.single.runs.size(), 2U);
-  ASSERT_EQ(results.data_parallel.size(), 3U);
-  ASSERT_EQ(results.distributed.size(), 3U);
+  EXPECT_EQ(results.of("single").runs.size(), 2U);
+  ASSERT_EQ(results.all("dp").size(), 3U);
+  ASSERT_EQ(results.all("ddp").size(), 3U);
   for (size_t i = 0; i < 3; ++i) {
-    EXPECT_EQ(results.distributed[i].devices, static_cast<int>(i) + 1);
-    EXPECT_EQ(results.data_parallel[i].runs.size(), 2U);
+    EXPECT_EQ(results.all("ddp")[i].devices, static_cast<int>(i) + 1);
+    EXPECT_EQ(results.all("dp")[i].runs.size(), 2U);
   }
 }
 
 TEST(Lab6Results, LooksCloselyAtRanksWithHardwareOfTheirOwn) {
-  Lab6Results results = results_of(2, 100, 60, 52);
-  EXPECT_EQ(results.focus(), 1U);
-  results.data_parallel.push_back(set_of(dp_run(4, 70, 4)));
-  results.distributed.push_back(set_of(ddp_run(4, 70, 4)));
-  EXPECT_EQ(results.focus(), 1U) << "four ranks share the cores";
-  EXPECT_EQ(results_of(2, 100, 90, 90, 2).focus(), 1U) << "all share: the most ranks";
-  EXPECT_EQ(results_of(1, 100, 0, 0).focus(), 0U);
+  const auto looks_at = [](const LabRuns& runs) { return kLab.table(runs, "overlap").title(); };
+  LabRuns results = results_of(2, 100, 60, 52);
+  EXPECT_TRUE(looks_at(results).ends_with("with 2 ranks"));
+  results.sets["dp"].push_back(set_of(dp_run(4, 70, 4)));
+  results.sets["ddp"].push_back(set_of(ddp_run(4, 70, 4)));
+  EXPECT_TRUE(looks_at(results).ends_with("with 2 ranks")) << "four ranks share the cores";
+  EXPECT_TRUE(looks_at(results_of(2, 100, 90, 90, 2)).ends_with("with 2 ranks"))
+      << "all share: the most ranks";
+  EXPECT_TRUE(looks_at(results_of(1, 100, 0, 0)).ends_with("with 1 rank"));
 }
 
 TEST(Lab6Results, CommunicationIsHiddenOrExposed) {
@@ -205,7 +184,7 @@ TEST(Lab6Results, CommunicationIsHiddenOrExposed) {
 }
 
 TEST(Lab6Tables, MethodsStandSideBySide) {
-  const Table table = methods_table(results_of(2, 100, 60, 50));
+  const Table table = kLab.table(results_of(2, 100, 60, 50), "methods");
   const auto& rows = table.rows();
   ASSERT_EQ(rows.size(), 5U);
   EXPECT_EQ(rows[0], (std::vector<std::string>{"single", "1", "1", "64", "90 %", "30.0 MiB",
@@ -217,23 +196,26 @@ TEST(Lab6Tables, MethodsStandSideBySide) {
             (std::vector<std::string>{"DDP", "2", "2", "32 32", "95 … 95 %", "25.0 MiB / 25.0 MiB",
                                       "50.0 ± 0.0 ms", "50.0 … 50.0 ms", "2.00 ± 0.00"}));
   EXPECT_TRUE(mentions(table.terminal(false), "On 2 devices DDP is 1.20 times as fast as DP."));
-  EXPECT_TRUE(mentions(methods_table(results_of(2, 100, 50, 60)).terminal(false),
+  EXPECT_TRUE(mentions(kLab.table(results_of(2, 100, 50, 60), "methods").terminal(false),
                        "DDP is 1.20 times slower than DP."));
 }
 
 TEST(Lab6Tables, NoiseAndABusyMachineAreWarnedAbout) {
-  Lab6Results results = results_of(2, 100, 60, 50);
-  for (const auto& table : lab6_report(results).tables)
+  LabRuns results = results_of(2, 100, 60, 50);
+  for (const auto& table : kLab.report(results).tables)
     EXPECT_FALSE(mentions(table.table.terminal(false), "Warning")) << table.name;
-  results.distributed[1].runs[0] = ddp_run(2, 90);
-  EXPECT_TRUE(mentions(methods_table(results).terminal(false), "Warning: step times varied"));
-  EXPECT_TRUE(mentions(scaling_table(results).terminal(false), "Warning: step times varied"));
+  results.sets["ddp"][1].runs[0] = ddp_run(2, 90);
+  EXPECT_TRUE(
+      mentions(kLab.table(results, "methods").terminal(false), "Warning: step times varied"));
+  EXPECT_TRUE(
+      mentions(kLab.table(results, "scaling").terminal(false), "Warning: step times varied"));
   results.others_busy_cores = 1;
-  EXPECT_TRUE(mentions(methods_table(results).terminal(false), "other programs kept 1.0 cores"));
+  EXPECT_TRUE(
+      mentions(kLab.table(results, "methods").terminal(false), "other programs kept 1.0 cores"));
 }
 
 TEST(Lab6Tables, BalanceShowsDevice0OfBothMethods) {
-  const auto rows = balance_table(results_of(2, 100, 60, 50)).rows();
+  const auto rows = kLab.table(results_of(2, 100, 60, 50), "balance").rows();
   ASSERT_EQ(rows.size(), 4U);
   EXPECT_EQ(rows[0].front(), "DP");
   EXPECT_EQ(rows[0].back(), "+10.0 MiB / +12.0 MiB");
@@ -242,41 +224,41 @@ TEST(Lab6Tables, BalanceShowsDevice0OfBothMethods) {
 }
 
 TEST(Lab6Tables, BucketsStandAgainstTheEndOfBackward) {
-  Lab6Results results = results_of(2, 100, 60, 50);
-  auto& buckets = results.distributed[1].runs[0].buckets;
+  LabRuns results = results_of(2, 100, 60, 50);
+  auto& buckets = results.sets["ddp"][1].runs[0].buckets;
   buckets.push_back(
       {.index = 2, .bytes = 1_KiB, .parameters = 1, .launched_ms = 20.5, .finished_ms = 22});
-  const auto rows = overlap_table(results).rows();
+  const auto rows = kLab.table(results, "overlap").rows();
   ASSERT_EQ(rows.size(), 3U);
   EXPECT_EQ(rows[0], (std::vector<std::string>{"0", "2", "4.00 MiB", "6.00 ms", "8.00 ms",
                                                "hidden: finished before"}));
   EXPECT_EQ(rows[1].back(), "finished 1.50 ms after");
   EXPECT_EQ(rows[2].back(), "launched after, 2.00 ms late");
-  EXPECT_TRUE(mentions(overlap_table(results).notes().at(0), "which ended after 20.0 ms"));
+  EXPECT_TRUE(mentions(kLab.table(results, "overlap").notes().at(0), "which ended after 20.0 ms"));
 }
 
 TEST(Lab6Tables, CommunicationIsDividedForEachNumberOfRanks) {
-  const auto rows = communication_table(results_of(2, 100, 60, 50)).rows();
+  const auto rows = kLab.table(results_of(2, 100, 60, 50), "communication").rows();
   ASSERT_EQ(rows.size(), 2U);
   EXPECT_EQ(rows[1], (std::vector<std::string>{"2", "2", "16.0 MiB", "4.00 ms", "3.00 ms",
                                                "1.00 ms", "75 %", "2.0 %"}));
 }
 
 TEST(Lab6Tables, ScalingIsAgainstTheMethodItself) {
-  const auto rows = scaling_table(results_of(2, 100, 80, 50)).rows();
+  const auto rows = kLab.table(results_of(2, 100, 80, 50), "scaling").rows();
   ASSERT_EQ(rows.size(), 4U);
   EXPECT_EQ(rows[1][4], "1.25 ± 0.00");
   EXPECT_EQ(rows[1].back(), "no: 62 % of 2×");
   EXPECT_EQ(rows[2].back(), "baseline");
   EXPECT_EQ(rows[3][5], "100 %");
   EXPECT_EQ(rows[3].back(), "yes: 100 % of 2×");
-  EXPECT_EQ(scaling_table(results_of(2, 100, 90, 90, 2)).rows().back().back(),
+  EXPECT_EQ(kLab.table(results_of(2, 100, 90, 90, 2), "scaling").rows().back().back(),
             "cannot show: shared");
 }
 
 TEST(Lab6Answers, EveryQuestionIsAnsweredWhateverTheRunHas) {
-  Lab6Results bare = results_of(2, 100, 60, 50);
-  for (auto& set_up : bare.distributed) {
+  LabRuns bare = results_of(2, 100, 60, 50);
+  for (auto& set_up : bare.sets["ddp"]) {
     for (auto& run : set_up.runs) {
       run.buckets.clear();
       run.backward_ms = run.comm_ms = run.exposed_comm_ms = 0;
@@ -285,7 +267,7 @@ TEST(Lab6Answers, EveryQuestionIsAnsweredWhateverTheRunHas) {
   }
   for (const auto& results : {results_of(2, 100, 60, 50), results_of(3, 100, 130, 120, 3),
                               results_of(1, 9, 0, 0), bare}) {
-    const auto answers = answer_lab6(results);
+    const auto answers = kLab.report(results).answers;
     EXPECT_EQ(answers.size(), 10U);
     for (const auto& answer : answers) {
       EXPECT_TRUE(answer.text.ends_with(".")) << answer.question << answer.text;
@@ -295,8 +277,8 @@ TEST(Lab6Answers, EveryQuestionIsAnsweredWhateverTheRunHas) {
   }
 }
 
-TEST(Lab6Answers, ProcessesAndPlacesAreNamed) {
-  const std::string text = answer_to(results_of(2, 100, 60, 50), "How many processes");
+TEST(Lab6Answers, ProcessesAndDevicesAreNamed) {
+  const std::string text = kLab.answer(results_of(2, 100, 60, 50), "How many processes");
   EXPECT_TRUE(text.starts_with(
       "2, one for each device: rank 0 on cpu:0 (core 0), rank 1 on cpu:1 (core 1). "
       "DataParallel drove the same 2 devices from 1 process."))
@@ -305,85 +287,85 @@ TEST(Lab6Answers, ProcessesAndPlacesAreNamed) {
 }
 
 TEST(Lab6Answers, TheSplitIsTheProgramsOwn) {
-  EXPECT_TRUE(answer_to(results_of(2, 100, 60, 50), "automatically").starts_with("No"));
-  const std::string even = answer_to(results_of(2, 100, 60, 50), "distributed");
+  EXPECT_TRUE(kLab.answer(results_of(2, 100, 60, 50), "automatically").starts_with("No"));
+  const std::string even = kLab.answer(results_of(2, 100, 60, 50), "distributed");
   EXPECT_TRUE(mentions(even, "32 32 rows of each batch of 64. ")) << even;
   EXPECT_TRUE(mentions(even, "All 2 losses equal those of one device")) << even;
-  EXPECT_TRUE(mentions(answer_to(results_of(3, 100, 60, 50), "distributed"), "weighted by rows"));
+  EXPECT_TRUE(mentions(kLab.answer(results_of(3, 100, 60, 50), "distributed"), "weighted by rows"));
 }
 
 TEST(Lab6Answers, CommunicationIsQuotedFromTheBuckets) {
-  const std::string text = answer_to(results_of(2, 100, 60, 50), "When does");
+  const std::string text = kLab.answer(results_of(2, 100, 60, 50), "When does");
   EXPECT_TRUE(mentions(text, "2 all-reduces of together 16.0 MiB per step")) << text;
   EXPECT_TRUE(mentions(text, "launched 6.00 ms after backward began")) << text;
   EXPECT_TRUE(mentions(text, "1 of 2 buckets had finished")) << text;
   EXPECT_TRUE(mentions(text, "Of 4.00 ms communication per step 3.00 ms (75 %) was hidden"))
       << text;
   EXPECT_TRUE(mentions(text, "little but waiting can be hidden")) << "two cores: " << text;
-  Lab6Results gpus = results_of(2, 100, 60, 50);
-  for (auto& run : gpus.distributed[1].runs) {
+  LabRuns gpus = results_of(2, 100, 60, 50);
+  for (auto& run : gpus.sets["ddp"][1].runs) {
     for (auto& device : run.devices) device.physical = "GPU 0";
   }
-  EXPECT_FALSE(mentions(answer_to(gpus, "When does"), "little but waiting"));
+  EXPECT_FALSE(mentions(kLab.answer(gpus, "When does"), "little but waiting"));
 }
 
 TEST(Lab6Answers, BalanceIsMeasuredBothWays) {
-  const std::string yes = answer_to(results_of(2, 100, 60, 50), "more balanced");
+  const std::string yes = kLab.answer(results_of(2, 100, 60, 50), "more balanced");
   EXPECT_TRUE(
       yes.starts_with("Yes. Device 0's peak was 1.50 times the others' under DataParallel "
                       "and 1.00 times under DDP"))
       << yes;
-  Lab6Results uneven = results_of(2, 100, 60, 50);
-  for (auto& run : uneven.distributed[1].runs) {
+  LabRuns uneven = results_of(2, 100, 60, 50);
+  for (auto& run : uneven.sets["ddp"][1].runs) {
     run.devices[0].peak_bytes = 60_MiB;
     run.devices[1].busy_fraction = 0.1;
   }
-  EXPECT_TRUE(answer_to(uneven, "more balanced").starts_with("Not in this run."));
-  EXPECT_TRUE(answer_to(uneven, "bottleneck").starts_with("It still holds more in this run."));
-  const std::string no = answer_to(results_of(2, 100, 60, 50), "bottleneck");
+  EXPECT_TRUE(kLab.answer(uneven, "more balanced").starts_with("Not in this run."));
+  EXPECT_TRUE(kLab.answer(uneven, "bottleneck").starts_with("It still holds more in this run."));
+  const std::string no = kLab.answer(results_of(2, 100, 60, 50), "bottleneck");
   EXPECT_TRUE(no.starts_with("No. Against the others' mean its peak was +10.0 MiB")) << no;
   EXPECT_TRUE(mentions(no, "moved 20.0 MiB per step against 16.0 MiB")) << no;
 }
 
 TEST(Lab6Answers, FasterBothWaysAndNeither) {
-  EXPECT_TRUE(answer_to(results_of(2, 100, 60, 50), "is faster")
+  EXPECT_TRUE(kLab.answer(results_of(2, 100, 60, 50), "is faster")
                   .starts_with("DDP. On 2 devices a step took 50.0 ms with DDP and 60.0 ms with "
                                "DataParallel: 1.20 times as fast."));
-  EXPECT_TRUE(answer_to(results_of(2, 100, 50, 60), "is faster").starts_with("DataParallel. "));
-  EXPECT_TRUE(answer_to(results_of(2, 100, 50, 50.5), "is faster").starts_with("Neither"));
-  Lab6Results noisy = results_of(2, 100, 60, 50);
-  noisy.distributed[1].runs = {ddp_run(2, 40), ddp_run(2, 60), ddp_run(2, 80)};
-  EXPECT_TRUE(answer_to(noisy, "is faster").starts_with("Neither"));
-  EXPECT_TRUE(mentions(answer_to(noisy, "is faster"), "rough figure"));
+  EXPECT_TRUE(kLab.answer(results_of(2, 100, 50, 60), "is faster").starts_with("DataParallel. "));
+  EXPECT_TRUE(kLab.answer(results_of(2, 100, 50, 50.5), "is faster").starts_with("Neither"));
+  LabRuns noisy = results_of(2, 100, 60, 50);
+  noisy.sets["ddp"][1].runs = {ddp_run(2, 40), ddp_run(2, 60), ddp_run(2, 80)};
+  EXPECT_TRUE(kLab.answer(noisy, "is faster").starts_with("Neither"));
+  EXPECT_TRUE(mentions(kLab.answer(noisy, "is faster"), "rough figure"));
 }
 
 TEST(Lab6Answers, ScalingIsMeasuredAndSharedCoresAreNotSoldAsIt) {
-  const std::string ddp = answer_to(results_of(2, 100, 80, 50), "scales");
+  const std::string ddp = kLab.answer(results_of(2, 100, 80, 50), "scales");
   EXPECT_TRUE(
       ddp.starts_with("DDP. Against itself on one device DDP reached 2.00 times on 2 (100 "
                       "% of proportional) and DataParallel 1.25 (62 %)."))
       << ddp;
   EXPECT_TRUE(
-      answer_to(results_of(2, 100, 50, 80), "scales").starts_with("In this run DataParallel."));
-  EXPECT_TRUE(mentions(answer_to(results_of(2, 100, 90, 90, 2), "scales"),
+      kLab.answer(results_of(2, 100, 50, 80), "scales").starts_with("In this run DataParallel."));
+  EXPECT_TRUE(mentions(kLab.answer(results_of(2, 100, 90, 90, 2), "scales"),
                        "All 2 devices share the same hardware"));
-  Lab6Results four = results_of(2, 100, 80, 50);
-  four.data_parallel.push_back(set_of(dp_run(4, 90, 4)));
-  four.distributed.push_back(set_of(ddp_run(4, 60, 4)));
-  const std::string text = answer_to(four, "scales");
+  LabRuns four = results_of(2, 100, 80, 50);
+  four.sets["dp"].push_back(set_of(dp_run(4, 90, 4)));
+  four.sets["ddp"].push_back(set_of(ddp_run(4, 60, 4)));
+  const std::string text = kLab.answer(four, "scales");
   EXPECT_TRUE(mentions(text, "The 4 ranks of the largest run shared this machine's cores")) << text;
   EXPECT_TRUE(mentions(text, "DDP: 2.00 on 2; 1.67 on 4, shared.")) << text;
 }
 
 TEST(Lab6Answers, OneRankCannotShowIt) {
   for (const char* question : {"When does", "more balanced", "bottleneck", "scales", "Why?"}) {
-    EXPECT_TRUE(mentions(answer_to(results_of(1, 100, 0, 0), question), "This run had one rank"))
+    EXPECT_TRUE(mentions(kLab.answer(results_of(1, 100, 0, 0), question), "This run had one rank"))
         << question;
   }
 }
 
 TEST(Lab6Charts, BothMethodsStandSideBySide) {
-  const auto figures = lab6_figures(results_of(2, 100, 60, 50));
+  const auto figures = kLab.report(results_of(2, 100, 60, 50)).figures;
   const auto& chart = std::get<BarChart>(figures[0].chart);
   EXPECT_EQ(chart.categories, (std::vector<std::string>{"1 device", "2 devices"}));
   EXPECT_EQ(chart.series[0].values, (std::vector<double>{100, 60}));
@@ -391,17 +373,17 @@ TEST(Lab6Charts, BothMethodsStandSideBySide) {
 }
 
 TEST(Lab6Charts, BucketsAreDrawnAgainstBackward) {
-  Lab6Results results = results_of(2, 100, 60, 50);
-  RunRecord& run = results.distributed[1].runs.front();
+  LabRuns results = results_of(2, 100, 60, 50);
+  RunRecord& run = results.sets["ddp"][1].runs.front();
   run.backward_ms = 20;
   run.buckets = {
       {.index = 0, .bytes = 1_MiB, .parameters = 1, .launched_ms = 2, .finished_ms = 9},
       {.index = 1, .bytes = 2_MiB, .parameters = 1, .launched_ms = 8, .finished_ms = 25}};
-  const auto chart = std::get<Timeline>(lab6_figures(results).back().chart);
+  const auto chart = std::get<Timeline>(kLab.report(results).figures.back().chart);
   ASSERT_EQ(chart.rows.size(), 3U);
   EXPECT_EQ(chart.rows[0].spans[0].end_ms, 20);
   EXPECT_EQ(chart.rows[2].label, "bucket 1");
-  EXPECT_TRUE(mentions(lab6_figures(results).back().caption, "1 of 2 buckets had finished"));
+  EXPECT_TRUE(mentions(kLab.report(results).figures.back().caption, "1 of 2 buckets had finished"));
 
   run.buckets.clear();
   for (int i = 0; i < 20; ++i) {  // in pairs that overlap
@@ -411,14 +393,15 @@ TEST(Lab6Charts, BucketsAreDrawnAgainstBackward) {
                            .launched_ms = 1.0 * i,
                            .finished_ms = i + 1.5});
   }
-  EXPECT_EQ(std::get<Timeline>(lab6_figures(results).back().chart).rows.size(), 3U) << "packed";
+  EXPECT_EQ(std::get<Timeline>(kLab.report(results).figures.back().chart).rows.size(), 3U)
+      << "packed";
   run.buckets.clear();
-  EXPECT_EQ(lab6_figures(results).size(), 2U) << "nothing was communicated";
+  EXPECT_EQ(kLab.report(results).figures.size(), 2U) << "nothing was communicated";
 }
 
 TEST(Lab6Report, HoldsStampTablesAnswersAndRecords) {
   const std::string report = render_markdown(lab_document(
-      lab6_report(results_of(2, 100, 60, 50)), "lockstep lab 6", 1767323040, {"ddp-cpu2"}));
+      kLab.report(results_of(2, 100, 60, 50)), "lockstep lab 6", 1767323040, {"ddp-cpu2"}));
   for (const char* part :
        {"# Practical 6: DistributedDataParallel", "- command: `lockstep lab 6`",
         "- libtorch: 2.11.0", "### DataParallel (DP) against", "### Balance", "### Overlap",
@@ -429,4 +412,4 @@ TEST(Lab6Report, HoldsStampTablesAnswersAndRecords) {
 }
 
 }  // namespace
-}  // namespace lockstep::cli
+}  // namespace lockstep::cli::lab6_test

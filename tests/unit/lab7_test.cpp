@@ -1,29 +1,69 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <set>
 
-#include "cli/lab/lab7.hpp"
-#include "cli/lab/lab7_plan.hpp"
-#include "cli/lab/lab_command.hpp"
 #include "cli/lab/lab_measures.hpp"
-#include "cli/lab/lab_text.hpp"
-#include "lab7_support.hpp"
+#include "lab_support.hpp"
 #include "support.hpp"
 
-namespace lockstep::cli {
+namespace lockstep::cli::lab7_test {
 namespace {
 
 using test::cores;
 using test::expect_error;
 using test::experiment_named;
-using test::made_lab7;
+using test::first_program;
 using test::made_set;
+using test::MadeRun;
+using test::mentions;
 using test::names_of;
+using test::row_with;
+using test::set_up;
 using test::value_of;
 
-constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+const test::LabOf kLab{"7"};
+
+// A whole lab, as an ideal run on two ranks would leave it.
+LabRuns made_lab7(const MadeRun& like = {}) {
+  const std::string amp = like.amp == "off" ? "bf16" : like.amp;
+  const auto with = [&like](auto change) {
+    MadeRun made = like;
+    made.amp = "off";
+    change(made);
+    return made;
+  };
+  const auto plain = with([](MadeRun&) {});
+  const auto many = with([](MadeRun& run) { run.accum_steps = 4, run.ms = 320; });
+  const auto low = with([&amp](MadeRun& run) { run.amp = amp, run.ms = 50; });
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  LabRuns results;
+  results.sets["fp32"] = {made_set(plain)};
+  results.sets["amp"] = {made_set(low)};
+  results.sets["accumulated"] = {made_set(many, 2, 4)};
+  results.sets["synced"] = {
+      made_set(with([](MadeRun& run) { run.accum_steps = 4, run.ms = 400, run.syncs = 4; }), 2, 4)};
+  results.sets["undivided"] = {
+      made_set(with([](MadeRun& run) { run.accum_steps = 4, run.ms = 320, run.norm = 2; }), 1, 4)};
+  set_up(results, "undivided").runs[0].losses = {1.0, 2.0, 4.0, 8.0};
+  results.sets["one_batch"] = {
+      made_set(with([](MadeRun& run) { run.rows = 256, run.ms = 310; }), 2, 4)};
+  results.sets["combined"] = {made_set(
+      with([&amp](MadeRun& run) { run.accum_steps = 4, run.amp = amp, run.ms = 160; }), 2, 4)};
+  results.sets["no_scaler"] = {made_set(low, 1)};
+  set_up(results, "no_scaler").runs[0].scale.reset();
+  results.sets["overflow"] = {made_set(low, 1, 2)};
+  set_up(results, "overflow").runs[0].scale = 32768;
+  set_up(results, "overflow").runs[0].skipped_steps = {{2, "layers.0.weight", 65536, 32768}};
+  results.sets["overflow_no_scaler"] = {made_set(low, 1, 2)};
+  RunRecord& broken = set_up(results, "overflow_no_scaler").runs[0];
+  broken.scale.reset();
+  broken.losses = {1.0, 0.5, nan, nan};
+  broken.nonfinite = 2;
+  return results;
+}
 
 std::set<std::string> programs_of(const LabPlan& plan) {
   std::set<std::string> programs;
@@ -32,7 +72,7 @@ std::set<std::string> programs_of(const LabPlan& plan) {
 }
 
 TEST(Lab7Plan, QuickRunsEveryVariantTheQuestionsNeed) {
-  const LabPlan plan = plan_lab7({.quick = true}, cores(2));
+  const LabPlan plan = kLab.plan({.quick = true}, cores(2));
   EXPECT_EQ(names_of(plan),
             (std::vector<std::string>{
                 "fp32-run1", "bf16-run1", "accum4-run1", "accum4-sync-run1", "rows-times4-run1",
@@ -50,7 +90,7 @@ TEST(Lab7Plan, QuickRunsEveryVariantTheQuestionsNeed) {
 }
 
 TEST(Lab7Plan, FlagsSayWhatEachVariantIs) {
-  const LabPlan plan = plan_lab7({.quick = true, .steps = 10, .batch = 32, .dim = 8}, cores(2));
+  const LabPlan plan = kLab.plan({.quick = true, .steps = 10, .batch = 32, .dim = 8}, cores(2));
   const auto tail = [&plan](const std::string& name) {
     const auto& words = experiment_named(plan, name).arguments;
     const auto quiet = std::find(words.begin(), words.end(), "--quiet");
@@ -72,118 +112,327 @@ TEST(Lab7Plan, FlagsSayWhatEachVariantIs) {
 }
 
 TEST(Lab7Plan, TheFullFormIsLongerAndKeepsWhatIsAsked) {
-  const LabPlan plan = plan_lab7({}, cores(2));
+  const LabPlan plan = kLab.plan({}, cores(2));
   EXPECT_EQ(plan.repetitions, 3);
   EXPECT_FALSE(experiment_named(plan, "accum8-sync-run3").name.empty());
-  const LabPlan asked = plan_lab7({.accum_steps = {6, 3, 3}}, cores(2));
+  const LabPlan asked = kLab.plan({.own = {{"--accum-steps", "6,3,3"}}}, cores(2));
   EXPECT_FALSE(experiment_named(asked, "accum3-run1").name.empty());
   EXPECT_FALSE(experiment_named(asked, "rows-times6-run1").name.empty());
   EXPECT_FALSE(experiment_named(asked, "bf16-accum3-run1").name.empty()) << "the fewest";
   EXPECT_TRUE(experiment_named(asked, "accum4-run1").name.empty());
-  EXPECT_FALSE(experiment_named(plan_lab7({.steps = 1}, cores(2)), "bf16-overflow1").name.empty());
+  EXPECT_FALSE(experiment_named(kLab.plan({.steps = 1}, cores(2)), "bf16-overflow1").name.empty());
 }
 
 TEST(Lab7Plan, DevicesDecideRanksAndPrecision) {
   const auto ranks = [](const LabOptions& options, const Hardware& hardware) {
-    return plan_lab7(options, hardware).experiments.front().ranks;
+    return kLab.plan(options, hardware).experiments.front().ranks;
   };
   EXPECT_EQ(ranks({}, cores(8)), 2);
   EXPECT_EQ(ranks({.devices = "cpu:3"}, cores(8)), 3);
   EXPECT_EQ(ranks({}, cores(8, 4)), 4);
   EXPECT_EQ(ranks({}, cores(8, 1)), 1);
-  EXPECT_FALSE(experiment_named(plan_lab7({}, cores(8, 1)), "fp16-run1").name.empty());
-  EXPECT_FALSE(experiment_named(plan_lab7({.amp = "bf16"}, cores(8, 1)), "bf16-run1").name.empty());
+  EXPECT_FALSE(experiment_named(kLab.plan({}, cores(8, 1)), "fp16-run1").name.empty());
+  EXPECT_FALSE(experiment_named(kLab.plan({.own = {{"--amp", "bf16"}}}, cores(8, 1)), "bf16-run1")
+                   .name.empty());
 }
 
 TEST(Lab7Plan, BadValuesAreNamedWithARemedy) {
-  expect_error(Code::kUsage, {"--amp fp8", "bf16 or fp16"},
-               [] { plan_lab7({.amp = "fp8"}, cores(2)); });
-  expect_error(Code::kUsage, {"--amp off"}, [] { plan_lab7({.amp = "off"}, cores(2)); });
-  expect_error(Code::kUsage, {"--amp fp16 needs a GPU", "--amp bf16"},
-               [] { plan_lab7({.amp = "fp16"}, cores(2)); });
-  expect_error(Code::kUsage, {"--accum-steps 1", "from 2 on"}, [] {
-    plan_lab7({.accum_steps = {4, 1}}, cores(2));
+  expect_error(Code::kUsage, {"--amp fp8", "bf16 or fp16"}, [] {
+    kLab.plan({.own = {{"--amp", "fp8"}}}, cores(2));
   });
-  expect_error(Code::kSplit, {"--batch 1", "2 ranks"}, [] { plan_lab7({.batch = 1}, cores(2)); });
-}
-
-TEST(LabCommand, LabsOfIssueFiveHaveTheirFlags) {
-  const auto run = [](const LabRequest& request) {
-    return [request] { run_lab_command(request, "lockstep lab"); };
-  };
-  expect_error(Code::kUsage, {"there is no lab \"8\"", "5, 6, 7, 10 and homework2", "lab all"},
-               run({"8", {}}));
-  expect_error(Code::kUsage, {"lab 7 has no --ranks", "belongs to lab 6"},
-               run({"7", {.ranks = {2}}}));
-  expect_error(Code::kUsage, {"lab homework2 has no --split-rows", "belongs to lab 5"},
-               run({"homework2", {.split_rows = 9}}));
-  expect_error(Code::kUsage, {"lab 5 has no --amp", "belongs to lab 7 and lab homework2"},
-               run({"5", {.amp = "bf16"}}));
-  expect_error(Code::kUsage, {"lab 6 has no --accum-steps"}, run({"6", {.accum_steps = {4}}}));
+  expect_error(Code::kUsage, {"--amp off"}, [] {
+    kLab.plan({.own = {{"--amp", "off"}}}, cores(2));
+  });
+  expect_error(Code::kUsage, {"--amp fp16 needs a GPU", "--amp bf16"}, [] {
+    kLab.plan({.own = {{"--amp", "fp16"}}}, cores(2));
+  });
+  expect_error(Code::kUsage, {"--accum-steps 1", "from 2 on"}, [] {
+    kLab.plan({.own = {{"--accum-steps", "4,1"}}}, cores(2));
+  });
+  expect_error(Code::kSplit, {"--batch 1", "2 ranks"}, [] { kLab.plan({.batch = 1}, cores(2)); });
 }
 
 TEST(Lab7Results, CollectsEveryRecordToItsSetUp) {
-  const LabPlan plan = plan_lab7({.accum_steps = {8, 4}}, cores(2));
-  const Finished finished = test::named_runs(plan);
-  const Lab7Results results = collect_lab7(finished);
-  const auto first = [](const RunSet& set_up) { return set_up.runs.at(0).program; };
-  EXPECT_EQ(first(results.fp32), "fp32-run1");
-  EXPECT_EQ(first(results.amp), "bf16-run1");
-  EXPECT_EQ(first(results.combined), "bf16-accum4-run1");
-  EXPECT_EQ(first(results.no_scaler), "bf16-no-scaler");
-  EXPECT_EQ(first(results.overflow), "bf16-overflow10");
-  EXPECT_EQ(first(results.overflow_no_scaler), "bf16-no-scaler-overflow10");
-  EXPECT_EQ(results.overflow_at, 10);
-  ASSERT_EQ(results.accumulations.size(), 2U);
-  EXPECT_EQ(results.accumulations[0].micro_steps, 4);
-  EXPECT_EQ(first(results.accumulations[1].no_sync), "accum8-run1");
-  EXPECT_EQ(first(results.accumulations[1].synced), "accum8-sync-run1");
-  EXPECT_EQ(first(results.accumulations[1].undivided), "accum8-undivided");
-  EXPECT_EQ(first(results.accumulations[1].one_batch), "rows-times8-run1");
-  EXPECT_EQ(results.fp32.runs.size(), 3U);
-  EXPECT_EQ(results.fp32.devices, 2);
+  const LabPlan plan = kLab.plan({.own = {{"--accum-steps", "8,4"}}}, cores(2));
+  const LabRuns results = test::named_runs(plan);
+  const auto first = [&results](const char* what) { return first_program(results.of(what)); };
+  EXPECT_EQ(first("fp32"), "fp32-run1");
+  EXPECT_EQ(first("amp"), "bf16-run1");
+  EXPECT_EQ(first("combined"), "bf16-accum4-run1");
+  EXPECT_EQ(first("no_scaler"), "bf16-no-scaler");
+  EXPECT_EQ(first("overflow"), "bf16-overflow10");
+  EXPECT_EQ(first("overflow_no_scaler"), "bf16-no-scaler-overflow10");
+  EXPECT_EQ(results.of("overflow").size, 10);
+  ASSERT_EQ(results.all("accumulated").size(), 2U);
+  EXPECT_EQ(results.all("accumulated")[0].size, 4);
+  EXPECT_EQ(first_program(results.of("accumulated", 8)), "accum8-run1");
+  EXPECT_EQ(first_program(results.of("synced", 8)), "accum8-sync-run1");
+  EXPECT_EQ(first_program(results.of("undivided", 8)), "accum8-undivided");
+  EXPECT_EQ(first_program(results.of("one_batch", 8)), "rows-times8-run1");
+  EXPECT_EQ(results.of("fp32").runs.size(), 3U);
+  EXPECT_EQ(results.of("fp32").devices, 2);
 }
 
 TEST(LabMeasures, CompareWhatHasDifferentRows) {
-  const Lab7Results results = made_lab7();
-  EXPECT_DOUBLE_EQ(rows_per_s(results.fp32), 640);
-  EXPECT_DOUBLE_EQ(rows_per_s(results.first().no_sync), 800);
-  EXPECT_DOUBLE_EQ(compare_per_row(results.fp32, results.first().no_sync).speedup.mean, 1.25);
-  EXPECT_DOUBLE_EQ(norm_ratio(results.first().no_sync, results.first().undivided).value(), 4);
-  EXPECT_EQ(peak_of(results.fp32), 40_MiB);
+  const LabRuns results = made_lab7();
+  EXPECT_DOUBLE_EQ(rows_per_s(results.of("fp32")), 640);
+  EXPECT_DOUBLE_EQ(rows_per_s(results.of("accumulated")), 800);
+  EXPECT_DOUBLE_EQ(compare_per_row(results.of("fp32"), results.of("accumulated")).speedup.mean,
+                   1.25);
+  EXPECT_DOUBLE_EQ(norm_ratio(results.of("accumulated"), results.of("undivided")).value(), 4);
+  EXPECT_EQ(peak_of(results.of("fp32")), 40_MiB);
   EXPECT_DOUBLE_EQ(relative_change(40_MiB, 30_MiB), -0.25);
   EXPECT_DOUBLE_EQ(relative_change(0, 30_MiB), 0);
 }
 
-TEST(LabMeasures, LossesDeviateOrCannotBeCompared) {
-  RunRecord one = test::made_run({});
-  RunRecord other = one;
-  EXPECT_DOUBLE_EQ(loss_deviation(one, other).value(), 0);
-  other.losses[1] = 0.55;
-  EXPECT_NEAR(loss_deviation(one, other).value(), 0.1, 1e-12);
-  other.losses[3] = kNan;
-  EXPECT_FALSE(loss_deviation(one, other));
-  other.losses.resize(2);
-  EXPECT_FALSE(loss_deviation(one, other)) << "of another length";
-  one.losses.clear();
-  EXPECT_FALSE(loss_deviation(one, one));
+TEST(Lab7Tables, BothTechniquesSideBySide) {
+  const Table table = kLab.table(made_lab7(), "techniques");
+  EXPECT_EQ(row_with(table, "goal")[1], "a batch of 256 rows in the memory of 64");
+  EXPECT_EQ(row_with(table, "peak memory"),
+            (std::vector<std::string>{"peak memory", "40.0 MiB", "44.0 MiB"}));
+  EXPECT_EQ(row_with(table, "… against")[1], "64.0 MiB in one batch of 256 rows: -38 %");
+  EXPECT_EQ(row_with(table, "… against")[2], "40.0 MiB in fp32: +10 %");
+  EXPECT_EQ(row_with(table, "speed")[1], "1.25 ± 0.00 × the rows/s of fp32");
+  EXPECT_EQ(row_with(table, "speed")[2], "2.00 ± 0.00 × the rows/s of fp32");
+  EXPECT_EQ(row_with(table, "communication")[1], "2 all-reduces, 16.0 MiB for 256 rows");
+  EXPECT_EQ(table.rows().back()[1], "8 all-reduces, 64.0 MiB if each micro-step syncs");
+  EXPECT_EQ(table.rows().back()[2], "2 all-reduces, 16.0 MiB in fp32");
 }
 
-TEST(LabText, SharesAndChanges) {
-  EXPECT_EQ(format_share(0), "0 %");
-  EXPECT_EQ(format_share(1e-9), "< 0.001 %");
-  EXPECT_EQ(format_share(0.00012), "0.012 %");
-  EXPECT_EQ(format_share(0.1234), "12 %");
-  EXPECT_EQ(format_share(1.4), "140 %");
-  EXPECT_EQ(format_change(-0.284), "-28 %");
-  EXPECT_EQ(format_change(0.001), "±0 %");
-  const auto against = [](double base_ms, double ms) {
-    return format_against(compare(made_set({.ms = base_ms}), made_set({.ms = ms})), "fp32");
-  };
-  EXPECT_EQ(against(100, 50), "2.00 times as fast as fp32");
-  EXPECT_EQ(against(100, 125), "1.25 times slower than fp32");
-  EXPECT_EQ(against(100, 99), "no faster than fp32 within the noise (1.01 ± 0.00 times)");
+TEST(Lab7Tables, WaysToALargeBatch) {
+  const Table table = kLab.table(made_lab7(), "accumulation");
+  EXPECT_EQ(table.rows().size(), 5U);
+  EXPECT_EQ(row_with(table, "fp32 alone"),
+            (std::vector<std::string>{"fp32 alone", "1 × 64", "100 ± 0 ms", "640", "2", "16.0 MiB",
+                                      "10.0 ms", "0.5", "40.0 MiB"}));
+  EXPECT_EQ(row_with(table, "sync each"),
+            (std::vector<std::string>{"sync each", "4 × 64", "400 ± 0 ms", "640", "8", "64.0 MiB",
+                                      "40.0 ms", "0.5 (1.000 ×)", "40.0 MiB"}));
+  EXPECT_EQ(row_with(table, "undivided")[7], "2 (4.000 ×)");
+  EXPECT_EQ(row_with(table, "one batch")[1], "1 × 256");
+  EXPECT_EQ(row_with(table, "one batch").back(), "64.0 MiB");
+}
+
+TEST(Lab7Tables, StabilityIsCounted) {
+  const Table table = kLab.table(made_lab7(), "precision");
+  EXPECT_EQ(row_with(table, "fp32"),
+            (std::vector<std::string>{"fp32", "100 ± 0 ms", "1", "—", "—", "0 of 4", "0.2"}));
+  EXPECT_EQ(row_with(table, "bf16, scaler"),
+            (std::vector<std::string>{"bf16, scaler", "50.0 ± 0.0 ms", "2.00 ± 0.00", "0", "65536",
+                                      "0 of 4", "0.2"}));
+  EXPECT_EQ(row_with(table, "bf16, no scaler")[2], "—") << "it ran once";
+  EXPECT_EQ(row_with(table, "overflow in step 2, scaler")[3], "1");
+  EXPECT_EQ(row_with(table, "overflow in step 2, scaler")[4], "32768");
+  const auto without = row_with(table, "overflow in step 2, no scaler");
+  EXPECT_EQ(without[5], "2 of 4");
+  EXPECT_EQ(without[6], "not finite");
+}
+
+TEST(Lab7Tables, MemoryAndGradientsAreSplit) {
+  const LabRuns results = made_lab7();
+  EXPECT_EQ(row_with(kLab.table(results, "memory"), "bf16"),
+            (std::vector<std::string>{"bf16", "44.0 MiB", "16.0 MiB", "16.0 MiB", "0 B", "8.00 MiB",
+                                      "4.00 MiB"}));
+  EXPECT_EQ(row_with(kLab.table(results, "memory"), "one batch of 256").back(), "32.0 MiB");
+  const Table gradients = kLab.table(results, "gradients");
+  EXPECT_EQ(row_with(gradients, "fp32"),
+            (std::vector<std::string>{"fp32", "4000000", "0.1 %", "12 %", "0.03 %", "0 %"}));
+  EXPECT_TRUE(mentions(gradients.notes().front(), "No run here used fp16"));
+  EXPECT_FALSE(
+      mentions(kLab.table(made_lab7({.amp = "fp16"}), "gradients").notes().front(), "No run here"));
+}
+
+TEST(Lab7Tables, NoiseAndABusyMachineAreWarnedAbout) {
+  LabRuns results = made_lab7();
+  for (const auto& table : kLab.report(results).tables) {
+    EXPECT_FALSE(mentions(table.table.terminal(false), "Warning")) << table.name;
+  }
+  set_up(results, "amp").runs[0].step_ms.mean = 90;
+  EXPECT_TRUE(
+      mentions(kLab.table(results, "precision").terminal(false), "Warning: step times varied"));
+  results.others_busy_cores = 1;
+  EXPECT_TRUE(mentions(kLab.table(results, "accumulation").terminal(false), "kept 1.0 cores busy"));
+}
+
+TEST(Lab7Figures, ShowSpeedMemoryAndLosses) {
+  const auto figures = kLab.report(made_lab7()).figures;
+  ASSERT_EQ(figures.size(), 3U);
+  const auto& speed = std::get<BarChart>(figures[0].chart);
+  ASSERT_EQ(speed.series.size(), 1U);
+  EXPECT_EQ(speed.categories.size(), speed.series[0].values.size());
+  EXPECT_DOUBLE_EQ(speed.series[0].values[4], 2) << speed.categories[4];
+  const auto& memory = std::get<BarChart>(figures[1].chart);
+  EXPECT_TRUE(memory.stacked);
+  ASSERT_EQ(memory.series.size(), 5U);
+  for (const auto& series : memory.series) {
+    EXPECT_EQ(series.values.size(), memory.categories.size()) << series.name;
+  }
+  EXPECT_EQ(memory.series.back().values[2], static_cast<double>(32_MiB)) << "one batch";
+  const auto& losses = std::get<LineChart>(figures[2].chart);
+  ASSERT_EQ(losses.series.size(), 4U);
+  EXPECT_EQ(losses.series[3].x, (std::vector<double>{1, 2, 3, 4}));
+  EXPECT_TRUE(std::isnan(losses.series[3].y[2])) << "a gap";
+  LabRuns bare = made_lab7();
+  for (auto& run : set_up(bare, "fp32").runs) run.memory.reset();
+  const auto figures_of_bare = kLab.report(bare).figures;
+  EXPECT_TRUE(std::isnan(std::get<BarChart>(figures_of_bare[1].chart).series[0].values[0]));
+}
+
+TEST(Lab7Report, HoldsAllParts) {
+  const LabReport report = kLab.report(made_lab7());
+  EXPECT_EQ(report.title, "Practical 7: gradient accumulation and mixed precision");
+  EXPECT_EQ(report.stamp.versions.at("libtorch"), "2.11.0");
+  EXPECT_EQ(report.tables.size(), 5U);
+  EXPECT_EQ(report.figures.size(), 3U);
+  EXPECT_EQ(lab_named("7").folder, "reports/lab7");
+}
+
+TEST(Lab7Answers, EveryQuestionIsAnsweredWhateverTheRunHas) {
+  LabRuns bare = made_lab7();
+  for (auto& [what, set_ups] : bare.sets) {
+    for (auto& run : set_ups.at(0).runs) {
+      run.memory.reset();
+      run.gradient_check.reset();
+      run.scale.reset();
+      run.skipped_steps.clear();
+      run.losses.clear();
+      run.all_reduces = {};
+      run.step_ms = {};
+      run.devices[0].peak_bytes = run.devices[1].peak_bytes = 0;
+    }
+  }
+  for (const auto& results : {made_lab7(), made_lab7({.amp = "fp16"}), made_lab7({.ranks = 1}),
+                              made_lab7({.shared_by = 2}), bare}) {
+    const auto answers = kLab.report(results).answers;
+    EXPECT_EQ(answers.size(), 10U);
+    for (const auto& answer : answers) {
+      EXPECT_TRUE(test::reads_well(answer.text)) << answer.question << "\n" << answer.text;
+    }
+    EXPECT_EQ(kLab.report(results).tables.size(), 5U);
+  }
+}
+
+TEST(Lab7Answers, TheLossIsDividedAndTheNormsShowWhy) {
+  const std::string text = kLab.answer(made_lab7(), "divided");
+  EXPECT_TRUE(mentions(text, "4 micro-steps give the sum of 4 means")) << text;
+  EXPECT_TRUE(mentions(text, "the norm 2 instead of 0.5, 4.00 times as much")) << text;
+  EXPECT_TRUE(mentions(text, "Its loss after 4 steps was 8 instead of 0.2.")) << text;
+  EXPECT_TRUE(mentions(text, "One batch of 256 rows gave 0.5: accumulation is equivalent")) << text;
+  LabRuns other = made_lab7();
+  set_up(other, "one_batch").runs[0].gradient_check->norm = 0.4;
+  set_up(other, "undivided").runs[0].nonfinite = 1;
+  EXPECT_TRUE(
+      mentions(kLab.answer(other, "divided"), "gave 0.4: norm and losses are up to 25 % apart"));
+  EXPECT_TRUE(mentions(kLab.answer(other, "divided"), "Its loss did not stay finite."));
+  LabRuns other_rows = made_lab7();
+  set_up(other_rows, "one_batch").runs[0].losses[1] = 0.4;
+  EXPECT_TRUE(mentions(kLab.answer(other_rows, "divided"), "up to 25 % apart"));
+  set_up(other, "undivided").runs[0].gradient_check.reset();
+  EXPECT_TRUE(mentions(kLab.answer(other, "divided"), "did not record its gradients"));
+}
+
+TEST(Lab7Answers, SynchronisationIsCounted) {
+  const std::string skipped = kLab.answer(made_lab7(), "skipped");
+  EXPECT_TRUE(mentions(skipped, "made 2 all-reduces of together 16.0 MiB")) << skipped;
+  EXPECT_TRUE(mentions(skipped, "4 micro-steps made 8 of together 64.0 MiB")) << skipped;
+  EXPECT_TRUE(mentions(skipped, "The gradient was the same.")) << skipped;
+  const std::string without = kLab.answer(made_lab7(), "without no_sync");
+  EXPECT_TRUE(mentions(without, "64.0 MiB per optimizer step instead of 16.0 MiB")) << without;
+  EXPECT_TRUE(mentions(without, "took 40.0 ms instead of 10.0 ms")) << without;
+  EXPECT_TRUE(mentions(without, "1.25 times slower than with no_sync")) << without;
+  LabRuns wrong = made_lab7();
+  set_up(wrong, "synced").runs[0].gradient_check->norm = 1;
+  EXPECT_TRUE(mentions(kLab.answer(wrong, "skipped"), "100 % apart"));
+}
+
+TEST(Lab7Answers, OneRankAndSharedHardwareAreNotSoldAsMore) {
+  const LabRuns one = made_lab7({.ranks = 1});
+  for (const char* question : {"skipped", "without no_sync"}) {
+    EXPECT_TRUE(mentions(kLab.answer(one, question), "This run had one rank")) << question;
+  }
+  EXPECT_TRUE(mentions(kLab.answer(one, "compare"), "With one rank neither communicates."));
+  EXPECT_TRUE(mentions(kLab.answer(one, "more speed"), "with several ranks communication"));
+  const LabRuns shared = made_lab7({.shared_by = 2});
+  for (const char* question : {"without no_sync", "more speed"}) {
+    EXPECT_TRUE(mentions(kLab.answer(shared, question), "All 2 devices share the same hardware"))
+        << question;
+  }
+}
+
+TEST(Lab7Answers, PrecisionIsMeasured) {
+  const std::string why = kLab.answer(made_lab7(), "Why mixed");
+  EXPECT_TRUE(mentions(why, "50.0 ms in bf16 and 100 ms in fp32: 2.00 times as fast as fp32"))
+      << why;
+  EXPECT_TRUE(mentions(why, "temporaries took 4.00 MiB against 8.00 MiB, and 8.00 MiB of low"))
+      << why;
+  EXPECT_TRUE(mentions(why, "All 4 losses equal fp32's exactly.")) << why;
+  LabRuns uncopied = made_lab7();
+  for (auto& run : set_up(uncopied, "amp").runs) run.memory->low_precision = 0;
+  EXPECT_FALSE(mentions(kLab.answer(uncopied, "Why mixed"), "low-precision"));
+  LabRuns slow = made_lab7();
+  for (auto& run : set_up(slow, "amp").runs) run.step_ms.mean = 200;
+  EXPECT_TRUE(mentions(kLab.answer(slow, "Why mixed"), "2.00 times slower than fp32"));
+}
+
+TEST(Lab7Answers, TheScalersReasonIsInTheGradients) {
+  const std::string bf16 = kLab.answer(made_lab7(), "Why is a GradScaler");
+  EXPECT_TRUE(mentions(bf16,
+                       "Of the 4000000 gradient values of the first fp32 step fp16 would "
+                       "lose 12 %, and 0.03 % after multiplication by 65536"))
+      << bf16;
+  EXPECT_TRUE(mentions(bf16, "none would then be too large")) << bf16;
+  EXPECT_TRUE(mentions(bf16, "The run itself computed in bf16")) << bf16;
+  LabRuns large = made_lab7();
+  set_up(large, "fp32").runs[0].gradient_check->fp16_overflow_scaled = 0.02;
+  set_up(large, "fp32").runs[0].gradient_check->fp16_lost_scaled = 1e-9;
+  const std::string text = kLab.answer(large, "Why is a GradScaler");
+  EXPECT_TRUE(mentions(text, "and less than 0.001 % after")) << text;
+  EXPECT_TRUE(mentions(text, "2 % would then be too large for it, which is why")) << text;
+  EXPECT_FALSE(mentions(kLab.answer(made_lab7({.amp = "fp16"}), "Why is a GradScaler"), "bf16"));
+}
+
+TEST(Lab7Answers, WithoutAScalerAnOverflowReachesTheWeights) {
+  const std::string text = kLab.answer(made_lab7(), "What happens without it");
+  EXPECT_TRUE(text.starts_with("Small gradients would vanish in fp16; in bf16")) << text;
+  EXPECT_TRUE(mentions(text,
+                       "planted in step 2: the scaler skipped that step (it named "
+                       "layers.0.weight, and the scale went from 65536 to 32768), and 4 of 4 "
+                       "losses were finite."))
+      << text;
+  EXPECT_TRUE(mentions(text, "reached the weights, and 2 of 4 losses were not finite.")) << text;
+
+  LabRuns fp16 = made_lab7({.amp = "fp16"});
+  set_up(fp16, "no_scaler").runs[0].gradient_check->zero_share = 0.3;
+  EXPECT_TRUE(mentions(kLab.answer(fp16, "What happens without it"),
+                       "30 % of the first gradient's values were 0 without a scaler and 0.1 %"));
+
+  LabRuns missed = made_lab7();
+  set_up(missed, "overflow").runs[0].skipped_steps[0].step = 3;
+  set_up(missed, "overflow_no_scaler").runs[0].nonfinite = 0;
+  const std::string honest = kLab.answer(missed, "What happens without it");
+  EXPECT_TRUE(mentions(honest, "planted in step 2 was not skipped in this run.")) << honest;
+  EXPECT_TRUE(mentions(honest, "no loss became infinite either.")) << honest;
+}
+
+TEST(Lab7Answers, ComparisonsFollowTheFigures) {
+  EXPECT_TRUE(kLab.answer(made_lab7(), "more memory").starts_with("Accumulation, in this run."));
+  EXPECT_TRUE(kLab.answer(made_lab7(), "more speed").starts_with("Mixed precision, in this run."));
+  LabRuns other = made_lab7();
+  for (auto& run : set_up(other, "amp").runs) {
+    run.step_ms.mean = 81;
+    for (auto& device : run.devices) device.peak_bytes = 10_MiB;
+  }
+  EXPECT_TRUE(kLab.answer(other, "more memory").starts_with("Mixed precision, in this run."));
+  EXPECT_TRUE(kLab.answer(other, "more speed").starts_with("Neither clearly, in this run."));
+  for (auto& run : set_up(other, "amp").runs) run.step_ms.mean = 120;
+  EXPECT_TRUE(kLab.answer(other, "more speed").starts_with("Accumulation, in this run."));
+  for (auto& device : set_up(other, "amp").runs[0].devices) device.peak_bytes = 100_MiB;
+  for (auto& device : set_up(other, "accumulated").runs[0].devices) device.peak_bytes = 90_MiB;
+  EXPECT_TRUE(kLab.answer(other, "more memory").starts_with("Neither saved any in this run."));
+  EXPECT_TRUE(mentions(kLab.answer(made_lab7(), "combined"),
+                       "4 micro-steps in bf16 trained 2.50 ± 0.00 times the rows per second of "
+                       "plain fp32 (1.25 with accumulation alone, 2.00 with bf16 alone)"));
 }
 
 }  // namespace
-}  // namespace lockstep::cli
+}  // namespace lockstep::cli::lab7_test

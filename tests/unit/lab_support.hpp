@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "cli/lab/lab_report.hpp"
+#include "cli/lab/lab_command.hpp"
 #include "lockstep/device_plan.hpp"
 #include "lockstep/units.hpp"
 
@@ -21,13 +21,37 @@ inline bool mentions(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
 }
 
-/// The text of the answer whose question has this part.
-inline std::string answer_with(const std::vector<cli::Answer>& answers,
-                               const std::string& question_part) {
-  for (const auto& answer : answers) {
-    if (mentions(answer.question, question_part)) return answer.text;
+/// The lab of this name, as tests ask it.
+struct LabOf {
+  std::string name;
+
+  cli::LabPlan plan(const cli::LabOptions& options, const Hardware& hardware) const {
+    return cli::lab_named(name).plan(options, hardware);
   }
-  return "no such question";
+
+  cli::LabReport report(const cli::LabRuns& runs) const {
+    return cli::lab_named(name).report(runs);
+  }
+
+  Table table(const cli::LabRuns& runs, const std::string& table_name) const {
+    for (const auto& table : report(runs).tables) {
+      if (table.name == table_name) return table.table;
+    }
+    return Table("no such table", {{""}});
+  }
+
+  /// The text of the answer whose question has this part.
+  std::string answer(const cli::LabRuns& runs, const std::string& question_part) const {
+    for (const auto& answer : report(runs).answers) {
+      if (mentions(answer.question, question_part)) return answer.text;
+    }
+    return "no such question";
+  }
+};
+
+/// A set-up of made-up runs, to change it.
+inline cli::RunSet& set_up(cli::LabRuns& runs, const std::string& what, size_t index = 0) {
+  return runs.sets.at(what).at(index);
 }
 
 /// The cells of the table's row that begins with this one.
@@ -118,9 +142,9 @@ inline RunRecord made_run(const MadeRun& made) {
   return record;
 }
 
-/// `repetitions` equal runs of it.
-inline cli::RunSet made_set(const MadeRun& made, size_t repetitions = 2) {
-  return {made.ranks, std::vector<RunRecord>(repetitions, made_run(made))};
+/// `repetitions` equal runs of it, as the set-up of this size.
+inline cli::RunSet made_set(const MadeRun& made, size_t repetitions = 2, int64_t size = 0) {
+  return {made.ranks, std::vector<RunRecord>(repetitions, made_run(made)), size};
 }
 
 /// Whether a text can stand in a report: ends as a sentence and has no number that is none.
@@ -130,14 +154,19 @@ inline bool reads_well(const std::string& text) {
 }
 
 /// A record for every experiment, with its name as program, to know it again.
-inline cli::Finished named_runs(const cli::LabPlan& plan) {
-  cli::Finished finished;
+inline cli::LabRuns named_runs(const cli::LabPlan& plan) {
+  cli::LabRuns runs;
   for (const auto& experiment : plan.experiments) {
     RunRecord record = made_run({});
     record.program = experiment.name;
-    finished.emplace_back(experiment, record);
+    runs.add(experiment, record);
   }
-  return finished;
+  return runs;
+}
+
+/// The program of a set-up's first run.
+inline std::string first_program(const cli::RunSet& set_up) {
+  return set_up.runs.at(0).program;
 }
 
 }  // namespace lockstep::test

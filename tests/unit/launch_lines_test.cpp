@@ -4,10 +4,8 @@
 
 #include <CLI/CLI.hpp>
 
-#include "cli/program_line.hpp"
 #include "cli/run.hpp"
-#include "cli/slurm_script.hpp"
-#include "launch/line_splitter.hpp"
+#include "launch/output.hpp"
 #include "support.hpp"
 
 namespace lockstep {

@@ -5,10 +5,10 @@
 
 #include <map>
 
-#include "launch/cluster.hpp"
-#include "launch/number_list.hpp"
+#include "launch/attempt.hpp"
+#include "launch/flags.hpp"
 #include "launch/plan.hpp"
-#include "launch/worker_environment.hpp"
+#include "launch/slurm.hpp"
 #include "support.hpp"
 
 namespace lockstep {
@@ -149,15 +149,15 @@ TEST(LaunchPlan, EveryBadValueIsNamed) {
       {{{"nproc-per-node", "-1"}}, "from 1 to 256"},
       {{{"nnodes", "1:4"}}, "write --nnodes 4"},
       {{{"nnodes", "x"}}, "--nnodes \"x\""},
-      {{{"nnodes", "2"}}, "2 hosts need a place to meet"},
+      {{{"nnodes", "2"}}, "2 hosts need a rendezvous endpoint"},
       {{{"nnodes", "2"}, {"node-rank", "2"}, {"rdzv-endpoint", "a"}}, "--node-rank \"2\""},
       {{{"node-rank", "1"}}, "there is one host"},
       {{{"nnodes", "2"}, {"rdzv-endpoint", "a:port"}}, "no port from 1 to 65535: \"port\""},
-      {{{"nnodes", "2"}, {"rdzv-endpoint", "a:"}}, "ends where a port should stand"},
+      {{{"nnodes", "2"}, {"rdzv-endpoint", "a:"}}, "ends where a port should be"},
       {{{"nnodes", "2"}, {"rdzv-endpoint", ":5"}}, "names no host"},
-      {{{"nnodes", "2"}, {"rdzv-endpoint", "[::1"}}, "lacks its ]"},
+      {{{"nnodes", "2"}, {"rdzv-endpoint", "[::1"}}, "has no ]"},
       {{{"nnodes", "2"}, {"rdzv-endpoint", "a"}, {"rdzv-conf", "x"}}, "KEY=VALUE"},
-      {{{"nnodes", "2"}, {"rdzv-endpoint", "a"}, {"backend", "shm"}}, "serves one host only"},
+      {{{"nnodes", "2"}, {"rdzv-endpoint", "a"}, {"backend", "shm"}}, "works on one host only"},
       {{{"rdzv-backend", "etcd"}}, "--rdzv-backend \"etcd\""},
       {{{"backend", "ncl"}}, "write auto, shm, gloo, nccl or ipc"},
       {{{"grace", "soon"}}, "--grace \"soon\""},
@@ -185,7 +185,7 @@ TEST(LaunchPlan, FlagsWithoutEffectAreNoted) {
   const LaunchPlan plan = World().plan(
       {{"start-method", "spawn"}, {"monitor-interval", "5"}, {"rdzv-endpoint", "x:0"}});
   ASSERT_EQ(plan.notes.size(), 3U);
-  EXPECT_EQ(plan.notes[0], "--monitor-interval has no effect: ends are seen at once");
+  EXPECT_EQ(plan.notes[0], "--monitor-interval has no effect: exits are seen at once");
   EXPECT_EQ(plan.notes[2], "--rdzv-endpoint has no effect: there is one host");
 }
 
@@ -229,10 +229,11 @@ TEST(ConsolePlan, RanksFiltersTeeAndRedirects) {
 }
 
 std::map<std::string, std::string> environment_of(const LaunchPlan& plan,
-                                                  const RoundEnvironment& round, int local_rank,
+                                                  const AttemptEnvironment& environment,
+                                                  int local_rank,
                                                   const std::vector<std::string>& inherited) {
   std::map<std::string, std::string> variables;
-  for (const auto& entry : worker_environment(plan, round, local_rank, inherited)) {
+  for (const auto& entry : worker_environment(plan, environment, local_rank, inherited)) {
     const size_t equals = entry.find('=');
     variables[entry.substr(0, equals)] = entry.substr(equals + 1);
   }
@@ -247,19 +248,19 @@ TEST(WorkerEnvironment, IsTorchrunsContractAndOurs) {
                                         {"timeout", "2.5"},
                                         {"backend", "gloo"},
                                         {"max-restarts", "3"}});
-  RoundEnvironment round;
-  round.layout.node_rank = 1;
-  round.layout.local_world_sizes = {3, 2};
-  round.layout.hosts = {"n0", "n1"};
-  round.layout.master_addr = "10.0.0.1";
-  round.layout.master_port = 4242;
-  round.layout.session = "5e55";
-  round.layout.store = "n0:777";
-  round.round = 2;
-  round.board = "/dev/shm/b";
-  round.logs = "/logs/2";
-  round.token = "secret";
-  const auto variables = environment_of(plan, round, 1, {"HOME=/me", "RANK=9", "A=b=c"});
+  AttemptEnvironment environment;
+  environment.layout.node_rank = 1;
+  environment.layout.local_world_sizes = {3, 2};
+  environment.layout.hosts = {"n0", "n1"};
+  environment.layout.master_addr = "10.0.0.1";
+  environment.layout.master_port = 4242;
+  environment.layout.session = "5e55";
+  environment.layout.store = "n0:777";
+  environment.attempt = 2;
+  environment.board = "/dev/shm/b";
+  environment.logs = "/logs/2";
+  environment.token = "secret";
+  const auto variables = environment_of(plan, environment, 1, {"HOME=/me", "RANK=9", "A=b=c"});
   const std::map<std::string, std::string> expected = {
       {"RANK", "4"},
       {"LOCAL_RANK", "1"},
@@ -294,10 +295,10 @@ TEST(WorkerEnvironment, IsTorchrunsContractAndOurs) {
 }
 
 TEST(WorkerEnvironment, AnOuterLaunchersVariablesAreNotPassedOn) {
-  RoundEnvironment round;
-  round.layout.local_world_sizes = {1};
+  AttemptEnvironment environment;
+  environment.layout.local_world_sizes = {1};
   const auto variables =
-      environment_of(World().plan({}), round, 0,
+      environment_of(World().plan({}), environment, 0,
                      {"LOCKSTEP_STORE=x", "LOCKSTEP_TOKEN=y", "TORCH_NCCL_ASYNC_ERROR_HANDLING=0"});
   EXPECT_FALSE(variables.contains("LOCKSTEP_STORE"));
   EXPECT_FALSE(variables.contains("LOCKSTEP_TOKEN"));

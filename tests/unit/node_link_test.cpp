@@ -60,7 +60,7 @@ TEST(NodeLink, FinishedComesWhenAllHaveFinished) {
     EXPECT_EQ(event->kind, NodeEvent::Kind::kFinished);
   }
   links[0].reset();  // node 0 goes first
-  EXPECT_FALSE(next_event(*links[1], 200)) << "the end of the meeting is no failure now";
+  EXPECT_FALSE(next_event(*links[1], 200)) << "the end of the rendezvous is no failure now";
 }
 
 // Its last words reach the others even when a launcher ends right after them.
@@ -152,8 +152,7 @@ TEST(NodeLink, ASilentHostIsLostInTimeOnBothSides) {
   const int64_t took_ns = monotonic_ns() - before;
   EXPECT_EQ(failure.node_rank, 1);
   EXPECT_EQ(failure.rank, -1);
-  EXPECT_NE(failure.text.find("nothing was heard from it for 1.50 s"), std::string::npos)
-      << failure.text;
+  EXPECT_NE(failure.text.find("it was silent for 1.50 s"), std::string::npos) << failure.text;
   EXPECT_GT(took_ns, 1'000'000'000);
   EXPECT_LT(took_ns, 5'000'000'000);
   ::kill(child, SIGCONT);
@@ -171,7 +170,7 @@ TEST(NodeLink, ASilentNodeZeroIsLostInTime) {
   const RemoteFailure failure = expect_failure(*link);
   EXPECT_EQ(failure.node_rank, 0);
   EXPECT_EQ(failure.rank, -1);
-  EXPECT_NE(failure.text.find("nothing was heard"), std::string::npos) << failure.text;
+  EXPECT_NE(failure.text.find("it was silent"), std::string::npos) << failure.text;
   ::kill(child, SIGKILL);
   ::kill(child, SIGCONT);
   wait_for(child);
@@ -244,25 +243,25 @@ void rejoin_all(std::vector<Link>& links, int master_port) {
   for (auto& one : waiting) one.get();
 }
 
-TEST(NodeLink, RestartsInNewRounds) {
+TEST(NodeLink, RestartsInNewAttempts) {
   auto links = start_job(3);
   std::set<std::string> sessions = {links[0]->layout().session};
   const std::string first_store = links[0]->layout().store;
   connect_store(parse_store_address(first_store, kToken), in_ms(5000))->set("key", "old");
-  for (int round = 1; round <= 2; ++round) {
+  for (int attempt = 1; attempt <= 2; ++attempt) {
     links[2]->report_failure({.node_rank = 2, .rank = 3, .exit_code = 1, .text = "failed"});
     expect_failure(*links[0]);  // the others find theirs untaken, and rejoin all the same
-    rejoin_all(links, 2000 + round);
+    rejoin_all(links, 2000 + attempt);
     for (size_t node = 0; node < 3; ++node) {
       const JobLayout& layout = links[node]->layout();
-      EXPECT_EQ(layout.round, round);
+      EXPECT_EQ(layout.attempt, attempt);
       EXPECT_EQ(layout.node_rank, static_cast<int>(node));
-      EXPECT_EQ(layout.master_port, 2000 + round);
+      EXPECT_EQ(layout.master_port, 2000 + attempt);
       EXPECT_EQ(layout.session, links[0]->layout().session);
-      EXPECT_FALSE(links[node]->take()) << "no event of the old round";
+      EXPECT_FALSE(links[node]->take()) << "no event of the old attempt";
     }
     sessions.insert(links[0]->layout().session);
-    // A store of this round's own.
+    // Each attempt has its own store.
     connect_store(parse_store_address(links[1]->layout().store, kToken), in_ms(5000))
         ->set("key", "new");
   }
@@ -280,7 +279,7 @@ TEST(NodeLink, AFinishedJobAfterARestart) {
   expect_failure(*links[0]);
   rejoin_all(links, 2000);
   links[1]->report_finished();
-  EXPECT_FALSE(next_event(*links[1], 300)) << "node 0 finished the round before, not this one";
+  EXPECT_FALSE(next_event(*links[1], 300)) << "node 0 finished the previous attempt, not this one";
   links[0]->report_finished();
   EXPECT_EQ(next_event(*links[1], 10'000).value().kind, NodeEvent::Kind::kFinished);
 }
@@ -309,22 +308,22 @@ TEST(NodeLink, ALostHostMayBeReplaced) {
   zero.get();
   two.get();
   EXPECT_EQ(links[1]->layout().node_rank, 1);
-  EXPECT_EQ(links[1]->layout().round, 1);
+  EXPECT_EQ(links[1]->layout().attempt, 1);
   EXPECT_EQ(links[0]->layout().hosts.at(1), "spare");
   expect_finish(links);
 }
 
-TEST(NodeLink, StrangersDoNotDisturbARunningJob) {
+TEST(NodeLink, UnauthenticatedPeersDoNotDisturbARunningJob) {
   const auto options = options_for(2, free_port());
   auto links = start_job(2, options);
-  std::vector<Socket> strangers;
+  std::vector<Socket> unauthenticated;
   for (const std::string bytes :
        {"GET / HTTP/1.1\r\n\r\n", "l", "", "lockstep", "\xff\xff\xff\xff\xff\xff\xff\xff"}) {
     int error = 0;
-    strangers.push_back(start_connect(resolve({"127.0.0.1", options.port}).at(0), error));
-    pollfd item{strangers.back().get(), POLLOUT, 0};
+    unauthenticated.push_back(start_connect(resolve({"127.0.0.1", options.port}).at(0), error));
+    pollfd item{unauthenticated.back().get(), POLLOUT, 0};
     ::poll(&item, 1, 2000);
-    EXPECT_EQ(::send(strangers.back().get(), bytes.data(), bytes.size(), MSG_NOSIGNAL),
+    EXPECT_EQ(::send(unauthenticated.back().get(), bytes.data(), bytes.size(), MSG_NOSIGNAL),
               static_cast<ssize_t>(bytes.size()));
   }
   // One who knows the token and talks nonsense.

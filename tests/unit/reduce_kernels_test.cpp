@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "base/instructions.hpp"
+#include "base/machine.hpp"
 
 namespace lockstep {
 namespace {
@@ -21,7 +21,7 @@ struct Named {
   const ReduceKernels* kernels;
 };
 
-// Those this machine can run.
+// The kernels that this machine can run.
 std::vector<Named> instruction_sets() {
   std::vector<Named> sets = {{"plain", &plain_reduce_kernels()}};
 #ifdef __x86_64__

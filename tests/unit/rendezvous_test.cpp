@@ -41,7 +41,7 @@ TEST_P(Hosts, AgreeOnOneLayout) {
     EXPECT_EQ(layout.first_rank(), first);
     EXPECT_EQ(layout.master_addr, "127.0.0.1");
     EXPECT_EQ(layout.master_port, 1000);
-    EXPECT_EQ(layout.round, 0);
+    EXPECT_EQ(layout.attempt, 0);
     EXPECT_EQ(layout.session, links[0]->layout().session);
     EXPECT_EQ(layout.session.size(), 32U);
     first += node + 1;
@@ -245,7 +245,7 @@ TEST(NodeMessages, NumbersOutOfRangeAreRefused) {
         R"({"type":"rejoin","master_port":"1"})", R"({"type":"rejoin"})", R"({"type":"what"})",
         R"({"type":"layout","node_rank":1,"local_world_sizes":[1],"hosts":["a"],"master_addr":"",)"
         R"("master_port":1,"round":0,"session":"s","store_port":1})"}) {
-    expect_error(Code::kRendezvous, {"understands"}, [&] { decode_node_message(bad); });
+    expect_error(Code::kRendezvous, {"not a launcher's"}, [&] { decode_node_message(bad); });
   }
 }
 

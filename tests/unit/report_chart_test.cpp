@@ -4,8 +4,9 @@
 #include <cmath>
 #include <limits>
 
+#include "report/axis.hpp"
 #include "report/draw_chart.hpp"
-#include "report/svg_canvas.hpp"
+#include "report/svg.hpp"
 #include "report_support.hpp"
 
 namespace lockstep {
@@ -15,6 +16,75 @@ using test::count_text;
 using test::expect_inside;
 using test::joined_texts;
 using test::xml_fault;
+
+std::vector<std::string> labels_of(const Axis& axis) {
+  std::vector<std::string> labels;
+  for (const auto& tick : axis.ticks) labels.push_back(tick.label);
+  return labels;
+}
+
+using Labels = std::vector<std::string>;
+
+TEST(ReportAxis, StepsAreRound) {
+  EXPECT_EQ(labels_of(linear_axis(0, 37, Unit::kNumber, 4)), (Labels{"0", "10", "20", "30", "40"}));
+  EXPECT_EQ(labels_of(linear_axis(-3, 4, Unit::kNumber, 4)), (Labels{"-4", "-2", "0", "2", "4"}));
+  EXPECT_EQ(labels_of(linear_axis(0, 0.3, Unit::kNumber, 3)), (Labels{"0", "0.1", "0.2", "0.3"}));
+}
+
+TEST(ReportAxis, OneUnitForAllTicks) {
+  EXPECT_EQ(labels_of(linear_axis(0, 1900, Unit::kMilliseconds, 4)),
+            (Labels{"0", "0.5 s", "1 s", "1.5 s", "2 s"}));
+  EXPECT_EQ(labels_of(linear_axis(0, 0.09, Unit::kMilliseconds, 2)),
+            (Labels{"0", "50 µs", "100 µs"}));
+  EXPECT_EQ(labels_of(linear_axis(0, 30.0 * (1 << 20), Unit::kBytes, 4)),
+            (Labels{"0", "8 MiB", "16 MiB", "24 MiB", "32 MiB"}));
+  EXPECT_EQ(labels_of(linear_axis(0, 100, Unit::kPercent, 2)), (Labels{"0", "50 %", "100 %"}));
+}
+
+TEST(ReportAxis, PlacesValuesBetweenItsEnds) {
+  const Axis axis = linear_axis(0, 40, Unit::kNumber, 4);
+  EXPECT_DOUBLE_EQ(axis.position(0), 0);
+  EXPECT_DOUBLE_EQ(axis.position(10), 0.25);
+  EXPECT_DOUBLE_EQ(axis.position(1000), 1) << "outside is drawn at the edge";
+  const Axis log = point_axis({1, 2, 4, 8, 16}, true, Unit::kNumber);
+  EXPECT_DOUBLE_EQ(log.position(4), 0.5);
+}
+
+TEST(ReportAxis, PowersOfTheBase) {
+  EXPECT_EQ(labels_of(log_axis(1, 64, 2, Unit::kNumber)),
+            (Labels{"1", "2", "4", "8", "16", "32", "64"}));
+  EXPECT_EQ(labels_of(log_axis(0.004, 20, 10, Unit::kNumber)), (Labels{"0.01", "0.1", "1", "10"}));
+  EXPECT_LE(log_axis(1e-200, 1e200, 10, Unit::kNumber).ticks.size(), 8U);
+  EXPECT_GE(log_axis(3, 4, 10, Unit::kNumber).ticks.size(), 2U) << "round numbers between powers";
+}
+
+TEST(ReportAxis, OddRangesStillHaveTicks) {
+  constexpr double kTiny = std::numeric_limits<double>::denorm_min();
+  const std::vector<std::pair<double, double>> ranges = {
+      {0, 0},          {5, 5},          {-5, -5},          {0, kTiny},
+      {0, 1e289},      {-1e289, 1e289}, {1e9, 1e9 + 1e-7}, {1, 1 + 1e-12},
+      {1e-280, 2e-280}};
+  for (const auto& [low, high] : ranges) {
+    for (const Unit unit : {Unit::kNumber, Unit::kMilliseconds, Unit::kBytes, Unit::kPercent}) {
+      const Axis axis = linear_axis(low, high, unit, 4);
+      EXPECT_FALSE(axis.ticks.empty()) << low << " " << high;
+      EXPECT_LT(axis.low, axis.high) << low << " " << high;
+      EXPECT_LE(axis.low, low);
+      EXPECT_GE(axis.high, high);
+    }
+  }
+}
+
+TEST(ReportAxis, ValuesAreWrittenInTheirUnit) {
+  EXPECT_EQ(format_value(Unit::kMilliseconds, 12.34), "12.3 ms");
+  EXPECT_EQ(format_value(Unit::kMilliseconds, 0), "0 ms");
+  EXPECT_EQ(format_value(Unit::kBytes, 24.0 * (1 << 20)), "24.0 MiB");
+  EXPECT_EQ(format_value(Unit::kPercent, 45), "45 %");
+  EXPECT_EQ(format_value(Unit::kNumber, 65536), "65536");
+  EXPECT_EQ(format_value(Unit::kNumber, 0.03125), "0.03125");
+  EXPECT_EQ(format_value(Unit::kNumber, std::nan("")), "nan");
+  EXPECT_EQ(format_value(Unit::kBytes, 1e200), "1e+200 B") << "more than any integer holds";
+}
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInf = std::numeric_limits<double>::infinity();
@@ -38,7 +108,7 @@ LineChart one_line(std::vector<double> x, std::vector<double> y) {
   return {.title = "Line", .series = {{.name = "a", .x = std::move(x), .y = std::move(y)}}};
 }
 
-// Charts whose data nobody should make, but somebody will.
+// Charts with odd data.
 std::vector<Chart> odd_charts() {
   const std::string long_word(300, 'W');
   std::vector<Chart> charts = {BarChart{}, LineChart{}, Timeline{},
@@ -85,7 +155,7 @@ TEST(ReportChart, OddDataStayInTheBox) {
 
 TEST(ReportChart, OddDataMakeWellFormedSvg) {
   for (const auto& chart : odd_charts()) {
-    const std::string svg = render_svg(chart, "figure-1", SvgPlace::kFile);
+    const std::string svg = render_svg(chart, "figure-1", SvgTarget::kFile);
     EXPECT_EQ(xml_fault(svg), "");
     EXPECT_EQ(svg.find("=\"nan"), std::string::npos);
     EXPECT_EQ(svg.find("=\"inf"), std::string::npos);
@@ -193,14 +263,14 @@ TEST(ReportChart, TimelinePartsSpansThatTouch) {
 }
 
 TEST(ReportChart, SvgIsAccessibleAndSelectable) {
-  const std::string svg = render_svg(two_by_two(), "figure-7", SvgPlace::kFile);
+  const std::string svg = render_svg(two_by_two(), "figure-7", SvgTarget::kFile);
   for (const char* part :
        {"role=\"img\"", "aria-labelledby=\"figure-7-title figure-7-desc\"",
         "<title id=\"figure-7-title\">Memory</title>", "DP: cpu:0 28.6 MiB, cpu:1 19.1 MiB",
         ">cpu:0</text>", "prefers-color-scheme:dark", "xmlns=\"http://www.w3.org/2000/svg\""}) {
     EXPECT_NE(svg.find(part), std::string::npos) << part;
   }
-  EXPECT_EQ(render_svg(two_by_two(), "a", SvgPlace::kInPage).find("http"), std::string::npos);
+  EXPECT_EQ(render_svg(two_by_two(), "a", SvgTarget::kInPage).find("http"), std::string::npos);
 }
 
 TEST(ReportChart, SvgEscapesEveryText) {
@@ -208,7 +278,7 @@ TEST(ReportChart, SvgEscapesEveryText) {
   chart.title = "</title><script>alert(1)</script>";
   chart.categories = {"a & b", "\"<b>\""};
   chart.series[0].name = "x\xFF\x01y";
-  const std::string svg = render_svg(chart, "f", SvgPlace::kFile);
+  const std::string svg = render_svg(chart, "f", SvgTarget::kFile);
   EXPECT_EQ(xml_fault(svg), "");
   EXPECT_EQ(svg.find("<script"), std::string::npos);
   EXPECT_EQ(svg.find('\x01'), std::string::npos);

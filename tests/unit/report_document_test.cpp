@@ -4,8 +4,8 @@
 #include <filesystem>
 #include <regex>
 
+#include "base/file.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/file.hpp"
 #include "report/document.hpp"
 #include "report/pages.hpp"
 #include "report_support.hpp"
@@ -43,7 +43,7 @@ std::string words(int count) {
   return text + ".";
 }
 
-// What homework 2 hands in: two tables, two charts, three answers.
+// A report like that of homework 2: two tables, two charts, three answers.
 Document homework() {
   Document document{.title = "Homework 2: accumulation and mixed precision",
                     .date = kDate,

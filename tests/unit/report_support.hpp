@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "report/drawing.hpp"
+#include "report/canvas.hpp"
 
 namespace lockstep::test {
 
@@ -33,7 +33,7 @@ inline std::string joined_texts(const Drawing& drawing) {
   return all;
 }
 
-/// Every mark is in the box, and every coordinate is a number.
+/// Every mark must be in the box, and every coordinate a number.
 inline void expect_inside(const Drawing& drawing, const Box& box) {
   constexpr double kRounding = 0.51;  // half of a line's width, and letters' overhang
   for (const auto& mark : drawing.marks()) {
@@ -47,8 +47,8 @@ inline void expect_inside(const Drawing& drawing, const Box& box) {
   }
 }
 
-/// What is wrong with an XML text: tags that are not balanced, attributes without quotes, raw & or
-/// <; empty where it is well-formed. Void elements of HTML are listed by the caller.
+/// What is wrong with an XML text: unbalanced tags, attributes without quotes, raw & or <; empty if
+/// it is well-formed. The caller lists HTML's void elements.
 inline std::string xml_fault(const std::string& xml, const std::vector<std::string>& voids = {}) {
   std::vector<std::string> open;
   const auto is_name = [](char c) {

@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#include "base/instructions.hpp"
+#include "base/machine.hpp"
 
 namespace lockstep {
 namespace {
@@ -31,7 +31,7 @@ struct Named {
   }
 };
 
-// Those this machine can run.
+// The kernels that this machine can run.
 std::vector<Named> instruction_sets() {
   std::vector<Named> sets = {{"plain", &plain_scan_kernels()}};
 #ifdef __x86_64__

@@ -7,13 +7,13 @@
 namespace lockstep {
 namespace {
 
-// "F0 F1 B0 B1" of one place; with the stage where it has several: "F2.0".
-std::string text(const Schedule& schedule, int place) {
+// "F0 F1 B0 B1" for one rank; with the stage where it has several: "F2.0".
+std::string text(const Schedule& schedule, int rank) {
   std::ostringstream out;
-  for (const Action& action : schedule.actions.at(static_cast<size_t>(place))) {
+  for (const Action& action : schedule.actions.at(static_cast<size_t>(rank))) {
     if (out.tellp() > 0) out << ' ';
     out << letter(action.kind);
-    if (schedule.places() < schedule.stages()) out << action.stage << '.';
+    if (schedule.ranks() < schedule.stages()) out << action.stage << '.';
     out << action.micro_batch;
   }
   return out.str();
@@ -35,7 +35,7 @@ TEST(ScheduleBuilders, WriteTheKnownLists) {
   EXPECT_EQ(text(split, 1), "F0 F1 I0 F2 I1 W0 I2 W1 W2");
   EXPECT_EQ(text(split, 2), "F0 I0 F1 I1 F2 I2 W0 W1 W2");
   const Schedule chunks = interleaved(2, 2, 2);
-  EXPECT_EQ(chunks.place_of_stage, (std::vector<int>{0, 1, 0, 1}));
+  EXPECT_EQ(chunks.rank_of_stage, (std::vector<int>{0, 1, 0, 1}));
   EXPECT_EQ(text(chunks, 0), "F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1");
   EXPECT_EQ(text(chunks, 1), "F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1");
 }
@@ -56,7 +56,7 @@ TEST(ScheduleBuilders, EveryResultIsValid) {
         const Schedule schedule = make_schedule(name, stages, micro_batches);
         EXPECT_EQ(schedule.name, name);
         EXPECT_EQ(schedule.stages(), stages);
-        EXPECT_EQ(schedule.places(), stages);
+        EXPECT_EQ(schedule.ranks(), stages);
         ASSERT_NO_THROW(validate(schedule));
       }
     }
@@ -65,27 +65,27 @@ TEST(ScheduleBuilders, EveryResultIsValid) {
 
 TEST(ScheduleBuilders, InterleavedIsValidWhereItFits) {
   int refused = 0;
-  for (int places = 1; places <= 6; ++places) {
+  for (int ranks = 1; ranks <= 6; ++ranks) {
     for (int chunks = 1; chunks <= 4; ++chunks) {
       for (int micro_batches = 1; micro_batches <= 20; ++micro_batches) {
-        SCOPED_TRACE(testing::Message() << places << ' ' << micro_batches << ' ' << chunks);
-        const int rounds = std::max(1, micro_batches / places);
+        SCOPED_TRACE(testing::Message() << ranks << ' ' << micro_batches << ' ' << chunks);
+        const int rounds = std::max(1, micro_batches / ranks);
         if (micro_batches % rounds != 0) {
           ++refused;
-          EXPECT_THROW(interleaved(places, micro_batches, chunks), Error);
+          EXPECT_THROW(interleaved(ranks, micro_batches, chunks), Error);
           continue;
         }
-        const Schedule schedule = interleaved(places, micro_batches, chunks);
-        EXPECT_EQ(schedule.stages(), places * chunks);
-        EXPECT_EQ(schedule.places(), places);
+        const Schedule schedule = interleaved(ranks, micro_batches, chunks);
+        EXPECT_EQ(schedule.stages(), ranks * chunks);
+        EXPECT_EQ(schedule.ranks(), ranks);
         ASSERT_NO_THROW(validate(schedule));
         // The warm-up: forwards before the first backward, one of which belongs to the pair.
-        for (int place = 0; place < places; ++place) {
-          const auto& list = schedule.actions[static_cast<size_t>(place)];
+        for (int rank = 0; rank < ranks; ++rank) {
+          const auto& list = schedule.actions[static_cast<size_t>(rank)];
           const auto first = std::find_if(list.begin(), list.end(), [](const Action& action) {
             return action.kind == ActionKind::kBackward;
           });
-          const int warm_up = (chunks - 1) * micro_batches / rounds + 2 * (places - 1 - place);
+          const int warm_up = (chunks - 1) * micro_batches / rounds + 2 * (ranks - 1 - rank);
           EXPECT_EQ(first - list.begin(), std::min(warm_up + 1, micro_batches * chunks));
         }
       }
@@ -96,16 +96,16 @@ TEST(ScheduleBuilders, InterleavedIsValidWhereItFits) {
 
 TEST(ScheduleBuilders, OneChunkIsAPlainPipeline) {
   const Schedule schedule = interleaved(4, 8, 1);
-  EXPECT_EQ(schedule.place_of_stage, (std::vector<int>{0, 1, 2, 3}));
+  EXPECT_EQ(schedule.rank_of_stage, (std::vector<int>{0, 1, 2, 3}));
   const std::vector<StageTimes> times(4);
   EXPECT_EQ(simulate(schedule, times).makespan, simulate(gpipe(4, 8), times).makespan);
 }
 
-TEST(MakeSchedule, PutsInterleavedStagesOnFewerPlaces) {
+TEST(MakeSchedule, PutsInterleavedStagesOnFewerRanks) {
   const Schedule schedule = make_schedule("interleaved", 4, 6, 2);
-  EXPECT_EQ(schedule.places(), 2);
-  EXPECT_EQ(schedule.place_of_stage, (std::vector<int>{0, 1, 0, 1}));
-  EXPECT_EQ(make_schedule("1f1b", 4, 6, 2).places(), 4);
+  EXPECT_EQ(schedule.ranks(), 2);
+  EXPECT_EQ(schedule.rank_of_stage, (std::vector<int>{0, 1, 0, 1}));
+  EXPECT_EQ(make_schedule("1f1b", 4, 6, 2).ranks(), 4);
 }
 
 TEST(MakeSchedule, RefusesWhatDoesNotFit) {
@@ -116,16 +116,16 @@ TEST(MakeSchedule, RefusesWhatDoesNotFit) {
          [] { make_schedule("1f1d", 2, 2); });
   refuse({"did you mean zero-bubble?"}, [] { make_schedule("zero_bubble", 2, 2); });
   refuse({"no schedule \"x\"", "use one of"}, [] { make_schedule("x", 2, 2); });
-  refuse({"5 stages cannot lie on places with 2 stages each", "use 4 or 6 stages"},
+  refuse({"5 stages cannot be put on ranks with 2 stages each", "use 4 or 6 stages"},
          [] { make_schedule("interleaved", 5, 2, 2); });
   refuse({"1 stage cannot", "use 3 stages"}, [] { make_schedule("interleaved", 1, 2, 3); });
   refuse({"0 chunks", "1 or more"}, [] { make_schedule("interleaved", 4, 2, 0); });
-  refuse({"9 micro-batches", "4 rounds of 2 places", "use 8 or 10 micro-batches"},
+  refuse({"9 micro-batches", "4 rounds of 2 ranks", "use 8 or 10 micro-batches"},
          [] { interleaved(2, 9, 2); });
   refuse({"11 micro-batches", "use 10 or 12 micro-batches"}, [] { interleaved(5, 11, 2); });
   refuse({"0 stages"}, [] { gpipe(0, 2); });
   refuse({"-1 micro-batches"}, [] { one_f_one_b(2, -1); });
-  refuse({"0 places"}, [] { interleaved(0, 2, 2); });
+  refuse({"0 ranks"}, [] { interleaved(0, 2, 2); });
   refuse({"5000 stages", "at most 4096"}, [] { sequential(5000, 1); });
   refuse({"4096 stages and 65 micro-batches", "at most 64 micro-batches with 4096 stages"},
          [] { zero_bubble(4096, 65); });

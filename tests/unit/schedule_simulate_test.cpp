@@ -95,38 +95,38 @@ TEST(Simulate, ZeroBubbleWithFewMicroBatches) {
 
 TEST(Simulate, InterleavedDividesTheWaitByTheChunks) {
   for (const int chunks : {1, 2, 3}) {
-    for_sizes([&](int places, int micro_batches, const StageTimes& each) {
-      if (micro_batches % std::max(1, micro_batches / places) != 0) return;
+    for_sizes([&](int ranks, int micro_batches, const StageTimes& each) {
+      if (micro_batches % std::max(1, micro_batches / ranks) != 0) return;
       const auto result =
-          simulate(interleaved(places, micro_batches, chunks), all(places * chunks, each));
-      // Fewer micro-batches than places: each pass over the places leaves the rest of them idle.
-      const int missing = std::max(0, places - micro_batches);
+          simulate(interleaved(ranks, micro_batches, chunks), all(ranks * chunks, each));
+      // Fewer micro-batches than ranks: each pass over the ranks leaves the rest of them idle.
+      const int missing = std::max(0, ranks - micro_batches);
       EXPECT_EQ(result.makespan,
-                (micro_batches * chunks + places - 1 + (chunks - 1) * missing) * sum(each));
+                (micro_batches * chunks + ranks - 1 + (chunks - 1) * missing) * sum(each));
     });
   }
 }
 
 TEST(Simulate, InterleavedHoldsItsWarmUpAndOneMore) {
-  for (const int places : {1, 2, 3, 4}) {
+  for (const int ranks : {1, 2, 3, 4}) {
     for (const int chunks : {1, 2, 3}) {
-      for (const int micro_batches : {1, 2 * places, 4 * places}) {
-        const Schedule schedule = interleaved(places, micro_batches, chunks);
-        const auto result = simulate(schedule, all(places * chunks, {}));
-        const int per_round = std::min(micro_batches, places);
-        for (int place = 0; place < places; ++place) {
+      for (const int micro_batches : {1, 2 * ranks, 4 * ranks}) {
+        const Schedule schedule = interleaved(ranks, micro_batches, chunks);
+        const auto result = simulate(schedule, all(ranks * chunks, {}));
+        const int per_round = std::min(micro_batches, ranks);
+        for (int rank = 0; rank < ranks; ++rank) {
           int held = 0;
           int peak = 0;
-          for (const auto& each : result.timeline[static_cast<size_t>(place)]) {
+          for (const auto& each : result.timeline[static_cast<size_t>(rank)]) {
             held += each.action.kind == ActionKind::kForward ? 1 : -1;
             peak = std::max(peak, held);
           }
-          const int warm_up = (chunks - 1) * per_round + 2 * (places - 1 - place);
+          const int warm_up = (chunks - 1) * per_round + 2 * (ranks - 1 - rank);
           EXPECT_EQ(peak, std::min(warm_up + 1, micro_batches * chunks));
           // Its stages need not hold their most at the same time.
           int sum_of_peaks = 0;
           for (int chunk = 0; chunk < chunks; ++chunk) {
-            sum_of_peaks += result.peak_micro_batches[static_cast<size_t>(chunk * places + place)];
+            sum_of_peaks += result.peak_micro_batches[static_cast<size_t>(chunk * ranks + rank)];
           }
           EXPECT_GE(sum_of_peaks, peak);
         }
@@ -159,7 +159,7 @@ TEST(Simulate, EveryActionBeginsAsSoonAsItCan) {
   for (const std::string& name : schedule_names()) {
     const Schedule schedule = make_schedule(name, 4, 6);
     const Simulation result = simulate(schedule, times);
-    // When what takes part in one stage and micro-batch ends; B and I both as 1.
+    // When each part of a stage's work on a micro-batch ends; B and I both count as part 1.
     std::vector<double> ends(3 * 4 * 6, -1);
     const auto end_of = [&](int part, int stage, int micro_batch) -> double& {
       return ends[static_cast<size_t>((part * 4 + stage) * 6 + micro_batch)];
@@ -167,19 +167,19 @@ TEST(Simulate, EveryActionBeginsAsSoonAsItCan) {
     const auto part = [](ActionKind kind) {
       return kind == ActionKind::kForward ? 0 : kind == ActionKind::kBackwardWeight ? 2 : 1;
     };
-    for (const auto& place : result.timeline) {
-      for (const auto& each : place) {
+    for (const auto& rank : result.timeline) {
+      for (const auto& each : rank) {
         end_of(part(each.action.kind), each.action.stage, each.action.micro_batch) = each.end;
       }
     }
-    for (size_t place = 0; place < result.timeline.size(); ++place) {
-      ASSERT_EQ(result.timeline[place].size(), schedule.actions[place].size());
+    for (size_t rank = 0; rank < result.timeline.size(); ++rank) {
+      ASSERT_EQ(result.timeline[rank].size(), schedule.actions[rank].size());
       double free = 0;
-      for (size_t i = 0; i < result.timeline[place].size(); ++i) {
-        const PlannedAction& each = result.timeline[place][i];
+      for (size_t i = 0; i < result.timeline[rank].size(); ++i) {
+        const PlannedAction& each = result.timeline[rank][i];
         const auto [kind, stage, micro_batch] = each.action;
         const StageTimes& own = times[static_cast<size_t>(stage)];
-        EXPECT_EQ(each.action, schedule.actions[place][i]);
+        EXPECT_EQ(each.action, schedule.actions[rank][i]);
         double ready = free;
         double lasts = own.forward;
         if (kind == ActionKind::kForward && stage > 0) {
@@ -206,17 +206,17 @@ TEST(Simulate, EveryActionBeginsAsSoonAsItCan) {
   }
 }
 
-TEST(Simulate, MessagesCostOnlyBetweenPlaces) {
+TEST(Simulate, MessagesCostOnlyBetweenRanks) {
   const StageTimes each{1, 1, 1, 0.5, 0.25};
   EXPECT_EQ(simulate(gpipe(2, 1), all(2, each)).makespan, 6.75);
-  const Schedule same = on_places(gpipe(2, 1), std::vector<int>{0, 0});
+  const Schedule same = on_ranks(gpipe(2, 1), std::vector<int>{0, 0});
   const auto result = simulate(same, all(2, each));
   EXPECT_EQ(result.makespan, 6);
   EXPECT_EQ(result.bubble, 0);
 }
 
 TEST(Simulate, AMessageDoesNotKeepItsSenderBusy) {
-  // Three forwards in a row on place 0 although each message takes as long as ten of them.
+  // Three forwards in a row on rank 0 although each message takes as long as ten of them.
   const auto result = simulate(gpipe(2, 3), all(2, {1, 1, 1, 10, 0}));
   EXPECT_EQ(result.timeline[0][2].end, 3);
   EXPECT_EQ(result.timeline[1][0].begin, 11);
@@ -234,7 +234,7 @@ TEST(Simulate, RefusesTimesThatDoNotFit) {
       test::expect_error(Code::kSchedule, {part}, [&] { simulate(gpipe(2, 2), times); });
     }
   };
-  refuse(all(3, {}), {"has 2 stages, but times of 3", "one StageTimes for each stage"});
+  refuse(all(3, {}), {"has 2 stages, but times were given for 3", "one StageTimes for each stage"});
   refuse({{}, {1, -1, 1}}, {"stage 1 takes a time of -1", "0 or more"});
   refuse({{std::nan(""), 1, 1}, {}}, {"stage 0 takes a time of nan"});
   refuse({{1, 1, 1, std::numeric_limits<double>::infinity(), 0}, {}}, {"a time of inf"});
@@ -257,7 +257,7 @@ TEST(Simulate, TheDocumentedTable) {
 }
 
 TEST(Simulate, LargeSchedulesAreQuick) {
-  // The largest allowed of each shape; a quadratic simulator would not come back.
+  // The largest allowed of each shape; a quadratic simulator would never finish.
   EXPECT_EQ(simulate(zero_bubble(4096, 64), all(4096, {})).makespan, 2 * 4096 + 2 * 64 - 1);
   EXPECT_EQ(simulate(one_f_one_b(2, 1 << 17), all(2, {})).makespan, 3 * ((1 << 17) + 1));
 }

@@ -147,7 +147,7 @@ TEST(ShmFailure, AnExceptionThatDestroysTheCommunicatorIsAFailure) {
   failing.join();
 }
 
-TEST(ShmFailure, APendingCallThatIsDroppedAborts) {
+TEST(ShmFailure, ACallThatIsDroppedAborts) {
   run_threads(2, [](Backend& backend) -> std::string {
     float data = 0;
     if (backend.rank() == 0) {

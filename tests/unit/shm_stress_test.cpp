@@ -23,18 +23,18 @@ class Stress {
   Stress(Backend& backend, int steps) : backend_(backend), steps_(steps) {}
 
   std::string run() {
-    memory_ = backend_.allocate(kReachable * 4, within(20));
+    memory_ = backend_.allocate(kRegistered * 4, within(20));
     auto twin = backend_.split(0, -backend_.rank(), "reversed", within(20));
     if (twin->rank() != size() - 1 - rank()) return "split ignored the keys";
     for (int step = 0; step < steps_; ++step) {
       const int kind = static_cast<int>(random_() % 8);
       const int64_t count = random_count();
-      const bool reachable = random_() % 2 == 0;
+      const bool registered = random_() % 2 == 0;
       std::string wrong;
-      if (kind < 3) wrong = all_reduces(step, count, reachable);
-      if (kind == 3) wrong = broadcast(step, count, reachable);
-      if (kind == 4) wrong = reduce_scatter(step, count, reachable);
-      if (kind == 5) wrong = all_gather(step, count, reachable);
+      if (kind < 3) wrong = all_reduces(step, count, registered);
+      if (kind == 3) wrong = broadcast(step, count, registered);
+      if (kind == 4) wrong = reduce_scatter(step, count, registered);
+      if (kind == 5) wrong = all_gather(step, count, registered);
       if (kind == 6) wrong = ring(step, count);
       if (kind == 7) wrong = in_twin(*twin, step);
       if (!wrong.empty()) return wrong + ", step " + std::to_string(step);
@@ -44,7 +44,7 @@ class Stress {
   }
 
  private:
-  static constexpr int64_t kReachable = 1 << 20;  // elements
+  static constexpr int64_t kRegistered = 1 << 20;  // elements
 
   int rank() const { return backend_.rank(); }
   int size() const { return backend_.size(); }
@@ -55,17 +55,17 @@ class Stress {
   }
 
   // Where this step's data lies. Ranks differ in their offset.
-  float* place(std::vector<float>& own, int64_t count, bool reachable) {
-    if (reachable) return static_cast<float*>(memory_->data()) + rank() * 3;
+  float* buffer_of(std::vector<float>& own, int64_t count, bool registered) {
+    if (registered) return static_cast<float*>(memory_->data()) + rank() * 3;
     own.resize(static_cast<size_t>(count));
     return own.data();
   }
 
   // Several in flight, of which the second is waited for first.
-  std::string all_reduces(int step, int64_t count, bool reachable) {
+  std::string all_reduces(int step, int64_t count, bool registered) {
     std::vector<float> own[2];
-    float* data[2] = {place(own[0], count, reachable), nullptr};
-    data[1] = reachable ? data[0] + count : place(own[1], count, false);
+    float* data[2] = {buffer_of(own[0], count, registered), nullptr};
+    data[1] = registered ? data[0] + count : buffer_of(own[1], count, false);
     for (int i = 0; i < count; ++i) data[0][i] = value(rank(), i, step);
     for (int i = 0; i < count; ++i) data[1][i] = value(rank(), i, step + 1);
     auto first = backend_.all_reduce({data[0], count}, ReduceOp::kSum, 1, within(20, "first"));
@@ -88,10 +88,10 @@ class Stress {
     return "";
   }
 
-  std::string broadcast(int step, int64_t count, bool reachable) {
+  std::string broadcast(int step, int64_t count, bool registered) {
     const int root = step % size();
     std::vector<float> own;
-    float* data = place(own, count, reachable);
+    float* data = buffer_of(own, count, registered);
     for (int64_t i = 0; i < count; ++i) data[i] = value(rank(), i, step);
     backend_.broadcast({data, count}, root, within(20));
     for (int64_t i = 0; i < count; ++i) {
@@ -100,15 +100,15 @@ class Stress {
     return "";
   }
 
-  std::string reduce_scatter(int step, int64_t count, bool reachable) {
+  std::string reduce_scatter(int step, int64_t count, bool registered) {
     count = std::min<int64_t>(count, 70001);
     std::vector<float> own;
-    float* data = place(own, count * size(), reachable);
+    float* data = buffer_of(own, count * size(), registered);
     for (int64_t i = 0; i < count * size(); ++i) data[i] = value(rank(), i, step);
     std::vector<float> result(static_cast<size_t>(count));
     backend_.reduce_scatter({data, count * size()}, {result.data(), count}, ReduceOp::kMax, 1,
                             within(20));
-    if (reachable) data[0] = -1;  // nobody may read it any more
+    if (registered) data[0] = -1;  // nobody may read it any more
     for (int64_t i = 0; i < count; ++i) {
       float most = 0;
       for (int r = 0; r < size(); ++r) most = std::max(most, value(r, rank() * count + i, step));
@@ -117,13 +117,13 @@ class Stress {
     return "";
   }
 
-  std::string all_gather(int step, int64_t count, bool reachable) {
+  std::string all_gather(int step, int64_t count, bool registered) {
     std::vector<float> own;
-    float* data = place(own, count, reachable);
+    float* data = buffer_of(own, count, registered);
     for (int64_t i = 0; i < count; ++i) data[i] = value(rank(), i, step);
     std::vector<float> result(static_cast<size_t>(count * size()));
     backend_.all_gather({data, count}, {result.data(), count * size()}, within(20));
-    for (int64_t i = 0; i < count && reachable; ++i) data[i] = -1;
+    for (int64_t i = 0; i < count && registered; ++i) data[i] = -1;
     for (int64_t i = 0; i < count * size(); ++i) {
       const auto from = static_cast<int>(i / count);
       if (result[static_cast<size_t>(i)] != value(from, i % count, step)) {
@@ -162,7 +162,7 @@ class Stress {
 
   Backend& backend_;
   int steps_;
-  std::shared_ptr<ReachableMemory> memory_;
+  std::shared_ptr<RegisteredMemory> memory_;
   std::mt19937 random_{1234};  // the same on all ranks
 };
 
@@ -179,16 +179,15 @@ TEST_P(ShmStress, Processes) {
 TEST_P(ShmStress, MoreInFlightThanTheRingHolds) {
   run_threads(GetParam(), [](Backend& backend) -> std::string {
     std::vector<int64_t> data(300);
-    std::vector<std::unique_ptr<Pending>> pending;
+    std::vector<std::unique_ptr<Backend::Work>> work;
     for (size_t i = 0; i < data.size(); ++i) {
       data[i] = backend.rank() + static_cast<int64_t>(i);
-      pending.push_back(
-          backend.all_reduce({&data[i], 1, Dtype::kI64}, ReduceOp::kSum, 1, within(20)));
+      work.push_back(backend.all_reduce({&data[i], 1, Dtype::kI64}, ReduceOp::kSum, 1, within(20)));
     }
-    pending.back()->wait();
+    work.back()->wait();
     const int64_t size = backend.size();
     for (size_t i = 0; i < data.size(); ++i) {
-      if (!pending[i]->advance()) return "not in order";
+      if (!work[i]->advance()) return "not in order";
       if (data[i] != size * (size - 1) / 2 + size * static_cast<int64_t>(i)) return "a wrong sum";
     }
     return "";

@@ -10,7 +10,7 @@
 #include <thread>
 #include <vector>
 
-#include "comm/backends.hpp"
+#include "comm/backend.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 

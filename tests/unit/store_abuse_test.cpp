@@ -11,7 +11,6 @@
 #include "net/connection.hpp"
 #include "net/hub.hpp"
 #include "net/store.hpp"
-#include "net/store_wire.hpp"
 #include "net_support.hpp"
 
 namespace lockstep {
@@ -22,7 +21,7 @@ using test::in_ms;
 using test::kToken;
 using test::pause_ms;
 
-// What a stranger does to a server's port while a healthy job uses it.
+// What an unauthenticated peer does to a server's port while a healthy job uses it.
 struct Abuse {
   std::string name;
   std::function<void(int port)> act;
@@ -122,7 +121,7 @@ std::vector<Abuse> abuses() {
       {"ManyHolders",
        [](int port) {
          std::vector<Socket> holders;
-         for (int i = 0; i < 3 * Hub::kMaxStrangers; ++i) {
+         for (int i = 0; i < 3 * Hub::kMaxUnauthenticated; ++i) {
            holders.push_back(raw_connection(port));
            send_raw(holders.back(), "lock");
          }
@@ -146,7 +145,7 @@ TEST_P(StoreUnderAbuse, AHealthyJobGoesOn) {
   const StoreServer server(address);
   address.port = server.port();
   std::atomic<bool> over = false;
-  std::thread stranger([&] {
+  std::thread intruder([&] {
     GetParam().act(server.port());
     over = true;
   });
@@ -163,7 +162,7 @@ TEST_P(StoreUnderAbuse, AHealthyJobGoesOn) {
     slowest_ns = std::max(slowest_ns, monotonic_ns() - before);
     pause_ms(1);
   }
-  stranger.join();
+  intruder.join();
   EXPECT_LT(slowest_ns, 2'500'000'000);
   RecordProperty("healthy_clients", clients);
   RecordProperty("slowest_us", static_cast<int>(slowest_ns / 1000));

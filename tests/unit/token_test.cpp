@@ -1,4 +1,4 @@
-#include "launch/token.hpp"
+#include "net/secret.hpp"
 
 #include <sys/stat.h>
 #include <sys/wait.h>

@@ -1,7 +1,6 @@
 #include <gtest/gtest.h>
 
 #include "cli/top/top_draw.hpp"
-#include "cli/top/top_line.hpp"
 #include "lockstep/table.hpp"
 #include "lockstep/units.hpp"
 #include "top_support.hpp"

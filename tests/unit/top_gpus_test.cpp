@@ -4,8 +4,6 @@
 
 #include "cli/nvml.hpp"
 #include "cli/top/top_draw.hpp"
-#include "cli/top/top_json.hpp"
-#include "cli/top/top_line.hpp"
 #include "lockstep/table.hpp"
 #include "lockstep/units.hpp"
 #include "top_support.hpp"

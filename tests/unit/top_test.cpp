@@ -4,7 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "board_support.hpp"
-#include "cli/top/top_json.hpp"
+#include "cli/top/top_draw.hpp"
 #include "cli/top/top_sample.hpp"
 #include "lockstep/units.hpp"
 #include "top_support.hpp"

@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#include "base/instructions.hpp"
+#include "base/machine.hpp"
 
 namespace lockstep {
 namespace {
@@ -18,7 +18,7 @@ struct Named {
   const UpdateKernels* kernels;
 };
 
-// Those this machine can run.
+// The kernels that this machine can run.
 std::vector<Named> instruction_sets() {
   std::vector<Named> sets = {{"plain", &plain_update_kernels()}};
 #ifdef __x86_64__
@@ -34,7 +34,7 @@ constexpr int64_t kGuard = 16;  // elements on both sides that nobody may write
 template <class T>
 constexpr Dtype kDtype = sizeof(T) == sizeof(float) ? Dtype::kF32 : Dtype::kF64;
 
-// The four arrays of a piece that starts `shift` elements behind an aligned address.
+// The four arrays of a piece that starts `shift` elements after an aligned address.
 template <class T>
 struct Values {
   Values(int64_t count, int64_t shift, unsigned int seed) : begin(kGuard + shift), size(count) {
@@ -62,8 +62,8 @@ struct Values {
 
 constexpr const char* kArrayNames[] = {"weight", "gradient", "momentum", "variance"};
 
-// `actual` is `before` updated by `expected`, which gives the four values of element i; nothing
-// around them has changed.
+// `actual` must be `before` updated by `expected`, which gives the four values of element i, and
+// nothing around them may have changed.
 template <class T, class Expected>
 void check(const Values<T>& before, const Values<T>& actual, std::string_view set,
            Expected&& expected) {
@@ -172,7 +172,7 @@ TEST(UpdateKernels, WithoutDecayAnInfiniteWeightStaysInfinite) {
   }
 }
 
-// Cut anywhere, at any alignment, by any instructions: the same bits.
+// The bits do not depend on cuts, alignment or instructions.
 template <class T>
 void check_bits() {
   AdamRates adam;

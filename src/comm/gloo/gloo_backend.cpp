@@ -5,12 +5,10 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <numeric>
 
-#include "comm/backends.hpp"
-#include "comm/check_call.hpp"
+#include "comm/arguments.hpp"
+#include "comm/backend.hpp"
 #include "comm/gloo/gloo_core.hpp"
-#include "comm/make_call.hpp"
 #include "kernels/reduce_kernels.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
@@ -32,45 +30,7 @@ void reduce_two(void* user, void* out, const void* a, const void* b, size_t coun
   reduce(how->dtype, how->op, inputs, {}, outputs, static_cast<int64_t>(count));
 }
 
-// [place] -> what that rank's values are multiplied by in a mean; none for other operations.
-std::vector<double> factors_of(ReduceOp op, std::span<const Call> calls) {
-  if (op != ReduceOp::kMean) return {};
-  double total = 0;
-  for (const Call& call : calls) total += call.weight;
-  if (total == 0) {
-    throw Error(Code::kUsage, describe(calls[0]) + ": the weights of all ranks are zero",
-                "give at least one rank a weight; a weight is usually its number of samples");
-  }
-  std::vector<double> factors;
-  for (const Call& call : calls) factors.push_back(call.weight / total);
-  return factors;
-}
-
-class GlooPending final : public Pending {
- public:
-  GlooPending(std::shared_ptr<GlooCore> core, std::shared_ptr<GlooCore::Task> task)
-      : core_(std::move(core)), task_(std::move(task)) {}
-
-  // The buffer may go with this: no thread may touch it afterwards.
-  ~GlooPending() override {
-    try {
-      if (core_->done(*task_)) return;
-      core_->abort("it dropped an all_reduce that was not done");
-      core_->finish(*task_);
-    } catch (const std::exception&) {
-      // It ended, which is all that matters here; later calls tell why.
-    }
-  }
-
-  bool advance() override { return core_->done(*task_); }
-  void wait() override { core_->finish(*task_); }
-
- private:
-  std::shared_ptr<GlooCore> core_;
-  std::shared_ptr<GlooCore::Task> task_;
-};
-
-class PlainMemory final : public ReachableMemory {
+class PlainMemory final : public RegisteredMemory {
  public:
   explicit PlainMemory(int64_t bytes) : bytes_(bytes) {
     if (bytes == 0) return;
@@ -96,8 +56,8 @@ class PlainMemory final : public ReachableMemory {
 };
 
 // What a rank says in a split.
-struct Choice {
-  int32_t colour = 0;
+struct ColorAndKey {
+  int32_t color = 0;
   int32_t key = 0;
 };
 
@@ -112,31 +72,29 @@ class GlooBackend final : public Backend {
   std::string_view name() const override { return "gloo"; }
   const Group& group() const override { return core_->group(); }
 
-  std::unique_ptr<Pending> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
-                                      const CallContext& context) override;
+  std::unique_ptr<Work> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
+                                   const CallContext& context) override;
   void broadcast(const Buffer& buffer, int root, const CallContext& context) override;
   void reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op, double weight,
                       const CallContext& context) override;
   void all_gather(const ConstBuffer& input, const Buffer& output,
                   const CallContext& context) override;
-  void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) override {
-    core_->send(buffer, to, tag, context);
-  }
-  void recv(const Buffer& buffer, int from, int tag, const CallContext& context) override {
-    core_->recv(buffer, from, tag, context);
-  }
+  void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) override;
+  void recv(const Buffer& buffer, int from, int tag, const CallContext& context) override;
   void barrier(const CallContext& context) override {
-    // That all ranks have told their calls is all there is to it.
-    call(Call{}, context, [](const GlooCore::Task&, std::span<const Call>) {});
+    // It is done when all ranks have told their fingerprints.
+    call(Fingerprint{}, context, [](const GlooCore::Task&, std::span<const Fingerprint>) {});
   }
-  std::unique_ptr<Backend> split(int colour, int key, std::string_view group_name,
+  std::unique_ptr<Backend> split(int color, int key, std::string_view group_name,
                                  const CallContext& context) override;
-  std::shared_ptr<ReachableMemory> allocate(int64_t bytes, const CallContext& context) override;
-  void abort(std::string_view reason) noexcept override { core_->abort(reason); }
+  std::shared_ptr<RegisteredMemory> allocate(int64_t bytes, const CallContext& context) override;
+  void abort(const AbortRecord& record) noexcept override { core_->session().abort(record); }
 
  private:
-  void call(const Call& call, const CallContext& context, GlooCore::Body body) {
-    core_->finish(*core_->begin(call, context, std::move(body)));
+  void call(const Fingerprint& what, const CallContext& context, GlooCore::Body body) {
+    GlooCore::Task task(core_, what, context, std::move(body));
+    core_->begin(task);
+    task.wait();
   }
 
   std::shared_ptr<Store> store_;
@@ -144,12 +102,14 @@ class GlooBackend final : public Backend {
   std::shared_ptr<GlooCore> core_;
 };
 
-std::unique_ptr<Pending> GlooBackend::all_reduce(const Buffer& buffer, ReduceOp op, double weight,
-                                                 const CallContext& context) {
+std::unique_ptr<Backend::Work> GlooBackend::all_reduce(const Buffer& buffer, ReduceOp op,
+                                                       double weight, const CallContext& context) {
   check_reduce(buffer, op, weight);
-  const Call what = make_reduce_call(Operation::kAllReduce, buffer.dtype, buffer.count, op, weight);
-  const auto body = [this, buffer, op](const GlooCore::Task& task, std::span<const Call> calls) {
-    const auto factors = factors_of(op, calls);
+  const Fingerprint what =
+      make_reduce_fingerprint(Operation::kAllReduce, buffer.dtype, buffer.count, op, weight);
+  const auto body = [this, buffer, op](const GlooCore::Task& task,
+                                       std::span<const Fingerprint> calls) {
+    const auto factors = mean_factors(calls);
     if (buffer.count == 0 || size() == 1) return;
     if (op == ReduceOp::kMean) {
       const double factor = factors[static_cast<size_t>(rank())];
@@ -164,13 +124,39 @@ std::unique_ptr<Pending> GlooBackend::all_reduce(const Buffer& buffer, ReduceOp 
                             &call);
     });
   };
-  return std::make_unique<GlooPending>(core_, core_->begin(what, context, body));
+  auto work = std::make_unique<GlooCore::Task>(core_, what, context, body);
+  core_->begin(*work);
+  return work;
+}
+
+void GlooBackend::send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) {
+  check_message(group(), buffer.count, to);
+  core_->session().guarded([&] {
+    if (to == rank()) return core_->own_messages().send(buffer, tag, context);
+    GlooCore::Task task(
+        core_, make_message_fingerprint(Operation::kSend, 0, buffer, tag, context.label), context);
+    task.peer = to;
+    core_->send(task, buffer);
+  });
+}
+
+void GlooBackend::recv(const Buffer& buffer, int from, int tag, const CallContext& context) {
+  check_message(group(), buffer.count, from);
+  core_->session().guarded([&] {
+    if (from == rank()) return core_->own_messages().recv(buffer, tag, context);
+    const ConstBuffer expected{buffer.data, buffer.count, buffer.dtype};
+    GlooCore::Task task(core_,
+                        make_message_fingerprint(Operation::kRecv, 0, expected, tag, context.label),
+                        context);
+    task.peer = from;
+    core_->recv(task, buffer);
+  });
 }
 
 void GlooBackend::broadcast(const Buffer& buffer, int root, const CallContext& context) {
   check_broadcast(group(), buffer, root);
-  call(make_broadcast_call(buffer, root), context,
-       [&](const GlooCore::Task& task, std::span<const Call>) {
+  call(make_broadcast_fingerprint(buffer, root), context,
+       [&](const GlooCore::Task& task, std::span<const Fingerprint>) {
          if (buffer.count == 0) return;
          core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& gloo_call) {
            return api.broadcast(gloo, buffer.data, static_cast<size_t>(buffer.bytes()), root,
@@ -184,10 +170,10 @@ void GlooBackend::broadcast(const Buffer& buffer, int root, const CallContext& c
 void GlooBackend::reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op,
                                  double weight, const CallContext& context) {
   check_reduce_scatter(group(), input, output, op, weight);
-  const Call what =
-      make_reduce_call(Operation::kReduceScatter, output.dtype, output.count, op, weight);
-  call(what, context, [&](const GlooCore::Task& task, std::span<const Call> calls) {
-    const auto factors = factors_of(op, calls);
+  const Fingerprint what =
+      make_reduce_fingerprint(Operation::kReduceScatter, output.dtype, output.count, op, weight);
+  call(what, context, [&](const GlooCore::Task& task, std::span<const Fingerprint> calls) {
+    const auto factors = mean_factors(calls);
     if (output.count == 0) return;
     const auto block = static_cast<size_t>(output.bytes());
     std::vector<std::byte> blocks(size() == 1 ? 0 : block * static_cast<size_t>(size()));
@@ -197,7 +183,7 @@ void GlooBackend::reduce_scatter(const ConstBuffer& input, const Buffer& output,
     const auto* first =
         size() == 1 ? static_cast<const std::byte*>(input.data) : std::as_const(blocks).data();
     std::vector<const void*> inputs;
-    for (size_t place = 0; place < calls.size(); ++place) inputs.push_back(first + place * block);
+    for (size_t peer = 0; peer < calls.size(); ++peer) inputs.push_back(first + peer * block);
     const std::array outputs = {output.data};
     reduce(output.dtype, op, inputs, factors, outputs, output.count);
   });
@@ -206,8 +192,8 @@ void GlooBackend::reduce_scatter(const ConstBuffer& input, const Buffer& output,
 void GlooBackend::all_gather(const ConstBuffer& input, const Buffer& output,
                              const CallContext& context) {
   check_all_gather(group(), input, output);
-  const Call what = make_call(Operation::kAllGather, input.dtype, input.count);
-  call(what, context, [&](const GlooCore::Task& task, std::span<const Call>) {
+  const Fingerprint what = make_fingerprint(Operation::kAllGather, input.dtype, input.count);
+  call(what, context, [&](const GlooCore::Task& task, std::span<const Fingerprint>) {
     if (input.count == 0) return;
     const auto bytes = static_cast<size_t>(input.bytes());
     if (size() == 1) std::memmove(output.data, input.data, bytes);
@@ -217,44 +203,44 @@ void GlooBackend::all_gather(const ConstBuffer& input, const Buffer& output,
   });
 }
 
-std::unique_ptr<Backend> GlooBackend::split(int colour, int key, std::string_view group_name,
+std::unique_ptr<Backend> GlooBackend::split(int color, int key, std::string_view group_name,
                                             const CallContext& context) {
-  Call what;
+  Fingerprint what;
   what.operation = Operation::kSplit;
   std::unique_ptr<Backend> part;
-  call(what, context, [&](const GlooCore::Task& task, std::span<const Call>) {
-    const Choice own{colour, key};
+  call(what, context, [&](const GlooCore::Task& task, std::span<const Fingerprint>) {
+    const ColorAndKey own{color, key};
     const auto said = core_->exchange(task, GlooLink::Frame::kNote,
                                       {reinterpret_cast<const char*>(&own), sizeof own});
-    std::vector<std::pair<int, int>> members;  // (key, place)
-    for (int place = 0; place < size(); ++place) {
-      Choice theirs;
-      const std::string& bytes = said[static_cast<size_t>(place)];
+    std::vector<std::pair<int, int>> members;  // (key, group rank)
+    for (int peer = 0; peer < size(); ++peer) {
+      ColorAndKey theirs;
+      const std::string& bytes = said[static_cast<size_t>(peer)];
       std::memcpy(&theirs, bytes.data(), std::min(bytes.size(), sizeof theirs));
-      if (theirs.colour == colour) members.emplace_back(theirs.key, place);
+      if (theirs.color == color) members.emplace_back(theirs.key, peer);
     }
     std::sort(members.begin(), members.end());
-    Group group_of_colour{0, {}, std::string(group_name)};
+    Group group_of_color{0, {}, std::string(group_name)};
     for (size_t i = 0; i < members.size(); ++i) {
-      const int place = members[i].second;
-      if (place == rank()) group_of_colour.rank = static_cast<int>(i);
-      group_of_colour.world_ranks.push_back(group().world_ranks.at(static_cast<size_t>(place)));
+      const int peer = members[i].second;
+      if (peer == rank()) group_of_color.rank = static_cast<int>(i);
+      group_of_color.world_ranks.push_back(group().world_ranks.at(static_cast<size_t>(peer)));
     }
     auto part_store =
-        make_prefix_store(store_, fmt::format("split {} colour {}", task.call.sequence, colour));
-    part = std::make_unique<GlooBackend>(std::move(part_store), std::move(group_of_colour),
-                                         address_, context.deadline_ns);
+        make_prefix_store(store_, fmt::format("split {} color {}", task.call.sequence, color));
+    part = std::make_unique<GlooBackend>(std::move(part_store), std::move(group_of_color), address_,
+                                         context.deadline_ns);
   });
   return part;
 }
 
-std::shared_ptr<ReachableMemory> GlooBackend::allocate(int64_t bytes, const CallContext& context) {
+std::shared_ptr<RegisteredMemory> GlooBackend::allocate(int64_t bytes, const CallContext& context) {
   check_allocate(bytes);
-  Call what;
+  Fingerprint what;
   what.operation = Operation::kAllocate;
   what.count = bytes;
-  std::shared_ptr<ReachableMemory> memory;
-  call(what, context, [&](const GlooCore::Task&, std::span<const Call>) {
+  std::shared_ptr<RegisteredMemory> memory;
+  call(what, context, [&](const GlooCore::Task&, std::span<const Fingerprint>) {
     memory = std::make_shared<PlainMemory>(bytes);
   });
   return memory;
@@ -263,12 +249,8 @@ std::shared_ptr<ReachableMemory> GlooBackend::allocate(int64_t bytes, const Call
 }  // namespace
 
 std::unique_ptr<Backend> make_gloo_backend(const GlooOptions& options) {
-  Group world;
-  world.rank = options.rank;
-  world.world_ranks.resize(static_cast<size_t>(options.size));
-  std::iota(world.world_ranks.begin(), world.world_ranks.end(), 0);
-  return std::make_unique<GlooBackend>(options.store, std::move(world), options.address,
-                                       options.deadline_ns);
+  return std::make_unique<GlooBackend>(options.store, Group::world(options.rank, options.size),
+                                       options.address, options.deadline_ns);
 }
 
 }  // namespace lockstep

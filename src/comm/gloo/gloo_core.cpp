@@ -1,90 +1,195 @@
-#include "comm/gloo/gloo_core.hpp"
-
 #include <fmt/format.h>
-
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
+#include "base/process.hpp"
 #include "base/running_clock.hpp"
-#include "comm/check_call.hpp"
-#include "comm/gloo/gloo_meeting.hpp"
-#include "comm/make_call.hpp"
+#include "comm/arguments.hpp"
+#include "comm/gloo/gloo_core.hpp"
+#include "comm/gloo/gloo_link.hpp"
 #include "lockstep/error.hpp"
-#include "net/quiet_thread.hpp"
 
 namespace lockstep {
+
 namespace {
 
-// After a transfer broke: how long until some rank's last words tell why.
-constexpr int64_t kExplainNs = 2'000'000'000;
+// Gloo connects after the rendezvous: what takes longer than this will not come.
+constexpr int64_t kConnectTimeoutMs = 30'000;
 
-// After a call was not done in time: how long a rank that lives takes to answer the roll call.
-constexpr int64_t kRollCallNs = 1'000'000'000;
+constexpr const char* kHelp =
+    "see whether all ranks still run, and whether a firewall stands between the hosts: ranks "
+    "connect to each other at ports that the system chooses";
 
-constexpr std::string_view kEnded = "ended: its connection closed without a word";
-constexpr std::string_view kLeft = "left: it destroyed its communicator";
-
-std::string as_bytes(const Call& call) {
-  return {reinterpret_cast<const char*>(&call), sizeof call};
+[[noreturn]] void fail(const std::string& what, const std::string& why) {
+  throw Error(Code::kRendezvous, fmt::format("gloo {}: {}", what, why), kHelp);
 }
 
-Call from_bytes(const std::string& bytes) {
-  Call call;
-  std::memcpy(&call, bytes.data(), std::min(bytes.size(), sizeof call));
-  return call;
+// A rank ended, or did not come in time, before all were connected.
+[[noreturn]] void fail_rank(const Group& group, int group_rank, const std::string& what) {
+  const int rank = group.world_ranks.at(static_cast<size_t>(group_rank));
+  throw RankError(Code::kRendezvous, rank,
+                  fmt::format("gloo, group {}: rank {} {} before all ranks were connected",
+                              group.name, rank, what),
+                  kHelp);
 }
 
 }  // namespace
 
-GlooCore::GlooCore(Group group, Store& store, const std::string& address, int64_t deadline_ns)
-    : group_(std::move(group)),
-      own_messages_(group_),
-      sent_(static_cast<size_t>(group_.size())),
-      received_(static_cast<size_t>(group_.size())) {
-  for (int place = 0; place < group_.size(); ++place) {
-    if (place != group_.rank) peers_.push_back(place);
+GlooData::GlooData(const Group& group, const std::string& address, GlooLink& link,
+                   int64_t deadline_ns)
+    : api_(load_gloo()) {
+  const int64_t left_ms = std::max<int64_t>((deadline_ns - running_ns()) / 1'000'000, 1);
+  LockstepGlooMessage message{};
+  if (api_.create(group.rank, group.size(), address.c_str(), std::min(left_ms, kConnectTimeoutMs),
+                  running_ns, &context_, &message) != LOCKSTEP_GLOO_OK) {
+    fail("cannot listen at " + address, message.text);
   }
-  if (!peers_.empty()) {
-    load_gloo();  // a missing module is found before anybody waits for anybody
-    GlooMeeting met = meet(store, group_, address, deadline_ns);
-    link_ = std::make_unique<GlooLink>(group_.rank, std::move(met.sockets));
-    data_ = std::make_unique<GlooData>(group_, met.address, *link_, deadline_ns);
-    link_->on_failure([data = data_.get()] { data->abort(); });
+  try {
+    connect(group, link, deadline_ns);
+  } catch (...) {
+    api_.destroy(context_);
+    throw;
   }
-  worker_ = start_quiet_thread([this] { work(); });
-  if (link_) link_->on_roll_call([this] { return activity(); });
 }
 
-std::shared_ptr<GlooCore::Task> GlooCore::begin(Call call, const CallContext& context, Body body) {
-  auto task = std::make_shared<Task>();
-  task->begun_ns = running_ns();
-  task->deadline_ns = context.deadline_ns;
-  task->body = std::move(body);
+void GlooData::connect(const Group& group, GlooLink& link, int64_t deadline_ns) {
+  LockstepGlooMessage message{};
+  std::vector<int> peers;
+  for (int peer = 0; peer < group.size(); ++peer) {
+    if (peer == group.rank) continue;
+    peers.push_back(peer);
+    char bytes[LOCKSTEP_GLOO_MAX_ADDRESS];
+    size_t length = 0;
+    if (api_.address(context_, peer, bytes, &length, &message) != LOCKSTEP_GLOO_OK) {
+      fail("has no address", message.text);
+    }
+    link.send(peer, GlooLink::Frame::kNote, {bytes, length});
+  }
+  const auto notes_of_all = [&] {
+    auto gathered = link.gather(GlooLink::Frame::kNote, peers, deadline_ns);
+    if (const auto* trouble = std::get_if<GlooLink::Trouble>(&gathered)) {
+      const bool late = trouble->kind == GlooLink::Trouble::Kind::kLate;
+      fail_rank(group, late ? trouble->missing.front() : trouble->rank,
+                late ? "did not come in time" : "ended");
+    }
+    return std::get<std::vector<std::string>>(std::move(gathered));
+  };
+  const std::vector<std::string> addresses = notes_of_all();
+  for (size_t i = 0; i < peers.size(); ++i) {
+    const std::string& theirs = addresses[i];
+    if (api_.connect(context_, peers[i], theirs.data(), theirs.size(), &message) !=
+        LOCKSTEP_GLOO_OK) {
+      fail(fmt::format("cannot connect to rank {}",
+                       group.world_ranks.at(static_cast<size_t>(peers[i]))),
+           message.text);
+    }
+  }
+  // A rank that left now would close connections that a slower rank is still making.
+  link.send_all(GlooLink::Frame::kNote, "connected");
+  notes_of_all();
+}
+
+namespace {
+
+// After a transfer broke: how long until some rank's final notice tells why.
+constexpr int64_t kExplainNs = 2'000'000'000;
+
+std::string as_bytes(const Fingerprint& call) {
+  return {reinterpret_cast<const char*>(&call), sizeof call};
+}
+
+Fingerprint from_bytes(const std::string& bytes) {
+  Fingerprint call;
+  std::memcpy(&call, bytes.data(), std::min(bytes.size(), sizeof call));
+  return call;
+}
+
+std::vector<int> all_but(int rank, int size) {
+  std::vector<int> peers;
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer != rank) peers.push_back(peer);
+  }
+  return peers;
+}
+
+// The link and the address of Gloo's own connections.
+std::unique_ptr<GlooLink> connect_link(Store& store, const Group& group, std::string& address,
+                                       int64_t deadline_ns) {
+  if (group.size() == 1) return nullptr;
+  load_gloo();  // a missing module is found before anybody waits for anybody
+  GlooRendezvous connected = rendezvous(store, group, address, deadline_ns);
+  address = std::move(connected.address);
+  return std::make_unique<GlooLink>(group.rank, std::move(connected.sockets));
+}
+
+}  // namespace
+
+GlooCore::Task::Task(std::shared_ptr<GlooCore> core, const Fingerprint& what,
+                     const CallContext& context, Body body)
+    : call(what),
+      begun_ns(running_ns()),
+      deadline_ns(context.deadline_ns),
+      core_(std::move(core)),
+      part_of_(context.part_of),
+      body_(std::move(body)) {
   call.set_label(context.label);
+}
+
+// The buffers may go with the task: no thread may touch them afterwards.
+GlooCore::Task::~Task() {
+  try {
+    if (state_ == State::kNew || core_->done(*this)) return;
+    core_->session().abort("it dropped an all_reduce that was not done");
+    core_->finish(*this);
+  } catch (const std::exception&) {
+    // It ended, which is all that matters here; later calls tell why.
+  }
+}
+
+int64_t GlooCore::Task::waited_ns() const {
+  return std::max<int64_t>(running_ns() - begun_ns, 1);
+}
+
+GlooCore::GlooCore(Group group, Store& store, const std::string& address, int64_t deadline_ns)
+    : peers_(all_but(group.rank, group.size())),
+      address_(address),
+      link_(connect_link(store, group, address_, deadline_ns)),
+      session_(std::move(group), link_.get()),
+      own_messages_(session_.group()) {
+  if (link_) {
+    data_ = std::make_unique<GlooData>(session_.group(), address_, *link_, deadline_ns);
+    link_->on_failure([data = data_.get()] { data->abort(); });
+    session_.on_failure([data = data_.get()](const std::exception_ptr&) { data->abort(); });
+  }
+  worker_ = start_quiet_thread([this] { work(); });
+  if (link_) link_->on_survey([this] { return activity(); });
+}
+
+void GlooCore::begin(Task& task) {
   const std::lock_guard lock(mutex_);
-  call.sequence = ++collectives_;
-  task->call = call;
-  if (broken_) std::rethrow_exception(broken_);
-  queue_.push_back(task);
+  task.call.sequence = session_.next_collective();
+  session_.throw_if_broken();
+  task.state_ = Task::State::kQueued;
+  queue_.push_back(&task);
   changed_.notify_all();
-  return task;
 }
 
 bool GlooCore::done(const Task& task) {
   const std::lock_guard lock(mutex_);
-  if (task.error) std::rethrow_exception(task.error);
-  return task.done;
+  if (task.error_) std::rethrow_exception(task.error_);
+  return task.state_ == Task::State::kDone;
 }
 
 void GlooCore::finish(const Task& task) {
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return task.done; });
-  if (task.error) std::rethrow_exception(task.error);
+  changed_.wait(lock, [&] { return task.state_ == Task::State::kDone; });
+  if (task.error_) std::rethrow_exception(task.error_);
 }
 
 void GlooCore::work() {
   for (;;) {
-    std::shared_ptr<Task> task;
+    Task* task = nullptr;
     {
       std::unique_lock lock(mutex_);
       changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
@@ -93,28 +198,24 @@ void GlooCore::work() {
     }
     std::exception_ptr error;
     try {
-      execute(*task);
+      session_.guarded([&] { task->body_(*task, agree_on(*task)); });
     } catch (...) {
-      error = break_down(std::current_exception());
+      error = std::current_exception();
     }
+    // After this the task may be gone.
     const std::lock_guard lock(mutex_);
-    task->body = nullptr;
-    task->error = error;
-    task->done = true;
+    task->body_ = nullptr;
+    task->error_ = error;
+    task->state_ = Task::State::kDone;
     queue_.pop_front();
     changed_.notify_all();
   }
 }
 
-void GlooCore::execute(Task& task) {
-  throw_if_broken();
-  task.body(task, agree_on(task));
-}
-
 std::vector<std::string> GlooCore::exchange(const Task& task, GlooLink::Frame frame,
                                             std::string_view own) {
-  std::vector<std::string> all(static_cast<size_t>(group_.size()));
-  all[static_cast<size_t>(group_.rank)] = own;
+  std::vector<std::string> all(static_cast<size_t>(group().size()));
+  all[static_cast<size_t>(group().rank)] = own;
   if (!link_) return all;
   link_->send_all(frame, own);
   auto gathered = link_->gather(frame, peers_, task.deadline_ns);
@@ -126,233 +227,114 @@ std::vector<std::string> GlooCore::exchange(const Task& task, GlooLink::Frame fr
   return all;
 }
 
-// Every rank sees the same calls, and so finds the same mismatch by itself.
-std::vector<Call> GlooCore::agree_on(const Task& task) {
+// Every rank sees the same fingerprints, and so finds the same mismatch by itself.
+std::vector<Fingerprint> GlooCore::agree_on(const Task& task) {
   if (!link_) return {task.call};
-  std::vector<Call> calls;
-  for (const auto& bytes : exchange(task, GlooLink::Frame::kCall, as_bytes(task.call))) {
+  std::vector<Fingerprint> calls;
+  for (const auto& bytes : exchange(task, GlooLink::Frame::kFingerprint, as_bytes(task.call))) {
     calls.push_back(from_bytes(bytes));
   }
-  const bool same = std::all_of(calls.begin(), calls.end(),
-                                [&](const Call& call) { return agree(calls.front(), call); });
-  if (same) return calls;
-  Farewell farewell;
-  farewell.kind = Farewell::Kind::kMismatch;
-  for (int place = 0; place < group_.size(); ++place) farewell.places.push_back(place);
-  farewell.calls = calls;
-  link_->say_farewell(farewell);
-  throw_mismatch(group_, calls);
-}
-
-// A message is one more kind of task, made by the caller's own thread: it concerns two ranks only,
-// and must not wait behind collectives whose order the two may see differently.
-template <class Action>
-void GlooCore::message(Action&& action) {
-  throw_if_broken();
-  try {
-    action();
-  } catch (...) {
-    std::rethrow_exception(break_down(std::current_exception()));
-  }
+  session_.require_agreement(calls);
+  return calls;
 }
 
 // Shows a message to those who ask what this rank waits in.
-class GlooCore::MessageUnderWay {
+class GlooCore::ShownMessage {
  public:
-  MessageUnderWay(GlooCore& core, const Call& call, int peer) : core_(core) {
+  ShownMessage(GlooCore& core, const Task& task) : core_(core) {
     const std::lock_guard lock(core_.mutex_);
-    at_ = core_.messages_.insert(core_.messages_.end(), {call, peer});
+    at_ = core_.messages_.insert(core_.messages_.end(), {task.call, task.peer});
   }
-  ~MessageUnderWay() {
+  ~ShownMessage() {
     const std::lock_guard lock(core_.mutex_);
     core_.messages_.erase(at_);
   }
-  MessageUnderWay(const MessageUnderWay&) = delete;
-  MessageUnderWay& operator=(const MessageUnderWay&) = delete;
+  ShownMessage(const ShownMessage&) = delete;
+  ShownMessage& operator=(const ShownMessage&) = delete;
 
  private:
   GlooCore& core_;
   std::list<RankActivity::Waiting>::iterator at_;
 };
 
-void GlooCore::send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) {
-  check_message(group_, buffer.count, to);
-  message([&] {
-    if (to == group_.rank) return own_messages_.send(buffer, tag, context);
-    Task task;
-    task.call = make_message_call(Operation::kSend, ++sent_[static_cast<size_t>(to)], buffer, tag,
-                                  context.label);
-    task.begun_ns = running_ns();
-    task.deadline_ns = context.deadline_ns;
-    const MessageUnderWay shown(*this, task.call, to);
-    link_->send(to, GlooLink::Frame::kMessage, as_bytes(task.call));
-    if (buffer.count == 0) return;
-    const auto outcome = data_->run(
-        static_cast<uint32_t>(task.call.sequence), task.deadline_ns,
-        [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
-          return api.send(gloo, buffer.data, static_cast<size_t>(buffer.bytes()), to, &call);
-        });
-    if (outcome.status == LOCKSTEP_GLOO_LATE) fail_late(task, {to});
-    check(task, outcome);
-  });
+void GlooCore::send(Task& task, const ConstBuffer& buffer) {
+  task.call.sequence = session_.next_sent(task.peer);
+  const ShownMessage shown(*this, task);
+  link_->send(task.peer, GlooLink::Frame::kMessage, as_bytes(task.call));
+  if (buffer.count == 0) return;
+  const auto outcome = data_->run(
+      static_cast<uint32_t>(task.call.sequence), task.deadline_ns,
+      [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
+        return api.send(gloo, buffer.data, static_cast<size_t>(buffer.bytes()), task.peer, &call);
+      });
+  check(task, outcome);
 }
 
-void GlooCore::recv(const Buffer& buffer, int from, int tag, const CallContext& context) {
-  check_message(group_, buffer.count, from);
-  message([&] {
-    if (from == group_.rank) return own_messages_.recv(buffer, tag, context);
-    Task task;
-    task.call = make_message_call(Operation::kRecv, ++received_[static_cast<size_t>(from)],
-                                  {nullptr, buffer.count, buffer.dtype}, tag, context.label);
-    task.begun_ns = running_ns();
-    task.deadline_ns = context.deadline_ns;
-    const MessageUnderWay shown(*this, task.call, from);
-    const auto gathered =
-        link_->gather(GlooLink::Frame::kMessage, std::span(&from, 1), task.deadline_ns);
-    if (const auto* trouble = std::get_if<GlooLink::Trouble>(&gathered)) fail(task, *trouble);
-    const Call theirs = from_bytes(std::get<std::vector<std::string>>(gathered).front());
-    if (!agree(theirs, task.call)) {
-      Farewell farewell;
-      farewell.kind = Farewell::Kind::kMismatch;
-      farewell.places = {from, group_.rank};
-      farewell.calls = {theirs, task.call};
-      link_->say_farewell(farewell);
-      throw_farewell(group_, task.call, from, farewell);
-    }
-    if (buffer.count == 0) return;
-    const auto outcome = data_->run(
-        static_cast<uint32_t>(task.call.sequence), task.deadline_ns,
-        [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
-          return api.recv(gloo, buffer.data, static_cast<size_t>(buffer.bytes()), from, &call);
-        });
-    if (outcome.status == LOCKSTEP_GLOO_LATE) fail_late(task, {from});
-    check(task, outcome);
-  });
+void GlooCore::recv(Task& task, const Buffer& buffer) {
+  task.call.sequence = session_.next_received(task.peer);
+  const ShownMessage shown(*this, task);
+  const auto gathered =
+      link_->gather(GlooLink::Frame::kMessage, std::span(&task.peer, 1), task.deadline_ns);
+  if (const auto* trouble = std::get_if<GlooLink::Trouble>(&gathered)) fail(task, *trouble);
+  const Fingerprint theirs = from_bytes(std::get<std::vector<std::string>>(gathered).front());
+  require_same_message(group(), task.peer, theirs, group().rank, task.call);
+  if (buffer.count == 0) return;
+  const auto outcome = data_->run(
+      static_cast<uint32_t>(task.call.sequence), task.deadline_ns,
+      [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
+        return api.recv(gloo, buffer.data, static_cast<size_t>(buffer.bytes()), task.peer, &call);
+      });
+  check(task, outcome);
 }
 
 void GlooCore::check(const Task& task, const GlooData::Outcome& outcome) {
   if (outcome.status == LOCKSTEP_GLOO_OK) return;
-  if (outcome.status == LOCKSTEP_GLOO_LATE) fail_late(task, {});
+  if (outcome.status == LOCKSTEP_GLOO_LATE) {
+    // All ranks came to a collective, and then the data did not.
+    fail_late(task, task.peer < 0 ? std::vector<int>{} : std::vector<int>{task.peer});
+  }
   const auto trouble = link_->find_trouble(running_ns() + kExplainNs);
   if (trouble.kind != GlooLink::Trouble::Kind::kLate) fail(task, trouble);
   throw RankError(Code::kRankFailed, -1,
                   fmt::format("{}: a connection broke, and no rank says why: {}",
-                              describe(task.call), outcome.text),
+                              describe_in(group(), task.spoken_of()), outcome.text),
                   "check the network between the hosts");
 }
 
 void GlooCore::fail(const Task& task, const GlooLink::Trouble& trouble) {
   switch (trouble.kind) {
-    case GlooLink::Trouble::Kind::kTold:
-      if (trouble.farewell.kind == Farewell::Kind::kStuck) {
-        // The link answers roll calls as well; this thread may be the first to hear of one.
-        link_->say_farewell(Farewell::of(activity()));
-        fail_by_roll_call(task);
-      }
-      link_->say_farewell(pass_on(trouble.farewell, trouble.place));
-      throw_farewell(group_, task.call, trouble.place, trouble.farewell);
-    case GlooLink::Trouble::Kind::kGone: {
-      Farewell farewell;
-      farewell.kind = Farewell::Kind::kFailed;
-      farewell.places = {trouble.place};
-      farewell.reason = trouble.left ? kLeft : kEnded;
-      link_->say_farewell(farewell);
-      throw_rank_failed(group_, task.call, trouble.place, farewell.reason);
-    }
+    case GlooLink::Trouble::Kind::kAborted:
+      session_.fail_recorded(trouble.record, task.spoken_of(), task.waited_ns());
+    case GlooLink::Trouble::Kind::kStalled:
+      session_.fail_stalled({task.call, task.peer}, task.spoken_of());
+    case GlooLink::Trouble::Kind::kGone:
+      throw_rank_failed(group(), task.spoken_of(), trouble.rank,
+                        trouble.left ? "left: it destroyed its communicator"
+                                     : "ended: its connection closed unexpectedly");
     case GlooLink::Trouble::Kind::kLate:
       break;
   }
   fail_late(task, trouble.missing);
 }
 
+void GlooCore::fail_late(const Task& task, std::vector<int> awaited) {
+  session_.fail_stalled({task.call, task.peer, std::move(awaited), task.waited_ns()},
+                        task.spoken_of());
+}
+
 // What this rank does, for peers that wait for it.
 RankActivity GlooCore::activity() {
   const std::lock_guard lock(mutex_);
   RankActivity activity;
-  activity.arrived = activity.finished = collectives_;
+  activity.arrived = activity.finished = session_.collectives();
   activity.waiting.assign(messages_.begin(), messages_.end());
   if (!queue_.empty()) {
-    const Call& call = queue_.front()->call;
+    const Fingerprint& call = queue_.front()->call;
     activity.arrived = call.sequence;
     activity.finished = call.sequence - 1;
     activity.waiting.push_back({call, -1});
   }
   return activity;
-}
-
-// This rank's call was not done in time, because of those it awaits or of others that they wait
-// for. `awaited` empty: all ranks came to this call, and then the data did not.
-void GlooCore::fail_late(const Task& task, const std::vector<int>& awaited) {
-  Farewell roll_call = Farewell::of(activity());
-  roll_call.waited_ns = std::max<int64_t>(running_ns() - task.begun_ns, 1);
-  roll_call.places.assign(awaited.begin(), awaited.end());
-  link_->say_farewell(roll_call);
-  fail_by_roll_call(task);
-}
-
-// Whoever lives has answered, or answers now, with what it does. All ranks judge by these answers.
-void GlooCore::fail_by_roll_call(const Task& task) {
-  GlooLink::RollCall roll_call = link_->take_roll_call(running_ns() + kRollCallNs);
-  for (RankActivity& activity : roll_call.activities) {
-    activity.state = fmt::format("it {}; it has begun {} collective{}",
-                                 activity.silent ? "does not answer" : "is alive", activity.arrived,
-                                 activity.arrived == 1 ? "" : "s");
-  }
-  if (const int gone = link_->first_gone(); gone >= 0) {
-    throw_rank_failed(group_, task.call, gone, kEnded);
-  }
-  const auto trouble = link_->find_trouble(0);
-  if (trouble.kind == GlooLink::Trouble::Kind::kTold &&
-      trouble.farewell.kind != Farewell::Kind::kStuck) {
-    throw_farewell(group_, task.call, trouble.place, trouble.farewell);
-  }
-  throw_stalled(group_, task.call, roll_call.awaited, roll_call.activities, roll_call.waited_ns);
-}
-
-// What was not said yet is said now; the connections that still stand are of no more use.
-std::exception_ptr GlooCore::break_down(std::exception_ptr error) noexcept {
-  std::exception_ptr first;
-  {
-    const std::lock_guard lock(mutex_);
-    if (!broken_) broken_ = error;
-    first = broken_;
-  }
-  if (!link_) return first;
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& exception) {
-    abort(describe(exception));
-  } catch (...) {
-    abort("an unknown exception");
-  }
-  return first;
-}
-
-void GlooCore::throw_if_broken() {
-  const std::lock_guard lock(mutex_);
-  if (broken_) std::rethrow_exception(broken_);
-}
-
-void GlooCore::abort(std::string_view reason) noexcept {
-  try {
-    Farewell farewell;
-    farewell.kind = Farewell::Kind::kAborted;
-    farewell.reason = fmt::format("gave up: {}", reason);
-    {
-      const std::lock_guard lock(mutex_);
-      if (!broken_) {
-        broken_ = std::make_exception_ptr(
-            RankError(Code::kRankFailed, group_.world_ranks.at(static_cast<size_t>(group_.rank)),
-                      fmt::format("this rank {}", farewell.reason),
-                      "look for what made it give up: its communicator is of no more use"));
-      }
-    }
-    if (!link_) return;
-    link_->say_farewell(farewell);
-    data_->abort();
-  } catch (...) {
-    // No memory for a reason: peers notice the ended connection instead.
-  }
 }
 
 void GlooCore::shut_down() noexcept {
@@ -364,10 +346,11 @@ void GlooCore::shut_down() noexcept {
     unfinished = !queue_.empty();
     changed_.notify_all();
   }
-  if (unfinished) abort("it destroyed its communicator with calls under way");
+  if (unfinished) session_.abort("it destroyed its communicator with calls under way");
   worker_.join();
+  session_.close();
   if (link_) {
-    link_->say_farewell({});
+    link_->leave();
     link_->on_failure(nullptr);
   }
   data_.reset();

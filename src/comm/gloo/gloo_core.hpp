@@ -8,36 +8,93 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string>
 #include <string_view>
 #include <thread>
 #include <vector>
 
 #include "comm/backend.hpp"
-#include "comm/gloo/gloo_data.hpp"
+#include "comm/control_session.hpp"
 #include "comm/gloo/gloo_link.hpp"
+#include "comm/gloo/gloo_loader.hpp"
 #include "comm/self_messages.hpp"
 #include "net/store.hpp"
 
 namespace lockstep {
 
+/// Gloo's connections of one rank to its group, owned.
+class GlooData {
+ public:
+  /// Exchanges Gloo's addresses over the link and connects. kRendezvous where that fails.
+  GlooData(const Group& group, const std::string& address, GlooLink& link, int64_t deadline_ns);
+  ~GlooData() { api_.destroy(context_); }
+  GlooData(const GlooData&) = delete;
+  GlooData& operator=(const GlooData&) = delete;
+
+  /// How a transfer ended.
+  struct Outcome {
+    LockstepGlooStatus status = LOCKSTEP_GLOO_OK;
+    std::string text;  ///< Gloo's own words, unless all went well
+  };
+
+  /// `transfer(api, context, call)` calls one of the module's transfers. `tag` tells transfers
+  /// apart that overlap in time.
+  template <class Transfer>
+  Outcome run(uint32_t tag, int64_t deadline_ns, Transfer&& transfer) {
+    LockstepGlooMessage message{};
+    const LockstepGlooCall call{deadline_ns, tag, &message};
+    const LockstepGlooStatus status = transfer(api_, context_, call);
+    return {status, message.text};
+  }
+
+  /// From any thread: ends all transfers here and at the peers.
+  void abort() { api_.abort(context_); }
+
+ private:
+  void connect(const Group& group, GlooLink& link, int64_t deadline_ns);
+
+  const LockstepGlooApi& api_;
+  LockstepGlooContext* context_ = nullptr;
+};
+
 /// One rank's part in a Gloo group: a thread that makes the collectives strictly in order, each
-/// after all ranks have told each other what they call; and the blame when one fails. A group of
-/// one rank has no connections, and nothing is ever exchanged.
+/// after all ranks have compared their fingerprints. A group of one rank has no connections, and
+/// nothing is ever exchanged.
 class GlooCore {
  public:
-  struct Task;
+  class Task;
 
-  /// What a call does once all ranks agree: calls[place]. Runs in the core's thread.
-  using Body = std::function<void(const Task& task, std::span<const Call> calls)>;
+  /// What a call does once all ranks agree: calls[group rank]. Runs in the core's thread.
+  using Body = std::function<void(const Task& task, std::span<const Fingerprint> calls)>;
 
-  /// A collective on its way.
-  struct Task {
-    Call call;
-    int64_t begun_ns = 0;
-    int64_t deadline_ns = 0;
-    Body body;
-    bool done = false;         // under the core's mutex, as is error
-    std::exception_ptr error;  // where it failed
+  /// A call on its way. It is the backend's handle of the call, too.
+  class Task final : public Backend::Work {
+   public:
+    Task(std::shared_ptr<GlooCore> core, const Fingerprint& what, const CallContext& context,
+         Body body = nullptr);
+    ~Task() override;
+    Task(const Task&) = delete;
+    Task& operator=(const Task&) = delete;
+
+    bool advance() override { return core_->done(*this); }
+    void wait() override { core_->finish(*this); }
+
+    /// The call that errors speak of.
+    const Fingerprint& spoken_of() const { return part_of_ == nullptr ? call : *part_of_; }
+    int64_t waited_ns() const;
+
+    Fingerprint call;
+    const int64_t begun_ns;
+    const int64_t deadline_ns;
+    int peer = -1;  ///< of a message: the group rank of its other side
+
+   private:
+    friend class GlooCore;
+    std::shared_ptr<GlooCore> core_;
+    const Fingerprint* part_of_;
+    Body body_;
+    enum class State { kNew, kQueued, kDone } state_ = State::kNew;  // under the core's mutex
+    std::exception_ptr error_;                                       // under the core's mutex
   };
 
   GlooCore(Group group, Store& store, const std::string& address, int64_t deadline_ns);
@@ -45,15 +102,19 @@ class GlooCore {
   GlooCore(const GlooCore&) = delete;
   GlooCore& operator=(const GlooCore&) = delete;
 
-  const Group& group() const { return group_; }
+  const Group& group() const { return session_.group(); }
+  ControlSession& session() { return session_; }
 
   /// Queues a collective and gives it the next sequence number.
-  std::shared_ptr<Task> begin(Call call, const CallContext& context, Body body);
+  void begin(Task& task);
   bool done(const Task& task);    ///< throws the task's error
   void finish(const Task& task);  ///< waits; throws the task's error
 
-  void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context);
-  void recv(const Buffer& buffer, int from, int tag, const CallContext& context);
+  /// A message is made by the caller's own thread: it concerns two ranks only, and must not wait
+  /// behind collectives whose order the two may see differently.
+  void send(Task& task, const ConstBuffer& buffer);
+  void recv(Task& task, const Buffer& buffer);
+  SelfMessages& own_messages() { return own_messages_; }
 
   /// In a task's body: moves data, and turns a failure into the error that names its cause.
   template <class Transfer>
@@ -62,45 +123,34 @@ class GlooCore {
     check(task, data_->run(static_cast<uint32_t>(task.call.sequence), task.deadline_ns, move));
   }
 
-  /// In a task's body: one small text from every rank, [place].
+  /// In a task's body: one small text from every rank, [group rank].
   std::vector<std::string> exchange(const Task& task, GlooLink::Frame frame, std::string_view own);
-
-  void abort(std::string_view reason) noexcept;
 
   /// Ends the thread and the connections. Calls that are not done fail.
   void shut_down() noexcept;
 
  private:
   void work();
-  void execute(Task& task);
-  std::vector<Call> agree_on(const Task& task);
+  std::vector<Fingerprint> agree_on(const Task& task);
   void check(const Task& task, const GlooData::Outcome& outcome);
-  template <class Action>
-  void message(Action&& action);
-  class MessageUnderWay;
+  class ShownMessage;
 
   [[noreturn]] void fail(const Task& task, const GlooLink::Trouble& trouble);
-  [[noreturn]] void fail_late(const Task& task, const std::vector<int>& awaited);
-  [[noreturn]] void fail_by_roll_call(const Task& task);
+  [[noreturn]] void fail_late(const Task& task, std::vector<int> awaited);
   RankActivity activity();
-  std::exception_ptr break_down(std::exception_ptr error) noexcept;
-  void throw_if_broken();
 
-  const Group group_;
-  SelfMessages own_messages_;
-  std::vector<int> peers_;          // all places but this rank's
+  std::vector<int> peers_;          // all group ranks but this one's
+  std::string address_;             // of this rank, in digits
   std::unique_ptr<GlooLink> link_;  // null in a group of one
+  ControlSession session_;
+  SelfMessages own_messages_;
   std::unique_ptr<GlooData> data_;  // null in a group of one
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
-  std::deque<std::shared_ptr<Task>> queue_;  // the front one is being made
-  std::exception_ptr broken_;                // the first error; every later call throws it
+  std::deque<Task*> queue_;  // the front one is being made; owned by their callers
   bool stopping_ = false;
-  int64_t collectives_ = 0;
   std::list<RankActivity::Waiting> messages_;  // under way, of any thread
-  std::vector<int64_t> sent_;                  // [place], messages
-  std::vector<int64_t> received_;              // [place], messages
   std::thread worker_;
 };
 

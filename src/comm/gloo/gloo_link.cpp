@@ -1,26 +1,249 @@
-#include "comm/gloo/gloo_link.hpp"
-
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <poll.h>
 #include <sys/socket.h>
-
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <chrono>
 #include <cstring>
 
+#include "base/process.hpp"
 #include "base/running_clock.hpp"
-#include "net/quiet_thread.hpp"
+#include "comm/gloo/gloo_link.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/units.hpp"
+#include "net/secret.hpp"
 
 namespace lockstep {
+
+namespace {
+
+constexpr size_t kSecretBytes = 32;  // as hex digits
+constexpr size_t kMaxUnauthenticated = 256;
+constexpr uint32_t kHelloMagic = 0x6c736731;  // "lsg1"
+
+// The first bytes on every connection. The secret is the listener's, from the store.
+struct Hello {
+  uint32_t magic = kHelloMagic;
+  uint32_t call_bytes = sizeof(Fingerprint);  // another layout is another lockstep
+  int32_t group_rank = 0;
+  char secret[kSecretBytes] = {};
+};
+
+// Where a rank listens, as text in the store: "40123 <secret in hex> 10.0.0.7".
+struct Listening {
+  int port = 0;
+  std::string secret;  // hex
+  std::string host;
+
+  std::string text() const { return fmt::format("{} {} {}", port, secret, host); }
+
+  static Listening parse(const std::string& text) {
+    Listening group_rank;
+    const size_t first = text.find(' ');
+    const size_t second = text.find(' ', first + 1);
+    const auto parsed = std::from_chars(text.data(), text.data() + text.size(), group_rank.port);
+    if (parsed.ec != std::errc() || second == std::string::npos) {
+      throw Error(Code::kRendezvous, fmt::format("\"{}\" tells no gloo address", text),
+                  "use one version of lockstep on all hosts");
+    }
+    group_rank.secret = text.substr(first + 1, second - first - 1);
+    group_rank.host = text.substr(second + 1);
+    return group_rank;
+  }
+};
+
+std::string key_of(int group_rank) {
+  return fmt::format("gloo/{}", group_rank);
+}
+
+int poll_timeout_ms(int64_t deadline_ns) {
+  const int64_t left_ms = (deadline_ns - running_ns() + 999'999) / 1'000'000;
+  return static_cast<int>(std::clamp<int64_t>(left_ms, 0, 1000));
+}
+
+class Rendezvous {
+ public:
+  Rendezvous(Store& store, const Group& group, const std::string& address, int64_t deadline_ns)
+      : store_(store),
+        group_(group),
+        deadline_ns_(deadline_ns),
+        begun_ns_(running_ns()),
+        listener_(listen_tcp({address, 0})),
+        secret_(to_hex(random_bytes(kSecretBytes / 2))) {
+    result_.address = own_address(listener_);
+    if (result_.address == "::" || result_.address == "0.0.0.0") {
+      throw Error(Code::kBackend, fmt::format("backend gloo cannot listen at \"{}\"", address),
+                  "give this host's address in digits");
+    }
+    result_.sockets.resize(static_cast<size_t>(group.size()));
+  }
+
+  GlooRendezvous run() {
+    store_.set(key_of(group_.rank),
+               Listening{bound_port(listener_), secret_, result_.address}.text());
+    for (int group_rank = 0; group_rank < group_.rank; ++group_rank) connect_to(group_rank);
+    accept_from_above();
+    for (Socket& socket : result_.sockets) {
+      if (socket) set_no_delay(socket);
+    }
+    return std::move(result_);
+  }
+
+ private:
+  // A connection that has not yet proved to be a rank's.
+  struct UnauthenticatedPeer {
+    Socket socket;
+    std::string said;
+  };
+
+  void connect_to(int group_rank) {
+    Listening there;
+    try {
+      there = Listening::parse(store_.get(key_of(group_rank), deadline_ns_));
+    } catch (const Error& error) {
+      if (running_ns() < deadline_ns_) throw;
+      throw_missing({group_rank});
+    }
+    int error = 0;
+    Socket socket = start_connect(resolve({there.host, there.port}).front(), error);
+    while (error == EINPROGRESS) {
+      pollfd waiting{socket.get(), POLLOUT, 0};
+      const int ready = ::poll(&waiting, 1, poll_timeout_ms(deadline_ns_));
+      if (ready > 0) {
+        socklen_t bytes = sizeof error;
+        ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &bytes);
+      } else if (running_ns() >= deadline_ns_) {
+        error = ETIMEDOUT;
+      }
+    }
+    Hello hello;
+    hello.group_rank = group_.rank;
+    std::copy_n(there.secret.begin(), std::min(there.secret.size(), kSecretBytes), hello.secret);
+    if (error == 0 && ::send(socket.get(), &hello, sizeof hello, MSG_NOSIGNAL) != sizeof hello) {
+      error = ECONNRESET;
+    }
+    if (error != 0) {
+      throw RankError(
+          Code::kRendezvous, world_rank(group_rank),
+          fmt::format("gloo cannot connect to rank {} at {}: {}", world_rank(group_rank),
+                      endpoint_text(there.host, there.port), std::strerror(error)),
+          "see whether that rank still runs, and whether a firewall stands between the "
+          "hosts: ranks connect to each other at ports that the system chooses");
+    }
+    result_.sockets[static_cast<size_t>(group_rank)] = std::move(socket);
+  }
+
+  void accept_from_above() {
+    for (;;) {
+      const std::vector<int> missing = missing_above();
+      if (missing.empty()) return;
+      if (running_ns() >= deadline_ns_) throw_missing(missing);
+      std::vector<pollfd> waiting{{listener_.get(), POLLIN, 0}};
+      for (const UnauthenticatedPeer& peer : unauthenticated_) {
+        waiting.push_back({peer.socket.get(), POLLIN, 0});
+      }
+      if (::poll(waiting.data(), waiting.size(), poll_timeout_ms(deadline_ns_)) <= 0) continue;
+      for (size_t i = unauthenticated_.size(); i > 0; --i) {
+        if (waiting[i].revents != 0 && !listen_to(unauthenticated_[i - 1])) {
+          unauthenticated_.erase(unauthenticated_.begin() + static_cast<std::ptrdiff_t>(i) - 1);
+        }
+      }
+      if (waiting[0].revents != 0) accept_one();
+    }
+  }
+
+  void accept_one() {
+    Socket socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!socket) return;
+    if (unauthenticated_.size() == kMaxUnauthenticated)
+      unauthenticated_.erase(unauthenticated_.begin());
+    unauthenticated_.push_back({std::move(socket), ""});
+  }
+
+  // Returns whether the peer has more to say before it is admitted or rejected.
+  bool listen_to(UnauthenticatedPeer& peer) {
+    char bytes[sizeof(Hello)];
+    const ssize_t count = ::recv(peer.socket.get(), bytes, sizeof(Hello) - peer.said.size(), 0);
+    if (count < 0 && (errno == EAGAIN || errno == EINTR)) return true;
+    if (count <= 0) return false;
+    peer.said.append(bytes, static_cast<size_t>(count));
+    if (peer.said.size() < sizeof(Hello)) return true;
+    Hello hello;
+    std::memcpy(&hello, peer.said.data(), sizeof hello);
+    const bool known = hello.magic == kHelloMagic && hello.call_bytes == sizeof(Fingerprint) &&
+                       equal_secrets({hello.secret, kSecretBytes}, secret_) &&
+                       hello.group_rank > group_.rank && hello.group_rank < group_.size() &&
+                       !result_.sockets[static_cast<size_t>(hello.group_rank)];
+    if (known) result_.sockets[static_cast<size_t>(hello.group_rank)] = std::move(peer.socket);
+    return false;
+  }
+
+  std::vector<int> missing_above() const {
+    std::vector<int> missing;
+    for (int group_rank = group_.rank + 1; group_rank < group_.size(); ++group_rank) {
+      if (!result_.sockets[static_cast<size_t>(group_rank)]) missing.push_back(group_rank);
+    }
+    return missing;
+  }
+
+  int world_rank(int group_rank) const {
+    return group_.world_ranks.at(static_cast<size_t>(group_rank));
+  }
+
+  [[noreturn]] void throw_missing(const std::vector<int>& group_ranks) const {
+    std::vector<int> ranks;
+    for (const int group_rank : group_ranks) ranks.push_back(world_rank(group_rank));
+    throw RankError(
+        Code::kRendezvous, ranks.front(),
+        fmt::format("gloo, group {}: rank{} {} did not come within {}", group_.name,
+                    ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "),
+                    format_seconds(static_cast<double>(running_ns() - begun_ns_) * 1e-9)),
+        "see whether all ranks were started and what the missing ones say; where they are only "
+        "slow, give them more time with --timeout of `lockstep run` or LOCKSTEP_TIMEOUT_S");
+  }
+
+  Store& store_;
+  const Group& group_;
+  const int64_t deadline_ns_;
+  const int64_t begun_ns_;
+  Socket listener_;
+  std::string secret_;
+  GlooRendezvous result_;
+  std::vector<UnauthenticatedPeer> unauthenticated_;
+};
+
+}  // namespace
+
+GlooRendezvous rendezvous(Store& store, const Group& group, const std::string& address,
+                          int64_t deadline_ns) {
+  return Rendezvous(store, group, address, deadline_ns).run();
+}
+
 namespace {
 
 constexpr uint32_t kMaxFrameBytes = 1 << 20;
 constexpr size_t kReadBytes = 1 << 14;
 constexpr int64_t kEndedGraceNs = 500'000'000;
 
+// How long a rank that lives takes to answer a survey.
+constexpr int64_t kSurveyNs = 1'000'000'000;
+
+constexpr std::string_view kEnded = "ended: its connection closed unexpectedly";
+
 struct FrameHead {
   uint32_t payload_bytes = 0;
   uint32_t frame = 0;
+};
+
+// The fixed part of an encoded stall; the awaited ranks and the waiting calls follow it.
+struct StallHead {
+  int64_t waited_ns = 0;
+  int64_t arrived = 0;
+  int64_t finished = 0;
+  uint32_t awaited = 0;
+  uint32_t waiting = 0;
 };
 
 std::string with_head(GlooLink::Frame frame, std::string_view payload) {
@@ -32,7 +255,7 @@ std::string with_head(GlooLink::Frame frame, std::string_view payload) {
 }
 
 // The buffer of a connection holds thousands of frames, and a rank is never more than one call
-// ahead: where one does not fit, its peer is gone or no rank of ours.
+// ahead: if one does not fit, its peer is gone or not a lockstep rank.
 void write_frame(const Socket& socket, std::string_view bytes) {
   if (socket) ::send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
 }
@@ -40,20 +263,79 @@ void write_frame(const Socket& socket, std::string_view bytes) {
 }  // namespace
 
 GlooLink::GlooLink(int rank, std::vector<Socket> sockets) : rank_(rank), peers_(sockets.size()) {
-  for (size_t place = 0; place < sockets.size(); ++place) {
-    peers_[place].socket = std::move(sockets[place]);
+  for (size_t group_rank = 0; group_rank < sockets.size(); ++group_rank) {
+    peers_[group_rank].socket = std::move(sockets[group_rank]);
   }
   reader_ = start_quiet_thread([this] { read_all(); });
 }
 
-// A half-closed connection: what was said arrives, even where the peer's own words cross it.
+// Half-closes the connections: what was sent still arrives, even if the peer sends meanwhile.
 GlooLink::~GlooLink() {
-  say_farewell({});
+  leave();
   stop_.raise();
   reader_.join();
   for (Peer& peer : peers_) {
     if (peer.socket) ::shutdown(peer.socket.get(), SHUT_WR);
   }
+}
+
+std::string GlooLink::FinalNotice::encode() const {
+  std::string bytes(1, static_cast<char>(kind));
+  if (kind == Kind::kAborted) return bytes + record.encode();
+  if (kind == Kind::kLeft) return bytes;
+  const StallHead head{.waited_ns = waited_ns,
+                       .arrived = activity.arrived,
+                       .finished = activity.finished,
+                       .awaited = static_cast<uint32_t>(awaited.size()),
+                       .waiting = static_cast<uint32_t>(activity.waiting.size())};
+  const auto append = [&](const auto& item) {
+    bytes.append(reinterpret_cast<const char*>(&item), sizeof item);
+  };
+  append(head);
+  for (const int32_t group_rank : awaited) append(group_rank);
+  for (const auto& waiting : activity.waiting) {
+    append(waiting.call);
+    append(waiting.peer);
+  }
+  return bytes;
+}
+
+// Bytes that make no sense are those of a rank that leaves: nothing is known about why.
+GlooLink::FinalNotice GlooLink::FinalNotice::decode(std::string_view bytes) {
+  FinalNotice notice;
+  if (bytes.empty()) return notice;
+  const auto kind = static_cast<Kind>(bytes[0]);
+  bytes.remove_prefix(1);
+  if (kind == Kind::kAborted) {
+    auto record = AbortRecord::decode(bytes);
+    if (!record) return notice;
+    notice.record = std::move(*record);
+    notice.kind = kind;
+    return notice;
+  }
+  const auto take = [&](auto& item) {
+    if (bytes.size() < sizeof item) return false;
+    std::memcpy(&item, bytes.data(), sizeof item);
+    bytes.remove_prefix(sizeof item);
+    return true;
+  };
+  StallHead head;
+  if (kind != Kind::kStalled || !take(head)) return notice;
+  for (uint32_t i = 0; i < head.awaited; ++i) {
+    int32_t group_rank = 0;
+    if (!take(group_rank)) return notice;
+    notice.awaited.push_back(group_rank);
+  }
+  for (uint32_t i = 0; i < head.waiting; ++i) {
+    RankActivity::Waiting waiting;
+    if (!take(waiting.call) || !take(waiting.peer)) return notice;
+    notice.activity.waiting.push_back(waiting);
+  }
+  notice.kind = kind;
+  notice.waited_ns = head.waited_ns;
+  notice.activity.arrived = head.arrived;
+  notice.activity.finished = head.finished;
+  return notice;
 }
 
 void GlooLink::send(int to, Frame frame, std::string_view payload) {
@@ -68,42 +350,48 @@ void GlooLink::send_all(Frame frame, std::string_view payload) {
   for (const Peer& peer : peers_) write_frame(peer.socket, bytes);
 }
 
-void GlooLink::say_farewell(const Farewell& farewell) {
-  const std::string bytes = with_head(Frame::kFarewell, farewell.encode());
+void GlooLink::publish(const AbortRecord& record) {
+  send_notice({.kind = FinalNotice::Kind::kAborted, .record = record});
+}
+
+void GlooLink::send_notice(const FinalNotice& notice) {
+  const std::string bytes = with_head(Frame::kFinalNotice, notice.encode());
   const std::lock_guard send_lock(send_mutex_);
-  if (farewell_said_) return;
-  farewell_said_ = true;
+  if (notice_sent_) return;
+  notice_sent_ = true;
   for (const Peer& peer : peers_) write_frame(peer.socket, bytes);
-  // Whoever finds that it was said also finds what was said.
+  // A thread that finds the notice sent also finds what was sent.
   const std::lock_guard lock(mutex_);
-  own_farewell_ = farewell;
+  own_notice_ = notice;
   changed_.notify_all();
 }
 
 bool GlooLink::has_cause(const Peer& peer) {
-  return peer.farewell && peer.farewell->kind != Farewell::Kind::kLeft;
+  return peer.notice && peer.notice->kind != FinalNotice::Kind::kLeft;
 }
 
 std::optional<GlooLink::Trouble> GlooLink::told() const {
-  if (own_farewell_ && own_farewell_->kind == Farewell::Kind::kAborted) {
-    return Trouble{Trouble::Kind::kTold, rank_, false, *own_farewell_, {}};
+  if (own_notice_ && own_notice_->kind == FinalNotice::Kind::kAborted) {
+    return Trouble{.kind = Trouble::Kind::kAborted, .rank = rank_, .record = own_notice_->record};
   }
-  // A roll call names nobody: whoever knows more comes first.
-  std::optional<Trouble> roll_call;
-  for (size_t place = 0; place < peers_.size(); ++place) {
-    if (!has_cause(peers_[place])) continue;
-    Trouble trouble{
-        Trouble::Kind::kTold, static_cast<int>(place), false, *peers_[place].farewell, {}};
-    if (trouble.farewell.kind != Farewell::Kind::kStuck) return trouble;
-    roll_call = std::move(trouble);
+  // A stall names nobody: whoever knows more comes first.
+  std::optional<Trouble> stalled;
+  for (size_t group_rank = 0; group_rank < peers_.size(); ++group_rank) {
+    if (!has_cause(peers_[group_rank])) continue;
+    const FinalNotice& notice = *peers_[group_rank].notice;
+    const int rank = static_cast<int>(group_rank);
+    if (notice.kind == FinalNotice::Kind::kAborted) {
+      return Trouble{.kind = Trouble::Kind::kAborted, .rank = rank, .record = notice.record};
+    }
+    stalled = Trouble{.kind = Trouble::Kind::kStalled, .rank = rank};
   }
-  return roll_call;
+  return stalled;
 }
 
-std::optional<GlooLink::Trouble> GlooLink::ended(int place) const {
-  const Peer& peer = peers_[static_cast<size_t>(place)];
-  if (!peer.closed && !peer.farewell) return std::nullopt;
-  return Trouble{Trouble::Kind::kGone, place, peer.farewell.has_value(), {}, {}};
+std::optional<GlooLink::Trouble> GlooLink::ended(int group_rank) const {
+  const Peer& peer = peers_[static_cast<size_t>(group_rank)];
+  if (!peer.closed && !peer.notice) return std::nullopt;
+  return Trouble{.kind = Trouble::Kind::kGone, .rank = group_rank, .left = peer.notice.has_value()};
 }
 
 bool GlooLink::wait(std::unique_lock<std::mutex>& lock, int64_t deadline_ns) {
@@ -116,23 +404,23 @@ bool GlooLink::wait(std::unique_lock<std::mutex>& lock, int64_t deadline_ns) {
 
 std::variant<std::vector<std::string>, GlooLink::Trouble> GlooLink::gather(
     Frame frame, std::span<const int> peers, int64_t deadline_ns) {
-  const auto queue = [&](int place) -> std::deque<std::string>& {
-    return peers_[static_cast<size_t>(place)].frames[static_cast<size_t>(frame)];
+  const auto queue = [&](int group_rank) -> std::deque<std::string>& {
+    return peers_[static_cast<size_t>(group_rank)].frames[static_cast<size_t>(frame)];
   };
   std::unique_lock lock(mutex_);
   for (;;) {
     Trouble late;
     std::optional<Trouble> gone;
-    for (const int place : peers) {
-      if (!queue(place).empty()) continue;
-      late.missing.push_back(place);
-      if (!gone) gone = ended(place);
+    for (const int group_rank : peers) {
+      if (!queue(group_rank).empty()) continue;
+      late.missing.push_back(group_rank);
+      if (!gone) gone = ended(group_rank);
     }
     if (late.missing.empty()) {
       std::vector<std::string> taken;
-      for (const int place : peers) {
-        taken.push_back(std::move(queue(place).front()));
-        queue(place).pop_front();
+      for (const int group_rank : peers) {
+        taken.push_back(std::move(queue(group_rank).front()));
+        queue(group_rank).pop_front();
       }
       return taken;
     }
@@ -147,8 +435,8 @@ GlooLink::Trouble GlooLink::find_trouble(int64_t deadline_ns) {
   for (;;) {
     if (auto trouble = told()) return *trouble;
     std::optional<Trouble> left;
-    for (size_t place = 0; place < peers_.size(); ++place) {
-      const auto gone = ended(static_cast<int>(place));
+    for (size_t group_rank = 0; group_rank < peers_.size(); ++group_rank) {
+      const auto gone = ended(static_cast<int>(group_rank));
       if (gone && !gone->left) return *gone;
       if (gone && !left) left = gone;
     }
@@ -157,51 +445,64 @@ GlooLink::Trouble GlooLink::find_trouble(int64_t deadline_ns) {
   }
 }
 
-void GlooLink::on_roll_call(std::function<RankActivity()> answer) {
+void GlooLink::on_survey(std::function<RankActivity()> answer) {
   const std::lock_guard action_lock(action_mutex_);
   answer_ = std::move(answer);
 }
 
-bool GlooLink::all_have_spoken() const {
-  for (size_t place = 0; place < peers_.size(); ++place) {
-    const Peer& peer = peers_[place];
-    if (static_cast<int>(place) != rank_ && !peer.closed && !peer.farewell) return false;
+bool GlooLink::all_have_answered() const {
+  for (size_t group_rank = 0; group_rank < peers_.size(); ++group_rank) {
+    const Peer& peer = peers_[group_rank];
+    if (static_cast<int>(group_rank) != rank_ && !peer.closed && !peer.notice) return false;
   }
   return true;
 }
 
-// For itself a rank has what it told the others, so that all judge by the same.
-GlooLink::RollCall GlooLink::take_roll_call(int64_t deadline_ns) {
-  std::unique_lock lock(mutex_);
-  while (!all_have_spoken() && wait(lock, deadline_ns)) {
+// Whoever lives has answered, or answers now, with what it does. For itself a rank takes what it
+// told the others, so that all judge by the same answers.
+StallReport GlooLink::survey(const StalledCall& own) {
+  FinalNotice notice{.kind = FinalNotice::Kind::kStalled, .waited_ns = own.waited_ns};
+  notice.awaited.assign(own.awaited.begin(), own.awaited.end());
+  {
+    const std::lock_guard action_lock(action_mutex_);
+    if (answer_) notice.activity = answer_();
   }
-  RollCall result;
-  for (size_t place = 0; place < peers_.size(); ++place) {
-    const Peer& peer = peers_[place];
-    const auto& said = static_cast<int>(place) == rank_ ? own_farewell_ : peer.farewell;
+  send_notice(notice);
+  const int64_t deadline_ns = running_ns() + kSurveyNs;
+  std::unique_lock lock(mutex_);
+  while (!all_have_answered() && wait(lock, deadline_ns)) {
+  }
+  StallReport report;
+  for (size_t group_rank = 0; group_rank < peers_.size(); ++group_rank) {
+    const Peer& peer = peers_[group_rank];
+    const int rank = static_cast<int>(group_rank);
+    const auto& said = rank == rank_ ? own_notice_ : peer.notice;
     RankActivity activity;
-    if (said && said->kind == Farewell::Kind::kStuck) {
-      activity = said->activity();
+    if (said && said->kind == FinalNotice::Kind::kStalled) {
+      activity = said->activity;
       if (said->waited_ns > 0) {
-        result.waited_ns = std::max(result.waited_ns, said->waited_ns);
-        result.awaited.insert(result.awaited.end(), said->places.begin(), said->places.end());
-        if (said->places.empty()) result.awaited.push_back(static_cast<int>(place));
+        report.waited_ns = std::max(report.waited_ns, said->waited_ns);
+        report.awaited.insert(report.awaited.end(), said->awaited.begin(), said->awaited.end());
+        if (said->awaited.empty()) report.awaited.push_back(rank);
       }
-    } else if (static_cast<int>(place) != rank_) {
+    } else if (rank != rank_) {
       activity.silent = !peer.closed && !said;
       activity.arrived = peer.calls;
       activity.finished = peer.calls - 1;
     }
-    result.activities.push_back(std::move(activity));
+    activity.state = fmt::format("it {}; it has begun {} collective{}",
+                                 activity.silent ? "does not answer" : "is alive", activity.arrived,
+                                 activity.arrived == 1 ? "" : "s");
+    report.activities.push_back(std::move(activity));
+    if (peer.closed && !peer.notice && !report.cause) {
+      report.cause = AbortRecord{.by = rank_, .blamed = rank, .text = std::string(kEnded)};
+    }
   }
-  return result;
-}
-
-int GlooLink::first_gone() {
-  const std::lock_guard lock(mutex_);
-  const auto gone = std::find_if(peers_.begin(), peers_.end(),
-                                 [](const Peer& peer) { return peer.closed && !peer.farewell; });
-  return gone == peers_.end() ? -1 : static_cast<int>(gone - peers_.begin());
+  const auto trouble = told();
+  if (!report.cause && trouble && trouble->kind == Trouble::Kind::kAborted) {
+    report.cause = trouble->record;
+  }
+  return report;
 }
 
 void GlooLink::on_failure(std::function<void()> action) {
@@ -211,7 +512,7 @@ void GlooLink::on_failure(std::function<void()> action) {
   {
     const std::lock_guard lock(mutex_);
     late = std::any_of(peers_.begin(), peers_.end(), [](const Peer& peer) {
-      return has_cause(peer) || (peer.closed && !peer.farewell);
+      return has_cause(peer) || (peer.closed && !peer.notice);
     });
   }
   if (late && on_failure_) on_failure_();
@@ -259,13 +560,14 @@ void GlooLink::read_from(Peer& peer) {
   end(peer);
 }
 
-// Gloo forgets to wake who waits for the rest of a message whose sender has died: this does,
-// after the time in which a rank that ended right after its last call may still be read from.
+// Gloo does not wake a thread that waits for the rest of a message whose sender has died. This
+// does, after a grace period in which data of a rank that ended right after its last call still
+// arrives.
 void GlooLink::end(Peer& peer) {
   const std::lock_guard lock(mutex_);
   peer.closed = true;
   changed_.notify_all();
-  if (!peer.farewell && act_at_ns_ == 0) act_at_ns_ = running_ns() + kEndedGraceNs;
+  if (!peer.notice && act_at_ns_ == 0) act_at_ns_ = running_ns() + kEndedGraceNs;
 }
 
 void GlooLink::take_frames(Peer& peer) {
@@ -273,35 +575,35 @@ void GlooLink::take_frames(Peer& peer) {
   while (peer.input.size() >= sizeof head) {
     std::memcpy(&head, peer.input.data(), sizeof head);
     if (head.payload_bytes > kMaxFrameBytes ||
-        head.frame > static_cast<uint32_t>(Frame::kFarewell)) {
-      return end(peer);  // no rank of ours talks so
+        head.frame > static_cast<uint32_t>(Frame::kFinalNotice)) {
+      return end(peer);  // not a lockstep rank
     }
     if (peer.input.size() < sizeof head + head.payload_bytes) return;
     std::string payload = peer.input.substr(sizeof head, head.payload_bytes);
     peer.input.erase(0, sizeof head + head.payload_bytes);
-    if (static_cast<Frame>(head.frame) == Frame::kFarewell) {
-      hear_farewell(peer, payload);
+    if (static_cast<Frame>(head.frame) == Frame::kFinalNotice) {
+      receive_notice(peer, payload);
       continue;
     }
     const std::lock_guard lock(mutex_);
-    if (static_cast<Frame>(head.frame) == Frame::kCall) ++peer.calls;
+    if (static_cast<Frame>(head.frame) == Frame::kFingerprint) ++peer.calls;
     peer.frames[head.frame].push_back(std::move(payload));
     changed_.notify_all();
   }
 }
 
-void GlooLink::hear_farewell(Peer& peer, std::string_view payload) {
-  Farewell farewell = Farewell::decode(payload).value_or(Farewell{});
-  const Farewell::Kind kind = farewell.kind;
+void GlooLink::receive_notice(Peer& peer, std::string_view payload) {
+  const FinalNotice notice = FinalNotice::decode(payload);
   {
     const std::lock_guard lock(mutex_);
-    peer.farewell = std::move(farewell);
+    peer.notice = notice;
     changed_.notify_all();
   }
-  if (kind == Farewell::Kind::kLeft) return;
-  if (kind == Farewell::Kind::kStuck) {
+  if (notice.kind == FinalNotice::Kind::kLeft) return;
+  if (notice.kind == FinalNotice::Kind::kStalled) {
     const std::lock_guard action_lock(action_mutex_);
-    say_farewell(Farewell::of(answer_ ? answer_() : RankActivity{}));
+    send_notice(
+        {.kind = FinalNotice::Kind::kStalled, .activity = answer_ ? answer_() : RankActivity{}});
   }
   act_on_failure();
 }

@@ -12,37 +12,52 @@
 #include <variant>
 #include <vector>
 
-#include "comm/gloo/gloo_farewell.hpp"
+#include "comm/control_session.hpp"
 #include "net/socket.hpp"
-#include "net/wake.hpp"
+#include "net/store.hpp"
 
 namespace lockstep {
 
-/// Small messages between the ranks of a group, beside Gloo's own connections: the calls they make,
-/// and the last words of a rank that fails.
+/// A connection between every two ranks of a group.
+struct GlooRendezvous {
+  std::vector<Socket> sockets;  ///< [group rank]; this rank's own is empty
+  std::string address;          ///< this rank's, in digits
+};
+
+/// Connects all ranks, each listening at its `address` (in digits, or "localhost") for those above
+/// it. Only a rank that can read the store is admitted. kRendezvous at the deadline names who did
+/// not come.
+GlooRendezvous rendezvous(Store& store, const Group& group, const std::string& address,
+                          int64_t deadline_ns);
+
+/// The control link of ranks on any hosts: small messages over TCP, beside Gloo's own connections.
 ///
 /// Why not over Gloo: a wait of Gloo's that ends in a timeout closes the connections to *all*
 /// peers, does not say who was missing, and cannot tell a rank that died from one that gave up. A
-/// thread of this class reads all sockets, so that news of a failure interrupts a transfer. Any
-/// thread may call any function.
-class GlooLink {
+/// thread of this class reads all sockets, so that news of a failure interrupts a transfer.
+class GlooLink final : public ControlLink {
  public:
-  enum class Frame : uint8_t { kCall, kMessage, kNote, kFarewell };
+  enum class Frame : uint8_t { kFingerprint, kMessage, kNote, kFinalNotice };
 
   /// Why frames did not come.
   struct Trouble {
-    enum class Kind { kTold, kGone, kLate } kind = Kind::kLate;
-    int place = -1;            ///< kTold: who said `farewell`; kGone: whose connection ended
-    bool left = false;         ///< kGone: it said so, with nothing wrong
-    Farewell farewell;         ///< kTold
-    std::vector<int> missing;  ///< kLate: who has sent nothing
+    enum class Kind {
+      kAborted,  ///< a peer gave up: `record`
+      kStalled,  ///< a peer's call has reached its deadline, and it asks what all ranks do
+      kGone,     ///< the connection of `rank` ended
+      kLate,     ///< the deadline came
+    } kind = Kind::kLate;
+    int rank = -1;
+    bool left = false;  ///< kGone: it said so, with nothing wrong
+    AbortRecord record = {};
+    std::vector<int> missing = {};  ///< kLate: who has sent nothing
   };
 
   /// One connection to each peer; sockets[rank] is empty.
   GlooLink(int rank, std::vector<Socket> sockets);
 
-  /// Says farewell (kLeft) where no other was said.
-  ~GlooLink();
+  /// Says that this rank leaves, unless it has sent another final notice.
+  ~GlooLink() override;
   GlooLink(const GlooLink&) = delete;
   GlooLink& operator=(const GlooLink&) = delete;
 
@@ -50,70 +65,73 @@ class GlooLink {
   void send(int to, Frame frame, std::string_view payload);
   void send_all(Frame frame, std::string_view payload);
 
-  /// To all peers. Only the first farewell counts; one that this rank says as its own decision
-  /// (kAborted) ends its own waits too.
-  void say_farewell(const Farewell& farewell);
-
   /// The next frame of this kind from each of these peers. What a peer sent before it failed still
-  /// counts; otherwise a farewell with a cause comes first, then an ended connection, then the
+  /// counts; otherwise an abort or a stall comes first, then an ended connection, then the
   /// deadline.
   std::variant<std::vector<std::string>, Trouble> gather(Frame frame, std::span<const int> peers,
                                                          int64_t deadline_ns);
 
-  /// After a transfer failed: why, as soon as any peer's last words or end tell, or kLate.
+  /// After a transfer failed: why, as soon as a peer's final notice or end tells; else kLate.
   Trouble find_trouble(int64_t deadline_ns);
 
-  /// How this rank answers a roll call (kStuck) of a peer; called in the thread that reads.
-  void on_roll_call(std::function<RankActivity()> answer);
+  void publish(const AbortRecord& record) override;
+  StallReport survey(const StalledCall& own) override;
 
-  /// What came of a roll call, in which this rank has asked or answered.
-  struct RollCall {
-    std::vector<RankActivity> activities;  ///< [place]; silent where no answer came
-    std::vector<int> awaited;              ///< where throw_stalled() begins
-    int64_t waited_ns = 0;                 ///< the longest of them
-  };
+  /// Says that this rank leaves with nothing wrong.
+  void leave() { send_notice({}); }
 
-  /// Waits until every peer has said farewell or is gone, and gives their answers.
-  RollCall take_roll_call(int64_t deadline_ns);
+  /// What this rank does, for peers that ask; called in the thread that reads, too.
+  void on_survey(std::function<RankActivity()> answer);
 
-  /// The first peer whose connection ended without a farewell, or -1.
-  int first_gone();
-
-  /// `action` runs, in the thread that reads, when a transfer has become hopeless: a peer's
-  /// farewell has a cause, or a peer ended without one and transfers did not notice for a while. At
-  /// once where that is so already. A null one ends this, and waits for one that runs.
+  /// `action` runs, in the thread that reads, when a transfer has become hopeless: a peer has given
+  /// up, or ended unexpectedly and transfers did not notice for a while. At once where that is so
+  /// already. A null one ends this, and waits for one that runs.
   void on_failure(std::function<void()> action);
 
  private:
+  /// The last thing that a rank says. Only its first one counts.
+  struct FinalNotice {
+    enum class Kind : uint8_t { kLeft, kAborted, kStalled } kind = Kind::kLeft;
+    AbortRecord record = {};     // kAborted
+    RankActivity activity = {};  // kStalled: what the rank does
+    int64_t waited_ns = 0;       // kStalled: of the rank whose deadline came; 0: an answer
+    std::vector<int32_t> awaited =
+        {};  // kStalled: for whom that call waits; none: as activity says
+
+    std::string encode() const;
+    static FinalNotice decode(std::string_view bytes);
+  };
+
   struct Peer {
     Socket socket;
     std::string input;
     std::array<std::deque<std::string>, 3> frames;  // [Frame]
-    int64_t calls = 0;                              // frames of kCall, taken ones too
-    std::optional<Farewell> farewell;
+    int64_t calls = 0;                              // frames of kFingerprint, taken ones too
+    std::optional<FinalNotice> notice;
     bool closed = false;
   };
 
+  void send_notice(const FinalNotice& notice);
+  void receive_notice(Peer& peer, std::string_view payload);
   void read_all();
   void read_from(Peer& peer);
   void end(Peer& peer);
   void take_frames(Peer& peer);
-  void hear_farewell(Peer& peer, std::string_view payload);
   std::optional<Trouble> told() const;
-  std::optional<Trouble> ended(int place) const;
+  std::optional<Trouble> ended(int group_rank) const;
   static bool has_cause(const Peer& peer);
   void act_on_failure();
   bool wait(std::unique_lock<std::mutex>& lock, int64_t deadline_ns);
-  bool all_have_spoken() const;
+  bool all_have_answered() const;
 
   const int rank_;
-  std::mutex send_mutex_;       // held while a frame is written
-  bool farewell_said_ = false;  // under send_mutex_
-  std::mutex mutex_;            // guards what follows
+  std::mutex send_mutex_;     // held while a frame is written
+  bool notice_sent_ = false;  // under send_mutex_: the final notice was said
+  std::mutex mutex_;          // guards what follows
   std::condition_variable changed_;
-  std::vector<Peer> peers_;               // [place]; sockets and inputs belong to the reader
-  std::optional<Farewell> own_farewell_;  // the one that was said
-  std::mutex action_mutex_;               // held while an action runs; guards both
+  std::vector<Peer> peers_;                // [group rank]; sockets and inputs belong to the reader
+  std::optional<FinalNotice> own_notice_;  // the one that was said
+  std::mutex action_mutex_;                // held while an action runs; guards both
   std::function<void()> on_failure_;
   std::function<RankActivity()> answer_;
   Wake stop_;

@@ -4,7 +4,7 @@
 #include <span>
 
 #include "base/cuda_stream.hpp"
-#include "lockstep/dtype.hpp"
+#include "base/dtype.hpp"
 #include "lockstep/reduce_op.hpp"
 
 namespace lockstep {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "comm/backend.hpp"
-#include "comm/gpu/gpu_agreement.hpp"
+#include "comm/gpu/gpu_control.hpp"
 #include "comm/gpu/ipc_core.hpp"
 
 namespace lockstep {
@@ -15,7 +15,7 @@ namespace lockstep {
 /// follow each other, with something to wait for between two of them.
 class IpcCollective {
  public:
-  IpcCollective(IpcCore& core, const Call& what, const CallContext& context)
+  IpcCollective(IpcCore& core, const Fingerprint& what, const CallContext& context)
       : core_(core), call_(what), context_(context) {}
   virtual ~IpcCollective() = default;
   IpcCollective(const IpcCollective&) = delete;
@@ -29,15 +29,15 @@ class IpcCollective {
   bool done() const { return done_; }
 
   CudaStream caller_stream() const { return context_.stream; }
-  /// What is queued on the call's stream from now on finds the result. When done; the first time
-  /// only.
+  /// Makes work queued on the call's stream from now on find the result. When done; the first
+  /// time only.
   void hold_caller();
 
  protected:
   /// Whether peers wait for this rank's stream to come to the call.
   virtual bool is_awaited() const { return true; }
   /// Where peers find this rank's input.
-  virtual IpcPlace place() const { return {}; }
+  virtual IpcLocation peer() const { return {}; }
   /// The next part, and what must be over before the one after it; null: the call is done.
   virtual std::unique_ptr<Awaited> next() = 0;
 
@@ -46,7 +46,7 @@ class IpcCollective {
   void mark_result();
 
   IpcCore& core_;
-  Call call_;
+  Fingerprint call_;
   CallContext context_;  // its label is in the call
   std::unique_ptr<GpuAgreement> agreement_;
 
@@ -61,29 +61,29 @@ class IpcCollective {
 };
 
 /// A call that moves elements. Small ones go through the host's memory where processes share a
-/// GPU. Others, where every rank that contributes has reachable memory, are taken from there,
-/// whole; else piece by piece through the staging areas.
+/// GPU. Others, where every rank that contributes has registered memory, are taken from there,
+/// whole; else chunk by chunk through the staging areas.
 class IpcMovement : public IpcCollective {
  public:
   /// `input` is what this rank contributes: `width` blocks of the call's count.
-  IpcMovement(IpcCore& core, const Call& what, const CallContext& context, const void* input,
+  IpcMovement(IpcCore& core, const Fingerprint& what, const CallContext& context, const void* input,
               int64_t width, const Buffer& output);
 
  protected:
-  using Contributions = std::vector<const std::byte*>;  // [place]; null where it has none
+  using Contributions = std::vector<const std::byte*>;  // [rank]; null where it has none
 
-  virtual bool contributes(int /*place*/) const { return true; }
+  virtual bool contributes(int /*peer*/) const { return true; }
   virtual bool receives() const { return true; }
   /// In a group of one.
   virtual void move_alone() {}
   /// Takes elements [begin, begin + count) of what all contribute, whose blocks lie `stride`
   /// elements apart.
   virtual void take(int64_t begin, int64_t count, int64_t stride, const Contributions& from) = 0;
-  /// Moves all, in reachable memory.
+  /// Moves all elements, in registered memory.
   virtual void take_direct(const Contributions& from);
 
-  bool is_awaited() const final { return !is_carried(); }
-  IpcPlace place() const final;
+  bool is_awaited() const final { return !is_host_staged(); }
+  IpcLocation peer() const final;
   std::unique_ptr<Awaited> next() final;
 
   const std::byte* input_;
@@ -93,20 +93,20 @@ class IpcMovement : public IpcCollective {
   std::vector<double> factors_;  // of a mean
 
  private:
-  enum class State { kCompared, kShared, kStaged, kTaken, kDirect, kCarried };
+  enum class State { kCompared, kShared, kStaged, kTaken, kDirect, kHostStaged };
 
-  bool is_carried() const;
+  bool is_host_staged() const;
   std::unique_ptr<Awaited> start();
-  std::unique_ptr<Awaited> stage_piece();
-  std::unique_ptr<Awaited> take_piece();
+  std::unique_ptr<Awaited> stage_chunk();
+  std::unique_ptr<Awaited> take_chunk();
   std::unique_ptr<Awaited> finish();
   Contributions direct_contributions() const;
-  int64_t piece_begin() const { return piece_ * piece_count_; }
-  int64_t count_of_piece() const;
+  int64_t chunk_begin() const { return chunk_ * chunk_count_; }
+  int64_t count_of_chunk() const;
 
   State state_ = State::kCompared;
-  int64_t piece_count_;  // elements of a piece, of one block
-  int64_t piece_ = 0;
+  int64_t chunk_count_;  // elements of a chunk, of one block
+  int64_t chunk_ = 0;
 };
 
 class IpcAllReduce final : public IpcMovement {
@@ -124,7 +124,7 @@ class IpcBroadcast final : public IpcMovement {
   IpcBroadcast(IpcCore& core, const Buffer& buffer, int root, const CallContext& context);
 
  private:
-  bool contributes(int place) const override { return place == call_.root; }
+  bool contributes(int peer) const override { return peer == call_.root; }
   bool receives() const override { return core_.rank() != call_.root; }
   void take(int64_t begin, int64_t count, int64_t stride, const Contributions& from) override;
 };
@@ -152,7 +152,8 @@ class IpcAllGather final : public IpcMovement {
 /// After it, on every rank's stream: all that any rank had queued before it is over.
 class IpcBarrier final : public IpcCollective {
  public:
-  IpcBarrier(IpcCore& core, const CallContext& context) : IpcCollective(core, Call{}, context) {}
+  IpcBarrier(IpcCore& core, const CallContext& context)
+      : IpcCollective(core, Fingerprint{}, context) {}
 
  private:
   std::unique_ptr<Awaited> next() override;
@@ -162,25 +163,25 @@ class IpcBarrier final : public IpcCollective {
 class IpcAllocate final : public IpcCollective {
  public:
   IpcAllocate(IpcCore& core, int64_t bytes, const CallContext& context);
-  std::shared_ptr<ReachableMemory> memory() { return std::move(memory_); }
+  std::shared_ptr<RegisteredMemory> memory() { return std::move(memory_); }
 
  private:
   std::unique_ptr<Awaited> next() override;
   void free_dropped();
 
-  std::shared_ptr<ReachableMemory> memory_;
+  std::shared_ptr<RegisteredMemory> memory_;
 };
 
 class IpcSplit final : public IpcCollective {
  public:
-  IpcSplit(IpcCore& core, int colour, int key, std::string_view group_name,
+  IpcSplit(IpcCore& core, int color, int key, std::string_view group_name,
            const CallContext& context);
   std::unique_ptr<GpuControl> take_control() { return std::move(part_); }
 
  private:
   std::unique_ptr<Awaited> next() override;
 
-  int colour_;
+  int color_;
   int key_;
   std::string group_name_;
   std::unique_ptr<GpuControl> part_;

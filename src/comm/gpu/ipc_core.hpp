@@ -1,27 +1,54 @@
 #pragma once
 
 #include <sys/types.h>
-
 #include <atomic>
+#include <condition_variable>
 #include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "comm/backend.hpp"
 #include "comm/gpu/gpu_control.hpp"
 #include "comm/gpu/gpu_runtime.hpp"
 #include "comm/gpu/ipc_share.hpp"
-#include "comm/gpu/ipc_watch.hpp"
+#include "comm/peer_process.hpp"
 
 namespace lockstep {
 
+/// Tells, from a thread of its own, when a peer's process has ended. A stream may wait for that
+/// peer's events while the program waits for the stream, and makes no call that would find out.
+class IpcWatch {
+ public:
+  struct Peer {
+    int group_rank = 0;
+    PeerProcess process;
+  };
+
+  /// `died` is called once for each, and must not throw.
+  IpcWatch(std::vector<Peer> peers, std::function<void(int group_rank)> died);
+  ~IpcWatch();
+  IpcWatch(const IpcWatch&) = delete;
+  IpcWatch& operator=(const IpcWatch&) = delete;
+
+ private:
+  void watch();
+
+  std::vector<Peer> peers_;
+  std::function<void(int group_rank)> died_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool stopping_ = false;
+  std::thread thread_;
+};
+
 class IpcCollective;
 
-/// Memory that allocate() made. [place] of `shares` is that rank's, this rank's own included.
+/// Memory that allocate() made. [rank] of `shares` is that rank's, this rank's own included.
 struct IpcSegment {
   int64_t number = 0;  ///< counted from 1, the same on all ranks
   int64_t bytes = 0;
@@ -30,7 +57,7 @@ struct IpcSegment {
 };
 
 /// Where a rank's buffer lies for its peers; segment 0: where they cannot reach it.
-struct IpcPlace {
+struct IpcLocation {
   int64_t segment = 0;
   int64_t offset = 0;
 };
@@ -51,25 +78,26 @@ class IpcCore {
  public:
   enum Channel { kCalls, kSteps, kMessages, kChannels };
 
-  /// Collective: the ranks meet, and find out whether they reach each other.
+  /// Collective: the rendezvous of the ranks, who find out whether they reach each other.
   IpcCore(std::unique_ptr<GpuControl> control, int gpu, int64_t deadline_ns);
   ~IpcCore();
   IpcCore(const IpcCore&) = delete;
   IpcCore& operator=(const IpcCore&) = delete;
 
   GpuControl& control() { return *control_; }
+  ControlSession& session() { return control_->session(); }
   const Group& group() const { return control_->group(); }
   int rank() const { return control_->rank(); }
   int size() const { return control_->size(); }
   int gpu() const { return gpu_; }
-  CudaStream stream() const { return things_->stream.get(); }
+  CudaStream stream() const { return resources_->stream.get(); }
 
   /// Whether all ranks use one GPU.
   bool one_gpu() const { return one_gpu_; }
 
-  /// Whether a call that moves so many bytes goes through the host's memory; see IpcCarried.
-  bool carries(int64_t bytes) const { return in_turns_ && bytes <= kCarriedBytes; }
-  static constexpr int64_t kCarriedBytes = 4 << 20;
+  /// Whether a call that moves so many bytes goes through the host's memory; see IpcHostStaged.
+  bool stages_on_host(int64_t bytes) const { return in_turns_ && bytes <= kHostStagedBytes; }
+  static constexpr int64_t kHostStagedBytes = 4 << 20;
 
   // Collectives.
 
@@ -81,17 +109,15 @@ class IpcCore {
   /// Runs what blocks on a channel that no collective uses, while collectives in flight go on.
   void block(const std::function<void()>& wait);
 
-  /// This rank gives up; see Backend::abort.
-  void abort(std::string_view reason) noexcept { control_->abort(reason); }
   /// The communicator is destroyed. Waits, for a short time, until no peer uses what it shares.
   void leave() noexcept;
 
   // For collectives: parts of a call that `why` and its deadline stand for.
 
-  std::unique_ptr<GpuExchange> exchange(const Call& why, int64_t deadline_ns,
+  std::unique_ptr<GpuExchange> exchange(const Fingerprint& why, int64_t deadline_ns,
                                         std::span<const std::byte> own = {});
-  /// All ranks' shares, from the cards that `cards` brought: [place].
-  std::vector<std::shared_ptr<IpcShare>> open(const GpuExchange& cards,
+  /// All ranks' shares, from the handles that `handles` brought: [rank].
+  std::vector<std::shared_ptr<IpcShare>> open(const GpuExchange& handles,
                                               const std::shared_ptr<IpcShare>& own, int events);
 
   /// Records that this rank's buffers are ready for call `sequence`.
@@ -107,60 +133,60 @@ class IpcCore {
   const GpuEvent& message_taken(int receiver, int sender, int slot) const;
   static constexpr int kMessageSlots = 2;
 
-  // The staging area: two slots, used in turn by the pieces of a call.
+  // The staging area: two slots, used in turn by the chunks of a call.
 
   static constexpr int64_t kSlotBytes = 32 << 20;
   static constexpr int kSlots = 2;
-  bool has_staging() const { return !things_->staging.empty(); }
+  bool has_staging() const { return !resources_->staging.empty(); }
   void set_staging(std::vector<std::shared_ptr<IpcShare>> staging);
   static std::shared_ptr<IpcShare> make_staging();
   static constexpr int kStagingEvents = 4;
-  std::byte* slot(int place, int64_t piece) const;
-  void record_staged(int64_t piece) const;
-  void hold_all_staged(int64_t piece) const;
-  void record_taken(int64_t piece) const;
-  void hold_all_taken(int64_t piece) const;
+  std::byte* slot(int group_rank, int64_t chunk) const;
+  void record_staged(int64_t chunk) const;
+  void hold_all_staged(int64_t chunk) const;
+  void record_taken(int64_t chunk) const;
+  void hold_all_taken(int64_t chunk) const;
 
   /// For one call after the other that goes through the host.
   struct HostArea {
-    PinnedMemory memory{2 * kCarriedBytes};
+    PinnedMemory memory{2 * kHostStagedBytes};
     GpuEvent free;  ///< the call before has no use of it any more
   };
   HostArea& host_area();
 
   // Memory that allocate() made.
 
-  IpcPlace locate(const void* data, int64_t bytes) const;
-  std::byte* address(int place, const IpcPlace& where) const;
-  std::vector<IpcSegment>& segments() { return things_->segments; }
+  IpcLocation locate(const void* data, int64_t bytes) const;
+  std::byte* address(int group_rank, const IpcLocation& where) const;
+  std::vector<IpcSegment>& segments() { return resources_->segments; }
   int64_t next_segment() { return ++segment_count_; }
 
   /// A share that serves messages with this peer: kept as long as GPU work may use it.
-  void keep_share(int place, const std::shared_ptr<IpcShare>& share);
+  void keep_share(int group_rank, const std::shared_ptr<IpcShare>& share);
 
   /// The host waits for an event of this rank's streams.
-  void await(const GpuEvent& event, const Call& why, int64_t deadline_ns) const;
+  void await(const GpuEvent& event, const Fingerprint& why, int64_t deadline_ns) const;
   /// The host waits for the GPU: what was queued must be over before memory goes.
-  void wait_until_idle(const Call& why, int64_t deadline_ns) const;
+  void wait_until_idle(const Fingerprint& why, int64_t deadline_ns) const;
 
  private:
   // What GPU work may still use. Never freed where the stream waits for a dead rank.
-  struct Things {
+  struct Resources {
     GpuStream stream;
-    std::vector<std::shared_ptr<IpcShare>> events;   // [place]
-    std::vector<std::shared_ptr<IpcShare>> staging;  // [place]; empty until it is needed
-    std::vector<std::vector<std::shared_ptr<IpcShare>>> messages;  // [place]
+    std::vector<std::shared_ptr<IpcShare>> events;   // [rank]
+    std::vector<std::shared_ptr<IpcShare>> staging;  // [rank]; empty until it is needed
+    std::vector<std::vector<std::shared_ptr<IpcShare>>> messages;  // [rank]
     std::vector<IpcSegment> segments;
     std::unique_ptr<HostArea> host_area;  // null until it is needed
   };
 
-  void meet(int64_t deadline_ns);
-  void meet_gpus(const Call& why, int64_t deadline_ns);
+  void rendezvous(int64_t deadline_ns);
+  void check_gpus_reach(const Fingerprint& why, int64_t deadline_ns);
   void progress();
   void complete(const IpcCollective& task);
   void failed(const std::exception_ptr& error) noexcept;
-  void release_waits(int place) noexcept;
-  bool say_goodbye() noexcept;
+  void release_waits(int group_rank) noexcept;
+  bool leave_together() noexcept;
   bool becomes_idle(int64_t deadline_ns) const;
 
   std::unique_ptr<GpuControl> control_;
@@ -169,8 +195,8 @@ class IpcCore {
   bool one_gpu_ = true;
   bool in_turns_ = false;  // some processes share a GPU
   bool left_ = false;
-  std::unique_ptr<Things> things_;
-  std::mutex shares_mutex_;          // the watch reads what things_ shares
+  std::unique_ptr<Resources> resources_;
+  std::mutex shares_mutex_;          // the watch reads what resources_ shares
   std::unique_ptr<IpcWatch> watch_;  // null where all peers are threads of this process
   int64_t moved_ = 0;                // calls of record_moved()
   int64_t segment_count_ = 0;

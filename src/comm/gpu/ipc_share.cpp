@@ -28,7 +28,7 @@ ProcessName own_process() {
   return {::getpid(), salt};
 }
 
-// The shares of this process, for its other ranks: a card may be opened after its owner has gone.
+// The shares of this process, for its other ranks: a handle may be opened after its owner has gone.
 class OwnShares {
  public:
   int64_t add(const std::shared_ptr<IpcShare>& share) {
@@ -57,7 +57,7 @@ OwnShares& own_shares() {
   return shares;
 }
 
-struct CardHead {
+struct HandleHead {
   ProcessName process;
   int64_t number = 0;  // for those of its process
   int64_t bytes = 0;
@@ -77,32 +77,33 @@ std::shared_ptr<IpcShare> IpcShare::make(int64_t bytes, int events) {
   return share;
 }
 
-size_t IpcShare::card_bytes(int events) {
-  return sizeof(CardHead) + static_cast<size_t>(events) * sizeof(cudaIpcEventHandle_t);
+size_t IpcShare::handle_bytes(int events) {
+  return sizeof(HandleHead) + static_cast<size_t>(events) * sizeof(cudaIpcEventHandle_t);
 }
 
-std::vector<std::byte> IpcShare::card() const {
-  CardHead head;
+std::vector<std::byte> IpcShare::handle() const {
+  HandleHead head;
   head.process = own_process();
   head.number = number_;
   head.bytes = bytes_;
   if (bytes_ > 0) check_cuda(cudaIpcGetMemHandle(&head.memory, memory_), "cudaIpcGetMemHandle");
-  std::vector<std::byte> card(card_bytes(static_cast<int>(events_.size())));
-  std::memcpy(card.data(), &head, sizeof head);
-  std::byte* to = card.data() + sizeof head;
+  std::vector<std::byte> handle(handle_bytes(static_cast<int>(events_.size())));
+  std::memcpy(handle.data(), &head, sizeof head);
+  std::byte* to = handle.data() + sizeof head;
   for (const GpuEvent& event : events_) {
-    cudaIpcEventHandle_t handle;
-    check_cuda(cudaIpcGetEventHandle(&handle, event.get()), "cudaIpcGetEventHandle");
-    std::memcpy(to, &handle, sizeof handle);
-    to += sizeof handle;
+    cudaIpcEventHandle_t event_handle;
+    check_cuda(cudaIpcGetEventHandle(&event_handle, event.get()), "cudaIpcGetEventHandle");
+    std::memcpy(to, &event_handle, sizeof event_handle);
+    to += sizeof event_handle;
   }
-  return card;
+  return handle;
 }
 
-std::shared_ptr<IpcShare> IpcShare::open(std::span<const std::byte> card, int events) {
-  CardHead head;
-  if (card.size() != card_bytes(events)) throw Error(Code::kInternal, "a card of another size");
-  std::memcpy(&head, card.data(), sizeof head);
+std::shared_ptr<IpcShare> IpcShare::open(std::span<const std::byte> handle, int events) {
+  HandleHead head;
+  if (handle.size() != handle_bytes(events))
+    throw Error(Code::kInternal, "a handle of another size");
+  std::memcpy(&head, handle.data(), sizeof head);
   if (head.process == own_process()) {
     auto share = own_shares().find(head.number);
     if (share) return share;
@@ -119,12 +120,12 @@ std::shared_ptr<IpcShare> IpcShare::open(std::span<const std::byte> card, int ev
     share->memory_ = static_cast<std::byte*>(memory);
   }
   share->events_.reserve(static_cast<size_t>(events));
-  const std::byte* from = card.data() + sizeof head;
+  const std::byte* from = handle.data() + sizeof head;
   for (int i = 0; i < events; ++i, from += sizeof(cudaIpcEventHandle_t)) {
-    cudaIpcEventHandle_t handle;
-    std::memcpy(&handle, from, sizeof handle);
+    cudaIpcEventHandle_t event_handle;
+    std::memcpy(&event_handle, from, sizeof event_handle);
     CudaEvent event = nullptr;
-    check_cuda(cudaIpcOpenEventHandle(&event, handle), "cudaIpcOpenEventHandle");
+    check_cuda(cudaIpcOpenEventHandle(&event, event_handle), "cudaIpcOpenEventHandle");
     share->events_.emplace_back(event);
   }
   return share;

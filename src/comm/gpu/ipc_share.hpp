@@ -11,20 +11,20 @@
 
 namespace lockstep {
 
-/// Memory and events of one rank that its peers use too. Its owner gives them a card, plain bytes;
-/// who opens the card reaches the same things. In the owner's own process it then shares their
-/// ownership (CUDA opens nothing twice there); in another one they end with the owner's, so owners
-/// keep them until all have stopped using them.
+/// Memory and events of one rank that its peers use too. Its owner gives them a handle, plain
+/// bytes; whoever opens the handle reaches the same things. In the owner's own process it then
+/// shares their ownership (CUDA opens nothing twice there); in another one they end with the
+/// owner's, so owners keep them until all have stopped using them.
 class IpcShare {
  public:
   /// Makes memory (zeroed; none for 0 bytes) and events on the current GPU.
   static std::shared_ptr<IpcShare> make(int64_t bytes, int events);
 
-  static size_t card_bytes(int events);
-  std::vector<std::byte> card() const;
+  static size_t handle_bytes(int events);
+  std::vector<std::byte> handle() const;
 
   /// For the current GPU. kRankFailed where the owner is of this process and has let it go.
-  static std::shared_ptr<IpcShare> open(std::span<const std::byte> card, int events);
+  static std::shared_ptr<IpcShare> open(std::span<const std::byte> handle, int events);
 
   IpcShare() = default;
   ~IpcShare();

@@ -1,25 +1,23 @@
-#include "comm/gpu/nccl_backend.hpp"
+#include "comm/backend.hpp"
 
-#include "comm/backends.hpp"
-#include "comm/make_call.hpp"
+#include "comm/arguments.hpp"
 #include "lockstep/error.hpp"
 
 #if LOCKSTEP_NCCL
-#include "comm/check_call.hpp"
 #include "comm/gpu/nccl_core.hpp"
 
 namespace lockstep {
 namespace {
 
-class NcclPending final : public Pending {
+class NcclWork final : public Backend::Work {
  public:
-  NcclPending(std::shared_ptr<NcclCore> core, std::shared_ptr<NcclCore::Task> task)
+  NcclWork(std::shared_ptr<NcclCore> core, std::shared_ptr<NcclCore::Task> task)
       : core_(std::move(core)), task_(std::move(task)) {}
-  ~NcclPending() override {
-    if (!done_) core_->abort("it dropped an all_reduce that was not done");
+  ~NcclWork() override {
+    if (!done_) core_->session().abort("it dropped an all_reduce that was not done");
   }
-  NcclPending(const NcclPending&) = delete;
-  NcclPending& operator=(const NcclPending&) = delete;
+  NcclWork(const NcclWork&) = delete;
+  NcclWork& operator=(const NcclWork&) = delete;
 
   bool advance() override {
     if (!done_ && core_->advance(*task_)) wait();
@@ -37,7 +35,7 @@ class NcclPending final : public Pending {
   bool done_ = false;
 };
 
-class NcclMemory final : public ReachableMemory {
+class NcclMemory final : public RegisteredMemory {
  public:
   explicit NcclMemory(int64_t bytes) : memory_(bytes) {}
 
@@ -56,28 +54,28 @@ class NcclBackend final : public Backend {
   bool on_gpu() const override { return true; }
   const Group& group() const override { return core_->group(); }
 
-  std::unique_ptr<Pending> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
-                                      const CallContext& context) override {
+  std::unique_ptr<Work> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
+                                   const CallContext& context) override {
     check_reduce(buffer, op, weight);
-    const Call what =
-        make_reduce_call(Operation::kAllReduce, buffer.dtype, buffer.count, op, weight);
+    const Fingerprint what =
+        make_reduce_fingerprint(Operation::kAllReduce, buffer.dtype, buffer.count, op, weight);
     auto task = core_->begin(what, context, [buffer, op](const NcclTransfer& to, auto calls) {
       to.all_reduce(buffer, op, mean_factors(calls));
     });
-    return std::make_unique<NcclPending>(core_, std::move(task));
+    return std::make_unique<NcclWork>(core_, std::move(task));
   }
 
   void broadcast(const Buffer& buffer, int root, const CallContext& context) override {
     check_broadcast(group(), buffer, root);
-    core_->call(make_broadcast_call(buffer, root), context,
+    core_->call(make_broadcast_fingerprint(buffer, root), context,
                 [&](const NcclTransfer& to, auto) { to.broadcast(buffer, root); });
   }
 
   void reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op, double weight,
                       const CallContext& context) override {
     check_reduce_scatter(group(), input, output, op, weight);
-    const Call what =
-        make_reduce_call(Operation::kReduceScatter, output.dtype, output.count, op, weight);
+    const Fingerprint what =
+        make_reduce_fingerprint(Operation::kReduceScatter, output.dtype, output.count, op, weight);
     core_->call(what, context, [&](const NcclTransfer& to, auto calls) {
       to.reduce_scatter(input, output, op, mean_factors(calls));
     });
@@ -86,7 +84,7 @@ class NcclBackend final : public Backend {
   void all_gather(const ConstBuffer& input, const Buffer& output,
                   const CallContext& context) override {
     check_all_gather(group(), input, output);
-    core_->call(make_call(Operation::kAllGather, input.dtype, input.count), context,
+    core_->call(make_fingerprint(Operation::kAllGather, input.dtype, input.count), context,
                 [&](const NcclTransfer& to, auto) { to.all_gather(input, output); });
   }
 
@@ -102,25 +100,25 @@ class NcclBackend final : public Backend {
 
   // That all ranks have told their calls is all there is to it.
   void barrier(const CallContext& context) override {
-    core_->call(make_call(Operation::kBarrier, Dtype::kU8, 0), context, nullptr);
+    core_->call(make_fingerprint(Operation::kBarrier, Dtype::kU8, 0), context, nullptr);
   }
 
-  std::unique_ptr<Backend> split(int colour, int key, std::string_view group_name,
+  std::unique_ptr<Backend> split(int color, int key, std::string_view group_name,
                                  const CallContext& context) override {
-    auto control = core_->split(colour, key, group_name, context);
+    auto control = core_->split(color, key, group_name, context);
     const GpuGuard on_gpu(core_->gpu());
     return std::make_unique<NcclBackend>(
         std::make_shared<NcclCore>(std::move(control), core_->gpu(), context.deadline_ns));
   }
 
-  std::shared_ptr<ReachableMemory> allocate(int64_t bytes, const CallContext& context) override {
+  std::shared_ptr<RegisteredMemory> allocate(int64_t bytes, const CallContext& context) override {
     check_allocate(bytes);
-    core_->call(make_call(Operation::kAllocate, Dtype::kU8, bytes), context, nullptr);
+    core_->call(make_fingerprint(Operation::kAllocate, Dtype::kU8, bytes), context, nullptr);
     const GpuGuard on_gpu(core_->gpu());
     return std::make_shared<NcclMemory>(bytes);
   }
 
-  void abort(std::string_view reason) noexcept override { core_->abort(reason); }
+  void abort(const AbortRecord& record) noexcept override { core_->session().abort(record); }
 
  private:
   std::shared_ptr<NcclCore> core_;

@@ -1,20 +1,25 @@
 #if LOCKSTEP_NCCL
 
-#include "comm/gpu/nccl_comm.hpp"
-
+#include <cuda_runtime_api.h>
 #include <fmt/format.h>
-
+#include <array>
 #include <chrono>
+#include <optional>
 #include <thread>
+#include <vector>
 
 #include "base/running_clock.hpp"
+#include "comm/gpu/gpu_reduce.hpp"
+#include "comm/gpu/gpu_runtime.hpp"
+#include "comm/gpu/nccl_comm.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
+
 namespace {
 
 constexpr auto kPollPeriod = std::chrono::microseconds(20);
-constexpr int64_t kFarewellNs = 5'000'000'000;  // for peers to take leave together
+constexpr int64_t kFinalizeNs = 5'000'000'000;  // for peers to leave, too
 
 [[noreturn]] void throw_aborted(std::string_view call) {
   throw RankError(Code::kRankFailed, -1,
@@ -35,7 +40,7 @@ void check_nccl(ncclResult_t result, ncclComm_t comm, std::string_view call) {
                     "look for the rank that failed first: this one is its victim");
   }
   throw Error(Code::kBackend, message,
-              "run with NCCL_DEBUG=WARN to hear NCCL's own words, or use --backend gloo or shm");
+              "run with NCCL_DEBUG=WARN to see NCCL's own messages, or use --backend gloo or shm");
 }
 
 NcclComm::NcclComm(const ncclUniqueId& id, int rank, int size, int64_t deadline_ns) {
@@ -55,7 +60,7 @@ NcclComm::NcclComm(const ncclUniqueId& id, int rank, int size, int64_t deadline_
 NcclComm::~NcclComm() {
   if (comm_ == nullptr) return;
   try {
-    run("ncclCommFinalize", running_ns() + kFarewellNs, ncclCommFinalize);
+    run("ncclCommFinalize", running_ns() + kFinalizeNs, ncclCommFinalize);
     const std::lock_guard lock(mutex_);
     if (comm_ != nullptr) (void)ncclCommDestroy(comm_);
   } catch (const std::exception&) {
@@ -108,6 +113,190 @@ void NcclComm::settle(std::string_view what, int64_t deadline_ns) {
     }
     std::this_thread::sleep_for(kPollPeriod);
   }
+}
+
+namespace {
+
+// Memory for one call, given back when its stream has passed.
+class Scratch {
+ public:
+  Scratch(int64_t bytes, CudaStream stream) : stream_(stream) {
+    check_cuda(cudaMallocAsync(&data_, static_cast<size_t>(bytes), stream_), "cudaMallocAsync");
+  }
+  ~Scratch() { (void)cudaFreeAsync(data_, stream_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  std::byte* data() const { return static_cast<std::byte*>(data_); }
+
+ private:
+  void* data_ = nullptr;
+  CudaStream stream_;
+};
+
+std::optional<ncclDataType_t> type_of(Dtype dtype) {
+  switch (dtype) {
+    case Dtype::kBool:
+    case Dtype::kU8:
+      return ncclUint8;
+    case Dtype::kI8:
+      return ncclInt8;
+    case Dtype::kI32:
+      return ncclInt32;
+    case Dtype::kI64:
+      return ncclInt64;
+    case Dtype::kF16:
+      return ncclFloat16;
+    case Dtype::kBF16:
+      return ncclBfloat16;
+    case Dtype::kF32:
+      return ncclFloat32;
+    case Dtype::kF64:
+      return ncclFloat64;
+    case Dtype::kI16:
+      break;
+  }
+  return std::nullopt;
+}
+
+bool is_floating(Dtype dtype) {
+  return dtype == Dtype::kF16 || dtype == Dtype::kBF16 || dtype == Dtype::kF32 ||
+         dtype == Dtype::kF64;
+}
+
+// "Or" of BOOL is the maximum of its bytes, 0 and 1.
+ncclRedOp_t op_of(Dtype dtype, ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kMax:
+      return ncclMax;
+    case ReduceOp::kMin:
+      return ncclMin;
+    case ReduceOp::kSum:
+    case ReduceOp::kMean:
+      break;
+  }
+  return dtype == Dtype::kBool ? ncclMax : ncclSum;
+}
+
+// NCCL adds no I16, and does not promise that the maximum of anything with a NaN is NaN.
+bool nccl_reduces(Dtype dtype, ReduceOp op) {
+  const bool extreme = op == ReduceOp::kMax || op == ReduceOp::kMin;
+  return type_of(dtype) && !(extreme && is_floating(dtype));
+}
+
+}  // namespace
+
+/// How NCCL is told to reduce.
+struct NcclTransfer::Reduction {
+  ncclDataType_t type;
+  ncclRedOp_t op;
+};
+
+void NcclTransfer::all_reduce(const Buffer& buffer, ReduceOp op,
+                              std::span<const double> factors) const {
+  reduce({buffer.data, buffer.count, buffer.dtype}, buffer, op, /*scatter=*/false, factors);
+}
+
+void NcclTransfer::reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op,
+                                  std::span<const double> factors) const {
+  reduce(input, output, op, /*scatter=*/true, factors);
+}
+
+void NcclTransfer::reduce(const ConstBuffer& input, const Buffer& output, ReduceOp op, bool scatter,
+                          std::span<const double> factors) const {
+  if (output.count == 0) return;
+  if (!nccl_reduces(output.dtype, op)) return reduce_gathered(input, output, op, scatter);
+  const Reduction how{*type_of(output.dtype), op_of(output.dtype, op)};
+  if (op != ReduceOp::kMean) return queue(how, input.data, output, scatter);
+  reduce_scaled(how, input, output, scatter, factors[static_cast<size_t>(group_.rank)]);
+}
+
+// The sum of each rank's values times its factor. NCCL multiplies as it goes, but with a factor of
+// the elements' type: that of F16 or BF16 would be off by a thousandth, so those are multiplied in
+// F32 before.
+void NcclTransfer::reduce_scaled(const Reduction& how, const ConstBuffer& input,
+                                 const Buffer& output, bool scatter, double factor) const {
+  if (input.dtype == Dtype::kF16 || input.dtype == Dtype::kBF16) {
+    const Scratch scaled(input.bytes(), stream_);
+    const std::array inputs = {input.data};
+    const std::array outputs = {static_cast<void*>(scaled.data())};
+    gpu_reduce(input.dtype, ReduceOp::kMean, inputs, {&factor, 1}, outputs, input.count, stream_);
+    return queue(how, scaled.data(), output, scatter);
+  }
+  ncclRedOp_t scaled_sum = ncclSum;
+  comm_.run("ncclRedOpCreatePreMulSum", deadline_ns_, [&](ncclComm_t comm) {
+    auto narrow = static_cast<float>(factor);
+    void* scalar = how.type == ncclFloat32 ? static_cast<void*>(&narrow) : &factor;
+    return ncclRedOpCreatePreMulSum(&scaled_sum, scalar, how.type, ncclScalarHostImmediate, comm);
+  });
+  queue({how.type, scaled_sum}, input.data, output, scatter);
+  comm_.run("ncclRedOpDestroy", deadline_ns_,
+            [&](ncclComm_t comm) { return ncclRedOpDestroy(scaled_sum, comm); });
+}
+
+void NcclTransfer::queue(const Reduction& how, const void* input, const Buffer& output,
+                         bool scatter) const {
+  const auto count = static_cast<size_t>(output.count);
+  if (scatter) {
+    return comm_.run("ncclReduceScatter", deadline_ns_, [&](ncclComm_t comm) {
+      return ncclReduceScatter(input, output.data, count, how.type, how.op, comm, stream_);
+    });
+  }
+  comm_.run("ncclAllReduce", deadline_ns_, [&](ncclComm_t comm) {
+    return ncclAllReduce(input, output.data, count, how.type, how.op, comm, stream_);
+  });
+}
+
+// For the few that NCCL cannot: every rank gets all ranks' values, and reduces them itself.
+void NcclTransfer::reduce_gathered(const ConstBuffer& input, const Buffer& output, ReduceOp op,
+                                   bool scatter) const {
+  if (group_.size() > kMostGpuReduceRanks) {
+    throw Error(Code::kUsage,
+                fmt::format("nccl reduces {} with this operation among up to {} ranks only",
+                            dtype_name(output.dtype), kMostGpuReduceRanks),
+                "convert to another dtype first, or reduce a tensor on the CPU");
+  }
+  const Scratch all(input.bytes() * group_.size(), stream_);
+  all_gather(input, {all.data(), input.count * group_.size(), input.dtype});
+  const int64_t own_block = scatter ? group_.rank * output.bytes() : 0;
+  std::vector<const void*> inputs;
+  for (int peer = 0; peer < group_.size(); ++peer) {
+    inputs.push_back(all.data() + peer * input.bytes() + own_block);
+  }
+  const std::array outputs = {output.data};
+  gpu_reduce(output.dtype, op, inputs, {}, outputs, output.count, stream_);
+}
+
+// What is only moved goes as bytes, so that every dtype does.
+void NcclTransfer::broadcast(const Buffer& buffer, int root) const {
+  if (buffer.count == 0) return;
+  comm_.run("ncclBroadcast", deadline_ns_, [&](ncclComm_t comm) {
+    return ncclBroadcast(buffer.data, buffer.data, static_cast<size_t>(buffer.bytes()), ncclUint8,
+                         root, comm, stream_);
+  });
+}
+
+void NcclTransfer::all_gather(const ConstBuffer& input, const Buffer& output) const {
+  if (input.count == 0) return;
+  comm_.run("ncclAllGather", deadline_ns_, [&](ncclComm_t comm) {
+    return ncclAllGather(input.data, output.data, static_cast<size_t>(input.bytes()), ncclUint8,
+                         comm, stream_);
+  });
+}
+
+void NcclTransfer::send(const ConstBuffer& buffer, int to) const {
+  if (buffer.count == 0) return;
+  comm_.run("ncclSend", deadline_ns_, [&](ncclComm_t comm) {
+    return ncclSend(buffer.data, static_cast<size_t>(buffer.bytes()), ncclUint8, to, comm, stream_);
+  });
+}
+
+void NcclTransfer::recv(const Buffer& buffer, int from) const {
+  if (buffer.count == 0) return;
+  comm_.run("ncclRecv", deadline_ns_, [&](ncclComm_t comm) {
+    return ncclRecv(buffer.data, static_cast<size_t>(buffer.bytes()), ncclUint8, from, comm,
+                    stream_);
+  });
 }
 
 }  // namespace lockstep

@@ -1,15 +1,17 @@
 #pragma once
 
 #include <nccl.h>
-
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <span>
 #include <string_view>
 
-// Of builds with NCCL only.
+#include "comm/backend.hpp"
 
 namespace lockstep {
+
+// Of builds with NCCL only.
 
 /// Turns an ncclResult_t that is not success into an Error: kRankFailed where NCCL lost a peer,
 /// kBackend otherwise.
@@ -41,6 +43,39 @@ class NcclComm {
 
   std::mutex mutex_;  // guards comm_, which another thread may abort
   ncclComm_t comm_ = nullptr;
+};
+
+/// Queues NCCL's collectives on one stream, as lockstep defines them. All ranks have agreed on the
+/// call; the current GPU is this rank's.
+class NcclTransfer {
+ public:
+  NcclTransfer(NcclComm& comm, const Group& group, CudaStream stream, int64_t deadline_ns)
+      : comm_(comm), group_(group), stream_(stream), deadline_ns_(deadline_ns) {}
+
+  /// `factors` of a mean: [rank]; none in other operations.
+  void all_reduce(const Buffer& buffer, ReduceOp op, std::span<const double> factors) const;
+  void reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op,
+                      std::span<const double> factors) const;
+  void broadcast(const Buffer& buffer, int root) const;
+  void all_gather(const ConstBuffer& input, const Buffer& output) const;
+  void send(const ConstBuffer& buffer, int to) const;
+  void recv(const Buffer& buffer, int from) const;
+
+ private:
+  struct Reduction;
+
+  void reduce(const ConstBuffer& input, const Buffer& output, ReduceOp op, bool scatter,
+              std::span<const double> factors) const;
+  void reduce_scaled(const Reduction& how, const ConstBuffer& input, const Buffer& output,
+                     bool scatter, double factor) const;
+  void reduce_gathered(const ConstBuffer& input, const Buffer& output, ReduceOp op,
+                       bool scatter) const;
+  void queue(const Reduction& how, const void* input, const Buffer& output, bool scatter) const;
+
+  NcclComm& comm_;
+  const Group& group_;
+  CudaStream stream_;
+  int64_t deadline_ns_;
 };
 
 }  // namespace lockstep

@@ -1,22 +1,246 @@
 #if LOCKSTEP_NCCL
 
-#include "comm/gpu/nccl_core.hpp"
-
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <exception>
+#include <iterator>
 #include <thread>
 
+#include "base/process.hpp"
 #include "base/running_clock.hpp"
-#include "comm/make_call.hpp"
+#include "comm/arguments.hpp"
+#include "comm/gpu/nccl_core.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/units.hpp"
 
 namespace lockstep {
+
+namespace {
+
+// A connection ends a little before the process whose end it is.
+constexpr int64_t kLastMomentsNs = 500'000'000;
+
+}  // namespace
+
+NcclPeers::NcclPeers(Backend& host, int64_t deadline_ns) : group_(host.group()) {
+  const ProcessHome own = ProcessHome::own();
+  std::vector<ProcessHome> homes(static_cast<size_t>(host.size()));
+  const auto bytes = static_cast<int64_t>(sizeof own);
+  host.all_gather({&own, bytes, Dtype::kU8}, {homes.data(), bytes * host.size(), Dtype::kU8},
+                  {.deadline_ns = deadline_ns, .label = "processes of the ranks"});
+  for (int group_rank = 0; group_rank < host.size(); ++group_rank) {
+    const ProcessHome& theirs = homes[static_cast<size_t>(group_rank)];
+    if (!own.numbers_as(theirs) || theirs.pid == own.pid) continue;
+    peers_.push_back({group_rank, PeerProcess(static_cast<pid_t>(theirs.pid))});
+  }
+}
+
+void NcclPeers::blaming(const Fingerprint& call, const std::function<void()>& part) const {
+  try {
+    part();
+  } catch (const Error& error) {
+    const auto* of_rank = dynamic_cast<const RankError*>(&error);
+    if (of_rank != nullptr && of_rank->blamed_rank() >= 0) throw;
+    if (error.code() == Code::kRankAbsent) {
+      throw_ended(call);
+      throw_stopped(call);
+      throw;
+    }
+    const int64_t until_ns = running_ns() + kLastMomentsNs;
+    while (running_ns() < until_ns) {
+      throw_ended(call);
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    throw;
+  }
+}
+
+void NcclPeers::throw_ended(const Fingerprint& call) const {
+  for (const auto& [group_rank, process] : peers_) {
+    if (process.ended()) {
+      throw_rank_failed(group_, call, group_rank,
+                        fmt::format("died: process {} has ended", process.pid()));
+    }
+  }
+}
+
+void NcclPeers::throw_stopped(const Fingerprint& call) const {
+  for (const auto& [group_rank, process] : peers_) {
+    if (!process.stopped()) continue;
+    const int rank = group_.world_ranks[static_cast<size_t>(group_rank)];
+    throw RankError(
+        Code::kRankAbsent, rank,
+        fmt::format("{}: rank {} came, but does not go on: {}", describe_in(group_, call), rank,
+                    process.state()),
+        fmt::format("let it go on (kill -CONT {}), or start the ranks again", process.pid()));
+  }
+}
+
+namespace {
+
+using WriteValue = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned int);
+
+// Of the driver, which this library is not linked with: it must load where there is no GPU.
+WriteValue write_value() {
+  static const auto function = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult status{};
+    check_cuda(cudaGetDriverEntryPointByVersion("cuStreamWriteValue32", &found, 12000,
+                                                cudaEnableDefault, &status),
+               "cudaGetDriverEntryPointByVersion");
+    if (status != cudaDriverEntryPointSuccess) {
+      throw Error(Code::kBackend, "the NVIDIA driver has no cuStreamWriteValue32",
+                  "update the driver, or use --backend shm or gloo");
+    }
+    return reinterpret_cast<WriteValue>(found);
+  }();
+  return function;
+}
+
+}  // namespace
+
+NcclProgress::NcclProgress(CudaStream stream) : stream_(stream), words_(2 * sizeof(uint32_t)) {
+  for (int word = 0; word < 2; ++word) {
+    reinterpret_cast<uint32_t*>(words_.data())[word] = 0;
+  }
+}
+
+uint32_t NcclProgress::queue(const std::function<void()>& call) {
+  ++number_;
+  mark(0, number_);
+  call();
+  mark(1, number_);
+  return number_;
+}
+
+void NcclProgress::mark(int word, uint32_t number) const {
+  const auto at = reinterpret_cast<CUdeviceptr>(reinterpret_cast<uint32_t*>(words_.data()) + word);
+  if (write_value()(stream_, at, number, 0) != CUDA_SUCCESS) {
+    check_cuda(cudaStreamQuery(stream_), "cuStreamWriteValue32");
+    throw Error(Code::kBackend, "cuStreamWriteValue32 failed",
+                "update the NVIDIA driver, or use --backend shm or gloo");
+  }
+}
+
+// The difference counts: numbers start again from 0 some day.
+bool NcclProgress::has_reached(int word, uint32_t number) const {
+  auto& written = reinterpret_cast<uint32_t*>(words_.data())[word];
+  const uint32_t latest = std::atomic_ref(written).load(std::memory_order_acquire);
+  return static_cast<int32_t>(latest - number) >= 0;
+}
+
+namespace {
+
+constexpr auto kLookPeriod = std::chrono::milliseconds(5);
+
+[[noreturn]] void throw_overdue(const Group& group, const QueuedCall& queued) {
+  throw RankError(
+      Code::kRankAbsent, -1,
+      fmt::format("{}: all ranks came, but their GPUs did not finish within {}",
+                  describe_in(group, queued.call),
+                  format_seconds(static_cast<double>(queued.limit_ns) * 1e-9)),
+      "see whether a rank's process or GPU hangs; where one only computes long, give it more time "
+      "with --timeout of `lockstep run` or LOCKSTEP_TIMEOUT_S");
+}
+
+}  // namespace
+
+NcclWatch::NcclWatch(int gpu, const Group& group, const NcclPeers& peers,
+                     std::vector<NcclComm*> comms, Fail fail)
+    : gpu_(gpu), group_(group), peers_(peers), comms_(std::move(comms)), fail_(std::move(fail)) {
+  thread_ = start_quiet_thread([this] { work(); });
+}
+
+NcclWatch::~NcclWatch() {
+  stop();
+}
+
+void NcclWatch::stop() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void NcclWatch::follow(std::shared_ptr<QueuedCall> queued) {
+  QueuedCalls ended;
+  {
+    const std::lock_guard lock(mutex_);
+    new_calls_.push_back(std::move(queued));
+    ended.swap(ended_);
+  }
+  changed_.notify_all();
+}
+
+void NcclWatch::work() {
+  QueuedCalls calls;
+  try {
+    check_cuda(cudaSetDevice(gpu_), "cudaSetDevice");
+    // Another thread may capture a graph, which must not be spoiled by what NCCL does here.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+    for (;;) {
+      {
+        std::unique_lock lock(mutex_);
+        const auto has_news = [&] { return stopping_ || !new_calls_.empty(); };
+        if (calls.empty()) {
+          changed_.wait(lock, has_news);
+        } else {
+          // One look in a period is enough, however many calls there are.
+          changed_.wait_for(lock, kLookPeriod, [&] { return stopping_; });
+        }
+        if (stopping_) return;
+        std::move(new_calls_.begin(), new_calls_.end(), std::back_inserter(calls));
+        new_calls_.clear();
+      }
+      set_aside_ended(calls);
+      if (!calls.empty()) look_after_all(calls);
+    }
+  } catch (...) {
+    fail_(std::current_exception());
+  }
+}
+
+// See NcclProgress: from here on nothing is asked of CUDA before fail_.
+void NcclWatch::set_aside_ended(QueuedCalls& calls) {
+  const auto ended = std::stable_partition(calls.begin(), calls.end(), [](const auto& queued) {
+    return !queued->progress->has_ended(queued->number);
+  });
+  const std::lock_guard lock(mutex_);
+  ended_.insert(ended_.end(), std::move_iterator(ended), std::move_iterator(calls.end()));
+  calls.erase(ended, calls.end());
+}
+
+void NcclWatch::look_after_all(const QueuedCalls& calls) const {
+  peers_.blaming(calls.front()->call, [&] {
+    for (NcclComm* comm : comms_) comm->check_health();
+  });
+  for (const auto& queued : calls) {
+    peers_.blaming(queued->call, [&] { require_in_time(*queued); });
+  }
+}
+
+void NcclWatch::require_in_time(QueuedCall& queued) const {
+  const int64_t now_ns = running_ns();
+  if (queued.started_ns == 0 && queued.progress->has_begun(queued.number)) {
+    queued.started_ns = now_ns;
+  }
+  if (queued.started_ns != 0 && now_ns - queued.started_ns > queued.limit_ns) {
+    throw_overdue(group_, queued);
+  }
+}
+
 namespace {
 
 constexpr int kSenders = 1;    // channel of what senders tell, and of what else goes one way
 constexpr int kReceivers = 2;  // channel of what receivers tell
-constexpr int64_t kPatienceNs = 30'000'000'000;  // for queued work to end
+constexpr int64_t kQueuedWorkNs = 30'000'000'000;  // for queued work to end
 
 // Made by the group's first rank.
 struct Ids {
@@ -35,11 +259,11 @@ Ids agree_on_ids(GpuControl& control, int64_t deadline_ns) {
   return ids;
 }
 
-std::shared_ptr<NcclFlight> make_flight(const Call& call, const CallContext& context) {
-  auto flight = std::make_shared<NcclFlight>();
-  flight->call = call;
-  flight->limit_ns = std::max<int64_t>(0, context.deadline_ns - running_ns());
-  return flight;
+std::shared_ptr<QueuedCall> make_queued(const Fingerprint& call, const CallContext& context) {
+  auto queued = std::make_shared<QueuedCall>();
+  queued->call = call;
+  queued->limit_ns = std::max<int64_t>(0, context.deadline_ns - running_ns());
+  return queued;
 }
 
 }  // namespace
@@ -50,9 +274,7 @@ NcclCore::NcclCore(std::unique_ptr<GpuControl> control, int gpu, int64_t deadlin
       peers_(control_->channel(kSenders), deadline_ns),
       progress_(stream_.get()),
       message_progress_(message_stream_.get()),
-      own_messages_(group()),
-      sent_(static_cast<size_t>(group().size())),
-      received_(static_cast<size_t>(group().size())) {
+      own_messages_(group()) {
   const Ids ids = agree_on_ids(*control_, deadline_ns);
   comm_.emplace(ids.collectives, group().rank, group().size(), deadline_ns);
   std::vector<NcclComm*> comms = {&*comm_};
@@ -60,7 +282,7 @@ NcclCore::NcclCore(std::unique_ptr<GpuControl> control, int gpu, int64_t deadlin
     messages_.emplace(ids.messages, group().rank, group().size(), deadline_ns);
     comms.push_back(&*messages_);
   }
-  control_->on_failure([comms](const std::exception_ptr&) {
+  control_->session().on_failure([comms](const std::exception_ptr&) {
     for (NcclComm* comm : comms) comm->abort();
   });
   watch_.emplace(gpu_, group(), peers_, comms, [this](const std::exception_ptr& error) {
@@ -75,12 +297,12 @@ NcclCore::NcclCore(std::unique_ptr<GpuControl> control, int gpu, int64_t deadlin
 // Queued work ends before NCCL does, which would cut it off; the watch still sees peers that die.
 NcclCore::~NcclCore() {
   if (std::uncaught_exceptions() > 0) {
-    control_->abort("failed with an exception");
+    control_->session().abort("failed with an exception");
   } else {
     finish_queued();
   }
   watch_.reset();
-  control_->on_failure(nullptr);
+  control_->session().on_failure(nullptr);
   try {
     const GpuGuard on_gpu(gpu_);
     messages_.reset();
@@ -93,7 +315,7 @@ NcclCore::~NcclCore() {
 void NcclCore::finish_queued() noexcept {
   try {
     const GpuGuard on_gpu(gpu_);
-    const int64_t until_ns = running_ns() + kPatienceNs;
+    const int64_t until_ns = running_ns() + kQueuedWorkNs;
     while (!control_->broken() && !(stream_.idle() && message_stream_.idle()) &&
            running_ns() < until_ns) {
       std::this_thread::sleep_for(std::chrono::microseconds(100));
@@ -103,30 +325,27 @@ void NcclCore::finish_queued() noexcept {
   }
 }
 
-// A call that fails because the communicator was given up meanwhile throws what it was given up
-// for.
 void NcclCore::guarded(const std::function<void()>& action) {
   const GpuGuard on_gpu(gpu_);
   try {
     control_->guarded(action);
   } catch (...) {
     queue_.clear();
-    control_->guarded([] {});
     throw;
   }
 }
 
-std::shared_ptr<NcclCore::Task> NcclCore::begin(const Call& what, const CallContext& context,
+std::shared_ptr<NcclCore::Task> NcclCore::begin(const Fingerprint& what, const CallContext& context,
                                                 Body body) {
   check_not_captured(context.stream, operation_name(what.operation));
   auto task = std::make_shared<Task>();
   guarded([&] {
-    const Call numbered = control_->number(what, context);
-    task->flight = make_flight(numbered, context);
+    const Fingerprint numbered = control_->number(what, context);
+    task->queued = make_queued(numbered, context);
     task->deadline_ns = context.deadline_ns;
     task->stream = context.stream;
     task->body = std::move(body);
-    if (task->body) task->flight->ready.record(task->stream);
+    if (task->body) task->queued->ready.record(task->stream);
     task->agreement = control_->agree(numbered, context);
     queue_.push_back(task);
   });
@@ -147,7 +366,7 @@ void NcclCore::finish(const Task& task) {
       queue_.front()->agreement->wait();
       launch_front();
     }
-    if (task.body) task.flight->done.hold(task.stream);
+    if (task.body) task.queued->done.hold(task.stream);
   });
 }
 
@@ -156,30 +375,30 @@ void NcclCore::launch_front() {
   const std::shared_ptr<Task> task = std::move(queue_.front());
   queue_.pop_front();
   if (task->body) {
-    NcclFlight& flight = *task->flight;
-    flight.ready.hold(stream_.get());
-    queue_on(progress_, flight, [&] {
+    QueuedCall& queued = *task->queued;
+    queued.ready.hold(stream_.get());
+    queue_on(progress_, queued, [&] {
       task->body({*comm_, group(), stream_.get(), task->deadline_ns}, task->agreement->calls());
     });
-    flight.done.record(stream_.get());
-    watch_->follow(task->flight);
+    queued.done.record(stream_.get());
+    watch_->follow(task->queued);
   }
   task->launched = true;
 }
 
-void NcclCore::queue_on(NcclProgress& progress, NcclFlight& flight,
+void NcclCore::queue_on(NcclProgress& progress, QueuedCall& queued,
                         const std::function<void()>& part) const {
-  flight.progress = &progress;
-  flight.number = progress.queue([&] { peers_.blaming(flight.call, part); });
+  queued.progress = &progress;
+  queued.number = progress.queue([&] { peers_.blaming(queued.call, part); });
 }
 
 void NcclCore::send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) {
   check_not_captured(context.stream, "send");
   guarded([&] {
     if (to == group().rank) return own_messages_.send(buffer, tag, context);
-    const int64_t sequence = ++sent_[static_cast<size_t>(to)];
-    message(make_message_call(Operation::kSend, sequence, buffer, tag, context.label), to, context,
-            [&](const NcclTransfer& transfer) { transfer.send(buffer, to); });
+    const int64_t sequence = control_->session().next_sent(to);
+    message(make_message_fingerprint(Operation::kSend, sequence, buffer, tag, context.label), to,
+            context, [&](const NcclTransfer& transfer) { transfer.send(buffer, to); });
   });
 }
 
@@ -187,58 +406,54 @@ void NcclCore::recv(const Buffer& buffer, int from, int tag, const CallContext& 
   check_not_captured(context.stream, "recv");
   guarded([&] {
     if (from == group().rank) return own_messages_.recv(buffer, tag, context);
-    const int64_t sequence = ++received_[static_cast<size_t>(from)];
+    const int64_t sequence = control_->session().next_received(from);
     const ConstBuffer expected{buffer.data, buffer.count, buffer.dtype};
-    message(make_message_call(Operation::kRecv, sequence, expected, tag, context.label), from,
-            context, [&](const NcclTransfer& transfer) { transfer.recv(buffer, from); });
+    message(make_message_fingerprint(Operation::kRecv, sequence, expected, tag, context.label),
+            from, context, [&](const NcclTransfer& transfer) { transfer.recv(buffer, from); });
   });
 }
 
-void NcclCore::message(const Call& own, int peer, const CallContext& context,
+void NcclCore::message(const Fingerprint& own, int peer, const CallContext& context,
                        const std::function<void(const NcclTransfer&)>& move) {
-  const auto flight = make_flight(own, context);
-  flight->ready.record(context.stream);
+  const auto queued = make_queued(own, context);
+  queued->ready.record(context.stream);
   rendezvous(own, peer, context.deadline_ns);
-  flight->ready.hold(message_stream_.get());
-  queue_on(message_progress_, *flight, [&] {
+  queued->ready.hold(message_stream_.get());
+  queue_on(message_progress_, *queued, [&] {
     move({*messages_, group(), message_stream_.get(), context.deadline_ns});
   });
-  flight->done.record(message_stream_.get());
-  flight->done.hold(context.stream);
-  watch_->follow(flight);
+  queued->done.record(message_stream_.get());
+  queued->done.hold(context.stream);
+  watch_->follow(queued);
 }
 
 // Both sides learn what the other has called before either moves data.
-void NcclCore::rendezvous(const Call& own, int peer, int64_t deadline_ns) {
-  Call theirs;
+void NcclCore::rendezvous(const Fingerprint& own, int peer, int64_t deadline_ns) {
+  Fingerprint theirs;
   const ConstBuffer mine{&own, sizeof own, Dtype::kU8};
   const Buffer other{&theirs, sizeof theirs, Dtype::kU8};
-  const CallContext context{.deadline_ns = deadline_ns, .label = {}};
+  const CallContext context{.deadline_ns = deadline_ns, .part_of = &own};
   const bool sends = own.operation == Operation::kSend;
-  try {
-    if (sends) {
-      control_->channel(kSenders).send(mine, peer, 0, context);
-      control_->channel(kReceivers).recv(other, peer, 0, context);
-    } else {
-      control_->channel(kSenders).recv(other, peer, 0, context);
-      control_->channel(kReceivers).send(mine, peer, 0, context);
-    }
-  } catch (const Error&) {
-    rethrow_as_part_of(group(), own);
+  if (sends) {
+    control_->channel(kSenders).send(mine, peer, 0, context);
+    control_->channel(kReceivers).recv(other, peer, 0, context);
+  } else {
+    control_->channel(kSenders).recv(other, peer, 0, context);
+    control_->channel(kReceivers).send(mine, peer, 0, context);
   }
   const int here = group().rank;
   if (sends) return require_same_message(group(), here, own, peer, theirs);
   require_same_message(group(), peer, theirs, here, own);
 }
 
-std::unique_ptr<GpuControl> NcclCore::split(int colour, int key, std::string_view group_name,
+std::unique_ptr<GpuControl> NcclCore::split(int color, int key, std::string_view group_name,
                                             const CallContext& context) {
-  Call what;
+  Fingerprint what;
   what.operation = Operation::kSplit;
   const auto task = begin(what, context, nullptr);
   finish(*task);
   std::unique_ptr<GpuControl> part;
-  guarded([&] { part = control_->split(colour, key, group_name, task->flight->call, context); });
+  guarded([&] { part = control_->split(color, key, group_name, task->queued->call, context); });
   return part;
 }
 

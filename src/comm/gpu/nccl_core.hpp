@@ -1,42 +1,144 @@
 #pragma once
 
+#include <condition_variable>
+#include <cstdint>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string_view>
+#include <thread>
 #include <vector>
 
 #include "comm/backend.hpp"
+#include "comm/fingerprint.hpp"
 #include "comm/gpu/gpu_control.hpp"
-#include "comm/gpu/gpu_self_messages.hpp"
+#include "comm/gpu/gpu_runtime.hpp"
 #include "comm/gpu/nccl_comm.hpp"
-#include "comm/gpu/nccl_peers.hpp"
-#include "comm/gpu/nccl_progress.hpp"
-#include "comm/gpu/nccl_transfer.hpp"
-#include "comm/gpu/nccl_watch.hpp"
+#include "comm/peer_process.hpp"
 
 namespace lockstep {
+
+/// The processes of the other ranks, as far as they are on this host: NCCL tells that a peer was
+/// lost or that a call does not end, but not whose fault it is.
+class NcclPeers {
+ public:
+  /// Collective over `host`.
+  NcclPeers(Backend& host, int64_t deadline_ns);
+
+  /// Does a part of `call`. An error that blames nobody becomes that of a peer that has ended or is
+  /// stopped, where there is one.
+  void blaming(const Fingerprint& call, const std::function<void()>& part) const;
+
+ private:
+  struct Peer {
+    int group_rank;
+    PeerProcess process;
+  };
+
+  void throw_ended(const Fingerprint& call) const;
+  void throw_stopped(const Fingerprint& call) const;
+
+  const Group group_;
+  std::vector<Peer> peers_;
+};
+
+/// How far a stream has come through NCCL's calls. The stream itself writes it to the host's
+/// memory, so that nobody has to ask CUDA: a thread that waits inside CUDA for the same stream (a
+/// copy to pageable memory does) keeps all others out.
+class NcclProgress {
+ public:
+  explicit NcclProgress(CudaStream stream);
+
+  /// Queues a call between its two marks, and gives its number.
+  uint32_t queue(const std::function<void()>& call);
+
+  bool has_begun(uint32_t number) const { return has_reached(0, number); }
+  bool has_ended(uint32_t number) const { return has_reached(1, number); }
+
+ private:
+  void mark(int word, uint32_t number) const;
+  bool has_reached(int word, uint32_t number) const;
+
+  CudaStream stream_;
+  PinnedMemory words_;  // the latest call that has begun, and that has ended
+  uint32_t number_ = 0;
+};
+
+/// An NCCL call on its way through the GPU's streams.
+struct QueuedCall {
+  Fingerprint call;
+  int64_t limit_ns = 0;                    ///< from when its stream gets there to its end
+  GpuEvent ready;                          ///< what it needs is there
+  GpuEvent done;                           ///< it has ended
+  const NcclProgress* progress = nullptr;  ///< of the stream it was queued on
+  uint32_t number = 0;                     ///< there
+  int64_t started_ns = 0;                  ///< when the watch first saw it begun; 0: not yet
+};
+
+/// A thread that looks after calls that NCCL has queued: nobody on the host waits for them, and a
+/// peer that died would keep them, and everything queued behind them, for ever.
+class NcclWatch {
+ public:
+  using Fail = std::function<void(const std::exception_ptr&)>;
+
+  /// `fail` is called from the thread, once, with the error of a call that does not end or of a
+  /// communicator that lost a peer.
+  NcclWatch(int gpu, const Group& group, const NcclPeers& peers, std::vector<NcclComm*> comms,
+            Fail fail);
+  ~NcclWatch();
+  NcclWatch(const NcclWatch&) = delete;
+  NcclWatch& operator=(const NcclWatch&) = delete;
+
+  /// Watches a queued call until it is done.
+  void follow(std::shared_ptr<QueuedCall> queued);
+
+  /// Ends the thread.
+  void stop() noexcept;
+
+ private:
+  using QueuedCalls = std::vector<std::shared_ptr<QueuedCall>>;
+
+  void work();
+  void set_aside_ended(QueuedCalls& calls);
+  void look_after_all(const QueuedCalls& calls) const;
+  void require_in_time(QueuedCall& queued) const;
+
+  const int gpu_;
+  const Group group_;
+  const NcclPeers& peers_;
+  const std::vector<NcclComm*> comms_;
+  const Fail fail_;
+  std::mutex mutex_;  // guards the next four
+  std::condition_variable changed_;
+  QueuedCalls new_calls_;
+  QueuedCalls ended_;  // until follow() or the end, since the thread must not destroy events
+  bool stopping_ = false;
+  std::thread thread_;  // last: uses all of the above
+};
 
 /// One rank's part in a group over NCCL: collectives strictly in the order they were begun, each
 /// after all ranks have told each other what they call, on a stream of their own.
 ///
 /// Note [Two NCCL communicators]
 /// NCCL wants one order of all calls of a communicator on both ranks of a message, but messages and
-/// collectives that are in flight have no order between them. So messages have a communicator and a
+/// collectives in flight have no order between them. So messages have a communicator and a
 /// stream of their own.
 class NcclCore {
  public:
   /// Of GpuControl: calls; messages as their senders tell them; and as their receivers do.
   static constexpr int kChannels = 3;
 
-  /// What a collective does once all ranks agree: calls[place].
-  using Body = std::function<void(const NcclTransfer& transfer, std::span<const Call> calls)>;
+  /// What a collective does once all ranks agree: calls[rank].
+  using Body =
+      std::function<void(const NcclTransfer& transfer, std::span<const Fingerprint> calls)>;
 
   /// A collective on its way.
   struct Task {
-    std::shared_ptr<NcclFlight> flight;
+    std::shared_ptr<QueuedCall> queued;
     int64_t deadline_ns = 0;
     CudaStream stream = nullptr;  // of the caller
     std::unique_ptr<GpuAgreement> agreement;
@@ -53,11 +155,11 @@ class NcclCore {
   const Group& group() const { return control_->group(); }
   int gpu() const { return gpu_; }
 
-  std::shared_ptr<Task> begin(const Call& what, const CallContext& context, Body body);
+  std::shared_ptr<Task> begin(const Fingerprint& what, const CallContext& context, Body body);
   bool advance(const Task& task);  ///< true when it is launched
   void finish(const Task& task);   ///< waits for that, and orders the caller's stream after it
 
-  void call(const Call& what, const CallContext& context, Body body) {
+  void call(const Fingerprint& what, const CallContext& context, Body body) {
     finish(*begin(what, context, std::move(body)));
   }
 
@@ -66,19 +168,19 @@ class NcclCore {
   void recv(const Buffer& buffer, int from, int tag, const CallContext& context);
 
   /// The control of this rank's new group. Collective.
-  std::unique_ptr<GpuControl> split(int colour, int key, std::string_view group_name,
+  std::unique_ptr<GpuControl> split(int color, int key, std::string_view group_name,
                                     const CallContext& context);
 
-  void abort(std::string_view reason) noexcept { control_->abort(reason); }
+  ControlSession& session() { return control_->session(); }
 
  private:
   void guarded(const std::function<void()>& action);
   void launch_front();
-  void queue_on(NcclProgress& progress, NcclFlight& flight,
+  void queue_on(NcclProgress& progress, QueuedCall& queued,
                 const std::function<void()>& part) const;
   void finish_queued() noexcept;
-  void rendezvous(const Call& own, int peer, int64_t deadline_ns);
-  void message(const Call& own, int peer, const CallContext& context,
+  void rendezvous(const Fingerprint& own, int peer, int64_t deadline_ns);
+  void message(const Fingerprint& own, int peer, const CallContext& context,
                const std::function<void(const NcclTransfer&)>& move);
 
   const int gpu_;
@@ -91,8 +193,6 @@ class NcclCore {
   std::optional<NcclComm> comm_;
   std::optional<NcclComm> messages_;  // none in a group of one
   GpuSelfMessages own_messages_;
-  std::vector<int64_t> sent_;                // [place]
-  std::vector<int64_t> received_;            // [place]
   std::deque<std::shared_ptr<Task>> queue_;  // begun and not launched
   std::optional<NcclWatch> watch_;           // last: uses all of the above
 };

@@ -1,43 +1,152 @@
+#include <algorithm>
+#include <cstring>
 #include <exception>
+#include <vector>
 
-#include "comm/backends.hpp"
-#include "comm/check_call.hpp"
+#include "comm/arguments.hpp"
+#include "comm/backend.hpp"
+#include "comm/self_messages.hpp"
 #include "comm/shm/shm_collectives.hpp"
-#include "comm/shm/shm_messages.hpp"
+#include "comm/shm/shm_engine.hpp"
 #include "comm/shm/shm_sharing.hpp"
 
 namespace lockstep {
+
 namespace {
 
-class ShmPending final : public Pending {
- public:
-  ShmPending(std::shared_ptr<ShmEngine> engine, std::shared_ptr<ShmCollective> task)
-      : engine_(std::move(engine)), task_(std::move(task)) {}
-  ~ShmPending() override {
-    if (task_->done()) return;
-    engine_->abort(std::uncaught_exceptions() > 0 ? "failed with an exception"
-                                                  : "dropped a call before it was done");
-  }
-  ShmPending(const ShmPending&) = delete;
-  ShmPending& operator=(const ShmPending&) = delete;
+// A message between two ranks streams through the ring of bytes that their ordered pair has: first
+// its fingerprint, then its data.
 
-  bool advance() override { return engine_->advance(*task_); }
-  void wait() override { engine_->wait(*task_); }
+// Bytes written or read before the other side is told: it can work on them meanwhile.
+constexpr int64_t kStride = 64 << 10;
+constexpr auto kHeadBytes = static_cast<int64_t>(sizeof(Fingerprint));
+
+// One end of a pipe's ring of bytes.
+class PipeEnd {
+ public:
+  PipeEnd(const ShmControl& control, int from, int to)
+      : control_(control),
+        pipe_(control.pipe(from, to)),
+        data_(control.pipe_data(from, to)),
+        capacity_(control.pipe_bytes()) {}
+
+  // Moves as much as there is room for; returns how much.
+  int64_t write(const std::byte* from, int64_t bytes) {
+    const int64_t written = pipe_.written.value.load(std::memory_order_relaxed);
+    const int64_t read = pipe_.read.value.load(std::memory_order_seq_cst);
+    const int64_t count = std::min({bytes, capacity_ - (written - read), kStride});
+    if (count == 0) return 0;
+    const int64_t first = std::min(count, capacity_ - written % capacity_);
+    std::memcpy(data_ + written % capacity_, from, static_cast<size_t>(first));
+    std::memcpy(data_, from + first, static_cast<size_t>(count - first));
+    control_.announce(pipe_.written, written + count);
+    return count;
+  }
+
+  int64_t read(std::byte* to, int64_t bytes) {
+    const int64_t read = pipe_.read.value.load(std::memory_order_relaxed);
+    const int64_t written = pipe_.written.value.load(std::memory_order_seq_cst);
+    const int64_t count = std::min({bytes, written - read, kStride});
+    if (count == 0) return 0;
+    const int64_t first = std::min(count, capacity_ - read % capacity_);
+    std::memcpy(to, data_ + read % capacity_, static_cast<size_t>(first));
+    std::memcpy(to + first, data_, static_cast<size_t>(count - first));
+    control_.announce(pipe_.read, read + count);
+    return count;
+  }
 
  private:
-  std::shared_ptr<ShmEngine> engine_;
-  std::shared_ptr<ShmCollective> task_;
+  const ShmControl& control_;
+  PipeControl& pipe_;
+  std::byte* data_;
+  int64_t capacity_;
 };
 
-class ShmBarrier final : public ShmCollective {
+class Send final : public ShmTask {
  public:
-  using ShmCollective::ShmCollective;
+  Send(const ShmEngine& engine, const Fingerprint& what, const CallContext& context,
+       const void* data, int to)
+      : ShmTask(what, context),
+        engine_(engine),
+        pipe_(engine.control(), engine.rank(), to),
+        data_(static_cast<const std::byte*>(data)),
+        bytes_(what.count * dtype_bytes(what.dtype)),
+        to_(to) {}
+
+  bool step() override {
+    if (sent_ == 0 && call.sequence == 1) engine_.control().reserve_pipe(engine_.rank(), to_);
+    while (sent_ < kHeadBytes + bytes_) {
+      const bool head = sent_ < kHeadBytes;
+      const std::byte* from =
+          head ? reinterpret_cast<const std::byte*>(&call) + sent_ : data_ + (sent_ - kHeadBytes);
+      const int64_t moved =
+          pipe_.write(from, head ? kHeadBytes - sent_ : kHeadBytes + bytes_ - sent_);
+      if (moved == 0) return false;
+      sent_ += moved;
+    }
+    return true;
+  }
+  std::vector<int> awaited() const override { return {to_}; }
+  int peer() const override { return to_; }
+
+ private:
+  const ShmEngine& engine_;
+  PipeEnd pipe_;
+  const std::byte* data_;
+  int64_t bytes_;
+  int to_;
+  int64_t sent_ = 0;
+};
+
+class Recv final : public ShmTask {
+ public:
+  Recv(const ShmEngine& engine, const Fingerprint& what, const CallContext& context, void* data,
+       int from)
+      : ShmTask(what, context),
+        engine_(engine),
+        pipe_(engine.control(), from, engine.rank()),
+        data_(static_cast<std::byte*>(data)),
+        bytes_(what.count * dtype_bytes(what.dtype)),
+        from_(from) {}
+
+  bool step() override {
+    while (received_ < kHeadBytes) {
+      const int64_t moved =
+          pipe_.read(reinterpret_cast<std::byte*>(&theirs_) + received_, kHeadBytes - received_);
+      if (moved == 0) return false;
+      received_ += moved;
+      if (received_ == kHeadBytes) compare();
+    }
+    while (received_ < kHeadBytes + bytes_) {
+      const int64_t done = received_ - kHeadBytes;
+      const int64_t moved = pipe_.read(data_ + done, bytes_ - done);
+      if (moved == 0) return false;
+      received_ += moved;
+    }
+    return true;
+  }
+  std::vector<int> awaited() const override { return {from_}; }
+  int peer() const override { return from_; }
+
+ private:
+  // Before any data is taken. The error is recorded, so that the sender learns of it.
+  void compare() const {
+    require_same_message(engine_.group(), from_, theirs_, engine_.rank(), call);
+  }
+
+  const ShmEngine& engine_;
+  PipeEnd pipe_;
+  std::byte* data_;
+  int64_t bytes_;
+  int from_;
+  Fingerprint theirs_;
+  int64_t received_ = 0;
 };
 
 class ShmBackend final : public Backend {
  public:
   explicit ShmBackend(ShmMembership membership)
-      : engine_(std::make_shared<ShmEngine>(std::move(membership))), messages_(*engine_) {}
+      : engine_(std::make_shared<ShmEngine>(std::move(membership))), own_messages_(group()) {}
   ~ShmBackend() override { engine_->leave(); }
   ShmBackend(const ShmBackend&) = delete;
   ShmBackend& operator=(const ShmBackend&) = delete;
@@ -45,75 +154,92 @@ class ShmBackend final : public Backend {
   std::string_view name() const override { return "shm"; }
   const Group& group() const override { return engine_->group(); }
 
-  std::unique_ptr<Pending> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
-                                      const CallContext& context) override {
+  std::unique_ptr<Work> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
+                                   const CallContext& context) override {
     check_reduce(buffer, op, weight);
-    auto task = std::make_shared<ShmAllReduce>(*engine_, buffer, op, weight, context);
-    engine_->begin(task);
-    return std::make_unique<ShmPending>(engine_, std::move(task));
+    auto work = std::make_unique<ShmAllReduce>(*engine_, buffer, op, weight, context);
+    ShmEngine::begin(engine_, *work);
+    return work;
   }
 
   void broadcast(const Buffer& buffer, int root, const CallContext& context) override {
     check_broadcast(group(), buffer, root);
-    engine_->run(std::make_shared<ShmBroadcast>(*engine_, buffer, root, context));
+    ShmBroadcast task(*engine_, buffer, root, context);
+    engine_->run(task);
   }
 
   void reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op, double weight,
                       const CallContext& context) override {
     check_reduce_scatter(group(), input, output, op, weight);
-    engine_->run(std::make_shared<ShmReduceScatter>(*engine_, input, output, op, weight, context));
+    ShmReduceScatter task(*engine_, input, output, op, weight, context);
+    engine_->run(task);
   }
 
   void all_gather(const ConstBuffer& input, const Buffer& output,
                   const CallContext& context) override {
     check_all_gather(group(), input, output);
-    engine_->run(std::make_shared<ShmAllGather>(*engine_, input, output, context));
+    ShmAllGather task(*engine_, input, output, context);
+    engine_->run(task);
   }
 
   void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) override {
     check_message(group(), buffer.count, to);
-    messages_.send(buffer, to, tag, context);
+    if (to == rank()) {
+      return engine_->guarded([&] { own_messages_.send(buffer, tag, context); });
+    }
+    const Fingerprint call = make_message_fingerprint(
+        Operation::kSend, engine_->session().next_sent(to), buffer, tag, context.label);
+    Send task(*engine_, call, context, buffer.data, to);
+    engine_->run_message(task);
   }
 
   void recv(const Buffer& buffer, int from, int tag, const CallContext& context) override {
     check_message(group(), buffer.count, from);
-    messages_.recv(buffer, from, tag, context);
+    if (from == rank()) {
+      return engine_->guarded([&] { own_messages_.recv(buffer, tag, context); });
+    }
+    const Fingerprint call =
+        make_message_fingerprint(Operation::kRecv, engine_->session().next_received(from),
+                                 {buffer.data, buffer.count, buffer.dtype}, tag, context.label);
+    Recv task(*engine_, call, context, buffer.data, from);
+    engine_->run_message(task);
   }
 
   void barrier(const CallContext& context) override {
-    engine_->run(std::make_shared<ShmBarrier>(*engine_, Call{}, context));
+    ShmCollective task(*engine_, Fingerprint{}, context);
+    engine_->run(task);
   }
 
-  std::unique_ptr<Backend> split(int colour, int key, std::string_view group_name,
+  std::unique_ptr<Backend> split(int color, int key, std::string_view group_name,
                                  const CallContext& context) override {
-    auto task = std::make_shared<ShmSplit>(*engine_, colour, key, group_name, context);
+    ShmSplit task(*engine_, color, key, group_name, context);
     engine_->run(task);
-    return std::make_unique<ShmBackend>(task->take_membership());
+    return std::make_unique<ShmBackend>(task.take_membership());
   }
 
-  std::shared_ptr<ReachableMemory> allocate(int64_t bytes, const CallContext& context) override {
+  std::shared_ptr<RegisteredMemory> allocate(int64_t bytes, const CallContext& context) override {
     check_allocate(bytes);
-    auto task = std::make_shared<ShmAllocate>(*engine_, bytes, context);
+    ShmAllocate task(*engine_, bytes, context);
     engine_->run(task);
-    return task->memory();
+    return task.memory();
   }
 
-  void abort(std::string_view reason) noexcept override { engine_->abort(reason); }
+  void abort(const AbortRecord& record) noexcept override { engine_->abort(record); }
 
  private:
   std::shared_ptr<ShmEngine> engine_;
-  ShmMessages messages_;
+  SelfMessages own_messages_;
 };
 
 }  // namespace
 
 std::unique_ptr<Backend> make_shm_backend(const ShmOptions& options) {
-  return std::make_unique<ShmBackend>(meet_processes(options));
+  return std::make_unique<ShmBackend>(rendezvous_of_processes(options));
 }
 
 std::vector<std::unique_ptr<Backend>> make_shm_thread_backends(int size) {
   std::vector<std::unique_ptr<Backend>> backends;
-  for (ShmMembership& membership : meet_threads(size)) {
+  for (ShmMembership& membership : rendezvous_of_threads(size)) {
     backends.push_back(std::make_unique<ShmBackend>(std::move(membership)));
   }
   return backends;

@@ -8,6 +8,8 @@
 #include <climits>
 #include <ctime>
 
+#include "comm/failure.hpp"
+
 namespace lockstep {
 namespace {
 
@@ -38,9 +40,11 @@ int64_t pipe_bytes_for(int64_t size) {
 ControlLayout::ControlLayout(int64_t size) : pipe_bytes(pipe_bytes_for(size)) {
   Ranges ranges;
   ranges.take(kHeaderBytes);
+  abort = ranges.take(
+      static_cast<int64_t>(sizeof(AbortSlot) + AbortRecord::max_bytes(static_cast<int>(size))));
   ranks = ranges.take(size * static_cast<int64_t>(sizeof(RankControl)));
   pipes = ranges.take(size * size * static_cast<int64_t>(sizeof(PipeControl)));
-  ring = ranges.take(size * kRingCalls * static_cast<int64_t>(sizeof(RingCall)));
+  ring = ranges.take(size * kRingCalls * static_cast<int64_t>(sizeof(RingEntry)));
   staging = ranges.take(size * kStagingSlots * kStagingBytes);
   pipe_data = ranges.take(size * size * pipe_bytes);
   end = ranges.end();
@@ -58,8 +62,8 @@ void ShmControl::reserve_pipe(int from, int to) const {
                  "messages between two ranks");
 }
 
-void ShmControl::reserve_staging(int place) const {
-  reserve_memory(mapping_->file(), staging(place, 0) - mapping_->data(),
+void ShmControl::reserve_staging(int peer) const {
+  reserve_memory(mapping_->file(), staging(peer, 0) - mapping_->data(),
                  kStagingSlots * kStagingBytes, "staging memory");
 }
 

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "base/cell.hpp"
-#include "comm/call.hpp"
+#include "comm/fingerprint.hpp"
 #include "comm/shm/shm_memory.hpp"
 
 // What the ranks of a group share, besides the memory that allocate() makes. Note [Shared counters]
@@ -17,20 +17,20 @@
 // What a counter announces was written before it, so: data, then counter (sequentially consistent,
 // which orders it before the look for sleepers), and the reader the other way round.
 //
-//   arrived   the last collective whose Call lies in this rank's ring
+//   arrived   the last collective whose fingerprint lies in this rank's ring
 //   finished  the last collective this rank is done with: it reads nothing of it any more
-//   staged    pieces this rank has put into its staging slots
-//   consumed  pieces this rank has taken from all slots
+//   staged    chunks this rank has put into its staging slots
+//   consumed  chunks this rank has taken from all slots
 //   waiting   the call in which this rank waits now: whoever gives up tells from it who waits for
 //   whom
 //
-// Pieces are counted over all collectives, by the same rule on every rank, so that the numbers need
+// Chunks are counted over all collectives, by the same rule on every rank, so that the numbers need
 // no reset.
 
 namespace lockstep {
 
 inline constexpr int kRingCalls = 64;                // collectives in flight
-inline constexpr int64_t kInlineBytes = 4096;        // data that travels with its Call
+inline constexpr int64_t kInlineBytes = 4096;        // data that travels with its fingerprint
 inline constexpr int kStagingSlots = 4;              // per rank
 inline constexpr int64_t kStagingBytes = 256 << 10;  // of a slot
 inline constexpr int kShmRanks = 250;                // descriptors of one message, less a few
@@ -41,21 +41,20 @@ struct alignas(64) OwnLine {
 };
 static_assert(std::atomic<int64_t>::is_always_lock_free);
 
-/// Why the communicator is of no more use: written once, by the first rank that gives up.
-struct AbortRecord {
+/// Where the first rank that gives up says why: an encoded AbortRecord follows the slot.
+struct AbortSlot {
   enum State : uint32_t { kNone, kWriting, kComplete };
   std::atomic<uint32_t> state;
-  int32_t by;      // place of the writer
-  int32_t blamed;  // place of the culprit; -1: nobody
-  int32_t code;
-  char text[1008];
+  uint32_t bytes;
+
+  char* data() { return reinterpret_cast<char*>(this + 1); }
 };
 
 /// A call in which a rank waits.
 struct WaitingCall {
   int64_t waits;  // 0: in none
-  int64_t peer;   // of a message: the place of its other side; -1: a collective
-  Call call;
+  int64_t peer;   // of a message: the group rank of its other side; -1: a collective
+  Fingerprint call;
 };
 
 struct RankControl {
@@ -63,18 +62,18 @@ struct RankControl {
   OwnLine<int64_t> finished;
   OwnLine<int64_t> staged;
   OwnLine<int64_t> consumed;
-  OwnLine<int64_t> reducing;  // the collective of which it reduces a chunk now; 0: none
+  OwnLine<int64_t> reducing;  // the collective of which it reduces a slice now; 0: none
   OwnLine<uint32_t> left;     // 1: destroyed its communicator
   alignas(64) Cell<WaitingCall> waiting;
 };
 
 /// One rank's part in one collective.
-struct RingCall {
-  Call call;
+struct RingEntry {
+  Fingerprint call;
   int64_t segment;           // where its data can be reached: the segment's number, or 0
   int64_t offset;            // into the segment
-  OwnLine<int64_t> claimed;  // chunks of this rank's region that somebody works on or has done
-  OwnLine<int64_t> done;     // chunks done, of all regions; rank 0's counts
+  OwnLine<int64_t> claimed;  // slices of this rank's region that somebody works on or has done
+  OwnLine<int64_t> done;     // slices done, of all regions; rank 0's counts
   alignas(64) std::byte payload[kInlineBytes];
 };
 
@@ -88,6 +87,7 @@ struct PipeControl {
 struct ControlLayout {
   explicit ControlLayout(int64_t size);
 
+  int64_t abort;
   int64_t ranks;
   int64_t pipes;
   int64_t ring;
@@ -106,19 +106,19 @@ class ShmControl {
   static OwnedDescriptor make(int size);
 
   int size() const { return size_; }
-  AbortRecord& abort_record() const { return at<AbortRecord>(kAbortOffset); }
-  RankControl& rank(int place) const {
-    return at<RankControl>(layout_.ranks + place * static_cast<int64_t>(sizeof(RankControl)));
+  AbortSlot& abort_slot() const { return at<AbortSlot>(layout_.abort); }
+  RankControl& rank(int peer) const {
+    return at<RankControl>(layout_.ranks + peer * static_cast<int64_t>(sizeof(RankControl)));
   }
-  RingCall& ring_call(int place, int64_t sequence) const {
-    return at<RingCall>(layout_.ring + (place * kRingCalls + sequence % kRingCalls) *
-                                           static_cast<int64_t>(sizeof(RingCall)));
+  RingEntry& ring_entry(int peer, int64_t sequence) const {
+    return at<RingEntry>(layout_.ring + (peer * kRingCalls + sequence % kRingCalls) *
+                                            static_cast<int64_t>(sizeof(RingEntry)));
   }
   PipeControl& pipe(int from, int to) const {
     return at<PipeControl>(layout_.pipes +
                            (from * size_ + to) * static_cast<int64_t>(sizeof(PipeControl)));
   }
-  /// Segments that no rank holds a handle of, counted.
+  /// The number of segments of which no rank holds a handle any more.
   std::atomic<int64_t>& dropped_segments() const {
     return at<OwnLine<int64_t>>(kDroppedOffset).value;
   }
@@ -127,14 +127,14 @@ class ShmControl {
   std::byte* pipe_data(int from, int to) const {
     return mapping_->data() + layout_.pipe_data + (from * size_ + to) * layout_.pipe_bytes;
   }
-  std::byte* staging(int place, int64_t piece) const {
+  std::byte* staging(int peer, int64_t chunk) const {
     return mapping_->data() + layout_.staging +
-           (place * kStagingSlots + piece % kStagingSlots) * kStagingBytes;
+           (peer * kStagingSlots + chunk % kStagingSlots) * kStagingBytes;
   }
 
   /// Sparse parts must be reserved by their writer before the first use.
   void reserve_pipe(int from, int to) const;
-  void reserve_staging(int place) const;
+  void reserve_staging(int peer) const;
 
   /// Sets a counter for all to see and wakes those who sleep.
   template <class T>
@@ -159,11 +159,9 @@ class ShmControl {
   }
 
  private:
-  static constexpr int64_t kAbortOffset = 0;
-  static constexpr int64_t kBellOffset = 1024;
-  static constexpr int64_t kSleepersOffset = 1088;
-  static constexpr int64_t kDroppedOffset = 1152;
-  static_assert(sizeof(AbortRecord) <= kBellOffset);
+  static constexpr int64_t kBellOffset = 0;
+  static constexpr int64_t kSleepersOffset = 64;
+  static constexpr int64_t kDroppedOffset = 128;
 
   struct Asleep {
     explicit Asleep(std::atomic<int32_t>& count) : sleepers(count) {

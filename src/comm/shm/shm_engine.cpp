@@ -1,21 +1,20 @@
-#include "comm/shm/shm_engine.hpp"
-
 #include <fmt/format.h>
 #include <sched.h>
 #include <unistd.h>
-
 #include <algorithm>
 #include <cstring>
 
 #include "base/running_clock.hpp"
+#include "comm/shm/shm_engine.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
+
 namespace {
 
 constexpr int kSpins = 1000;  // some 20 microseconds
 constexpr int kYields = 40;
-constexpr int64_t kNapNs = 2'000'000;  // where nobody wakes a sleeper, it looks this often
+constexpr int64_t kNapNs = 2'000'000;            // a sleeper that nobody wakes looks this often
 constexpr int64_t kProcessCheckNs = 10'000'000;  // a peer's death is seen within this
 
 void relax() {
@@ -46,9 +45,25 @@ class EntryUse final : public ShmTask {
 
 }  // namespace
 
-ShmTask::ShmTask(const Call& what, const CallContext& context)
-    : call(what), begun_ns(running_ns()), deadline_ns(context.deadline_ns) {
+ShmTask::ShmTask(const Fingerprint& what, const CallContext& context)
+    : call(what),
+      begun_ns(running_ns()),
+      deadline_ns(context.deadline_ns),
+      part_of_(context.part_of) {
   call.set_label(context.label);
+}
+
+ShmCollective::~ShmCollective() {
+  if (state_ == State::kArriving || state_ == State::kMoving) engine_.drop(*this);
+}
+
+bool ShmCollective::advance() {
+  if (!done()) engine_.advance(*this);
+  return done();
+}
+
+void ShmCollective::wait() {
+  if (!done()) engine_.wait(*this);
 }
 
 bool ShmCollective::step() {
@@ -69,36 +84,35 @@ std::vector<int> ShmCollective::awaited() const {
 ShmEngine::ShmEngine(ShmMembership membership)
     : membership_(std::move(membership)),
       control_(membership_.control, membership_.group.size()),
+      link_(membership_.group, control_, membership_.processes),
+      session_(membership_.group, &link_),
       owner_(::getpid()),
       spins_(size() <= ::sysconf(_SC_NPROCESSORS_ONLN) ? kSpins : 0) {}
 
-void ShmEngine::begin(std::shared_ptr<ShmCollective> task) {
+void ShmEngine::begin(ShmCollective& task) {
   guarded([&] {
-    const int64_t sequence = sequence_ + 1;
-    task->call.sequence = sequence;
+    const int64_t sequence = session_.next_collective();
+    task.call.sequence = sequence;
     sweep_segments();
-    check_abort(*task);
-    wait_for_entry(*task, sequence);
-    sequence_ = sequence;
-    RingCall& own = ring_call(rank(), sequence);
+    check_abort(task);
+    wait_for_entry(task);
+    RingEntry& own = ring_entry(rank(), sequence);
     own.segment = 0;
-    task->publish(own);
-    own.call = task->call;
+    task.publish(own);
+    own.call = task.call;
     auto& arrived = control_.rank(rank()).arrived;
     arrived.value.store(sequence, std::memory_order_seq_cst);
     // Only the last one to come makes a difference to those who wait.
     if (all_reached(&RankControl::arrived, sequence)) control_.wake();
-    in_flight_.push_back(std::move(task));
+    task.state_ = ShmCollective::State::kArriving;
+    in_flight_.push_back(&task);
   });
 }
 
 // The entry of kRingCalls calls ago must not be in use any more: neither here, nor by peers.
-void ShmEngine::wait_for_entry(const ShmTask& task, int64_t sequence) {
-  while (in_flight_.size() >= kRingCalls) {
-    const auto oldest = in_flight_.front();
-    wait(*oldest);
-  }
-  EntryUse use(*this, task, sequence - kRingCalls);
+void ShmEngine::wait_for_entry(const ShmTask& task) {
+  while (in_flight_.size() >= kRingCalls) wait(*in_flight_.front());
+  EntryUse use(*this, task, task.call.sequence - kRingCalls);
   if (use.step()) return;
   const auto ready = [&] {
     progress();
@@ -108,18 +122,21 @@ void ShmEngine::wait_for_entry(const ShmTask& task, int64_t sequence) {
       ready, [&]() -> const ShmTask& { return use; }, task.deadline_ns);
 }
 
-bool ShmEngine::advance(const ShmCollective& task) {
-  if (task.done()) return true;
+void ShmEngine::advance(const ShmCollective& task) {
   guarded([&] { work_on(task, Patience::kLookOnce); });
-  return task.done();
 }
 
 void ShmEngine::wait(const ShmCollective& task) {
-  if (task.done()) return;
   guarded([&] { work_on(task, Patience::kUntilDone); });
 }
 
-// Those who only look learn of a deadline or a failure, too.
+void ShmEngine::drop(const ShmCollective& task) noexcept {
+  abort(std::uncaught_exceptions() > 0 ? "failed with an exception"
+                                       : "dropped a call before it was done");
+  std::erase(in_flight_, &task);
+}
+
+// advance() notices deadlines and failures, too.
 void ShmEngine::work_on(const ShmCollective& task, Patience patience) {
   const auto ready = [&] {
     progress();
@@ -131,11 +148,6 @@ void ShmEngine::work_on(const ShmCollective& task, Patience patience) {
   } else if (!ready()) {
     look_around(ready, blocker, task.deadline_ns);
   }
-}
-
-void ShmEngine::run(const std::shared_ptr<ShmCollective>& task) {
-  begin(task);
-  wait(*task);
 }
 
 void ShmEngine::run_message(ShmTask& task) {
@@ -153,7 +165,7 @@ void ShmEngine::run_message(ShmTask& task) {
 void ShmEngine::progress() {
   while (!in_flight_.empty() && in_flight_.front()->step()) {
     ShmCollective& task = *in_flight_.front();
-    task.done_ = true;
+    task.state_ = ShmCollective::State::kDone;
     control_.rank(rank()).finished.value.store(task.call.sequence, std::memory_order_release);
     in_flight_.pop_front();
   }
@@ -177,8 +189,8 @@ void ShmEngine::wait_until(const std::function<bool()>& ready,
   tell_not_waiting();
 }
 
-// Only a rank that sleeps says so: what takes no longer than the looks before costs nothing. After
-// an error it stays said, for peers whose deadline comes a little later.
+// Only a rank that sleeps shows the call: a short wait costs nothing. After an error the call stays
+// shown, for peers whose deadline comes a little later.
 void ShmEngine::tell_waiting(const ShmTask& task) {
   if (told_waiting_ == &task) return;
   told_waiting_ = &task;
@@ -191,74 +203,76 @@ void ShmEngine::tell_not_waiting() {
   control_.rank(rank()).waiting.store({});
 }
 
-// Looks for what may end the wait: true when it is over, an Error when it is in vain. Whatever a
-// peer did before it left or died counts: so first its state is read, then `ready` looks again, and
-// only those still awaited after that are to blame.
+// Looks for what may end the wait: returns true when it is over and throws when it is in vain.
+// Whatever a peer did before it left or died counts: so its state is read first, then `ready` looks
+// again, and only those still awaited after that are to blame.
 bool ShmEngine::look_around(const std::function<bool()>& ready,
                             const std::function<const ShmTask&()>& blocker, int64_t deadline_ns) {
   const int64_t now_ns = running_ns();
   const bool see_processes = now_ns - processes_seen_ns_ >= kProcessCheckNs;
   if (see_processes) processes_seen_ns_ = now_ns;
-  const bool aborted =
-      control_.abort_record().state.load(std::memory_order_acquire) == AbortRecord::kComplete;
-  std::vector<std::pair<int, std::string>> gone;  // place, how
-  for (int place = 0; place < size(); ++place) {
-    if (place == rank()) continue;
-    const PeerProcess& process = membership_.processes[static_cast<size_t>(place)];
-    if (control_.rank(place).left.value.load(std::memory_order_seq_cst) != 0) {
-      gone.emplace_back(place, "left the communicator");
+  const bool aborted = link_.aborted();
+  std::vector<std::pair<int, std::string>> gone;  // group rank, how
+  for (int peer = 0; peer < size(); ++peer) {
+    if (peer == rank()) continue;
+    const PeerProcess& process = membership_.processes[static_cast<size_t>(peer)];
+    if (control_.rank(peer).left.value.load(std::memory_order_seq_cst) != 0) {
+      gone.emplace_back(peer, "left the communicator");
     } else if (see_processes && process.ended()) {
-      gone.emplace_back(place, fmt::format("died: process {} has ended", process.pid()));
+      gone.emplace_back(peer, fmt::format("died: process {} has ended", process.pid()));
     }
   }
   if (ready()) return true;
-  if (aborted) throw_recorded(blocker());
+  if (aborted) check_abort(blocker());
   if (gone.empty() && now_ns < deadline_ns) return false;
   const ShmTask& task = blocker();
   std::vector<int> awaited = task.awaited();
-  for (const auto& [place, how] : gone) {
-    if (std::find(awaited.begin(), awaited.end(), place) != awaited.end()) {
-      fail_rank(task, place, how);
+  for (const auto& [peer, how] : gone) {
+    if (std::find(awaited.begin(), awaited.end(), peer) != awaited.end()) {
+      throw_rank_failed(group(), task.spoken_of(), peer, how);
     }
   }
-  if (now_ns >= deadline_ns) fail_stalled(task, awaited);
+  if (now_ns >= deadline_ns) {
+    session_.fail_stalled({task.call, task.peer(), std::move(awaited), now_ns - task.begun_ns},
+                          task.spoken_of());
+  }
   return false;
 }
 
 std::vector<int> ShmEngine::behind(Counter counter, int64_t target) const {
-  std::vector<int> places;
-  for (int place = 0; place < size(); ++place) {
-    const auto& value = (control_.rank(place).*counter).value;
-    if (place != rank() && value.load(std::memory_order_seq_cst) < target) places.push_back(place);
+  std::vector<int> peers;
+  for (int peer = 0; peer < size(); ++peer) {
+    const auto& value = (control_.rank(peer).*counter).value;
+    if (peer != rank() && value.load(std::memory_order_seq_cst) < target) peers.push_back(peer);
   }
-  return places;
+  return peers;
 }
 
 bool ShmEngine::all_reached(Counter counter, int64_t target) const {
-  for (int place = 0; place < size(); ++place) {
-    const auto& value = (control_.rank(place).*counter).value;
-    if (place != rank() && value.load(std::memory_order_seq_cst) < target) return false;
+  for (int peer = 0; peer < size(); ++peer) {
+    const auto& value = (control_.rank(peer).*counter).value;
+    if (peer != rank() && value.load(std::memory_order_seq_cst) < target) return false;
   }
   return true;
 }
 
-void ShmEngine::compare(const Call& own) const {
+void ShmEngine::compare(const Fingerprint& own) const {
   bool same = true;
-  for (int place = 0; place < size(); ++place) {
-    same = same && agree(own, ring_call(place, own.sequence).call);
+  for (int peer = 0; peer < size(); ++peer) {
+    same = same && agree(own, ring_entry(peer, own.sequence).call);
   }
   if (same) return;
-  std::vector<Call> calls;
+  std::vector<Fingerprint> calls;
   calls.reserve(static_cast<size_t>(size()));
-  for (int place = 0; place < size(); ++place) {
-    calls.push_back(ring_call(place, own.sequence).call);
+  for (int peer = 0; peer < size(); ++peer) {
+    calls.push_back(ring_entry(peer, own.sequence).call);
   }
-  throw_mismatch(group(), calls);
+  session_.require_agreement(calls);
 }
 
-int64_t ShmEngine::take_pieces(int64_t count) {
-  const int64_t first = pieces_;
-  pieces_ += count;
+int64_t ShmEngine::take_chunks(int64_t count) {
+  const int64_t first = chunks_;
+  chunks_ += count;
   return first;
 }
 
@@ -268,7 +282,7 @@ void ShmEngine::reserve_staging() {
   staging_reserved_ = true;
 }
 
-void ShmEngine::locate(const void* data, int64_t bytes, RingCall& own) const {
+void ShmEngine::locate(const void* data, int64_t bytes, RingEntry& own) const {
   const auto* begin = static_cast<const std::byte*>(data);
   for (const Segment& segment : segments_) {
     const std::byte* memory = segment.mapping->data();
@@ -281,7 +295,7 @@ void ShmEngine::locate(const void* data, int64_t bytes, RingCall& own) const {
   }
 }
 
-std::byte* ShmEngine::address(const RingCall& theirs) const {
+std::byte* ShmEngine::address(const RingEntry& theirs) const {
   for (const Segment& segment : segments_) {
     if (segment.number == theirs.segment) return segment.mapping->data() + theirs.offset;
   }
@@ -296,6 +310,75 @@ void ShmEngine::sweep_segments() {
   std::erase_if(segments_, [this](const Segment& segment) {
     return segment.dropped->load(std::memory_order_acquire) == size();
   });
+}
+
+// How a rank's communicator ends before its time: by an error here, by a peer's, or on request.
+
+void ShmEngine::check_abort(const ShmTask& task) {
+  if (!link_.aborted()) return;
+  session_.fail_recorded(link_.record(), task.spoken_of(), running_ns() - task.begun_ns);
+}
+
+void ShmEngine::abort(const AbortRecord& record) noexcept {
+  if (owner_ == ::getpid()) session_.abort(record);
+}
+
+void ShmEngine::abort(std::string_view reason) noexcept {
+  if (owner_ == ::getpid()) session_.abort(reason);
+}
+
+void ShmEngine::leave() noexcept {
+  if (owner_ != ::getpid()) return;
+  if (std::uncaught_exceptions() > 0) {
+    abort("failed with an exception");
+  } else if (!in_flight_.empty()) {
+    abort("destroyed its communicator while calls were in flight");
+  }
+  control_.announce(control_.rank(rank()).left, uint32_t{1});
+}
+
+void ShmLink::publish(const AbortRecord& record) {
+  AbortSlot& slot = control_.abort_slot();
+  const std::string bytes = record.encode();
+  uint32_t none = AbortSlot::kNone;
+  if (!slot.state.compare_exchange_strong(none, AbortSlot::kWriting)) return;
+  slot.bytes = static_cast<uint32_t>(bytes.size());
+  std::memcpy(slot.data(), bytes.data(), bytes.size());
+  slot.state.store(AbortSlot::kComplete, std::memory_order_seq_cst);
+  control_.wake();
+}
+
+AbortRecord ShmLink::record() const {
+  AbortSlot& slot = control_.abort_slot();
+  const std::string_view bytes(slot.data(), slot.bytes);
+  return AbortRecord::decode(bytes).value_or(AbortRecord{});
+}
+
+std::string ShmLink::state_of(int peer) const {
+  const int64_t made = control_.rank(peer).arrived.value.load(std::memory_order_relaxed);
+  return fmt::format("{}; it has begun {} collective{}",
+                     processes_[static_cast<size_t>(peer)].state(), made, made == 1 ? "" : "s");
+}
+
+RankActivity ShmLink::activity_of(int peer) const {
+  const RankControl& control = control_.rank(peer);
+  RankActivity activity;
+  activity.silent = processes_[static_cast<size_t>(peer)].stopped();
+  activity.arrived = control.arrived.value.load(std::memory_order_seq_cst);
+  activity.finished = control.finished.value.load(std::memory_order_seq_cst);
+  const WaitingCall waiting = control.waiting.load();
+  if (waiting.waits != 0) {
+    activity.waiting.push_back({waiting.call, static_cast<int>(waiting.peer)});
+  }
+  activity.state = state_of(peer);
+  return activity;
+}
+
+StallReport ShmLink::survey(const StalledCall& own) {
+  StallReport report{.awaited = own.awaited, .waited_ns = own.waited_ns};
+  for (int peer = 0; peer < group_.size(); ++peer) report.activities.push_back(activity_of(peer));
+  report.activities[static_cast<size_t>(group_.rank)].waiting = {{own.call, own.peer}};
+  return report;
 }
 
 }  // namespace lockstep

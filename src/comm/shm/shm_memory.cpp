@@ -12,7 +12,7 @@
 #include <limits>
 #include <string>
 
-#include "base/limits.hpp"
+#include "base/file.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
 

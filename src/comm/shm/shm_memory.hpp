@@ -10,7 +10,7 @@
 #include <string_view>
 #include <utility>
 
-#include "base/descriptor.hpp"
+#include "base/file.hpp"
 
 // Memory that several processes map. It is made by memfd_create: it has no name in any file system,
 // so nothing is left behind however its users end, and the size of /dev/shm does not matter.
@@ -53,7 +53,7 @@ class Mapping {
 };
 
 /// Maps every file once for all ranks that share the pool. Ranks that are threads share one, so
-/// that they meet at the same addresses: ThreadSanitizer sees their synchronisation.
+/// that they have the same addresses: ThreadSanitizer sees their synchronisation.
 class MappingPool {
  public:
   std::shared_ptr<Mapping> map(OwnedDescriptor file);

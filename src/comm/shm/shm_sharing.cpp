@@ -7,14 +7,14 @@
 #include <algorithm>
 #include <cstring>
 
-#include "comm/make_call.hpp"
+#include "comm/arguments.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
 namespace {
 
 // This rank's part of a segment. The last handle of the last rank lets all ranks unmap it.
-class ShmMemory final : public ReachableMemory {
+class ShmMemory final : public RegisteredMemory {
  public:
   ShmMemory(const ShmControl& control, std::shared_ptr<Mapping> segment,
             std::atomic<int32_t>& dropped, std::byte* data, int64_t bytes)
@@ -47,34 +47,34 @@ class ShmMemory final : public ReachableMemory {
 
 }  // namespace
 
-ShmHandout::ShmHandout(ShmEngine& engine, const Call& what, const CallContext& context,
-                       MessageKind kind)
+LeaderBroadcast::LeaderBroadcast(ShmEngine& engine, const Fingerprint& what,
+                                 const CallContext& context, MessageKind kind)
     : ShmCollective(engine, what, context), kind_(kind) {}
 
-bool ShmHandout::move() {
-  if (!received_) received_ = engine_.rank() == 0 ? hand_out() : look_for_message();
+bool LeaderBroadcast::move() {
+  if (!received_) received_ = engine_.rank() == 0 ? send_to_members() : look_for_message();
   return received_ && settle();
 }
 
-std::vector<int> ShmHandout::awaited_to_move() const {
+std::vector<int> LeaderBroadcast::awaited_to_move() const {
   return received_ ? awaited_to_settle() : std::vector<int>{0};
 }
 
-bool ShmHandout::hand_out() {
-  std::vector<std::vector<OwnedDescriptor>> parcels = make();
+bool LeaderBroadcast::send_to_members() {
+  std::vector<std::vector<OwnedDescriptor>> messages = make();
   const auto& members = engine_.membership().members;
-  for (size_t place = 1; place < parcels.size(); ++place) {
+  for (size_t peer = 1; peer < messages.size(); ++peer) {
     std::vector<int> descriptors;
-    for (const auto& descriptor : parcels[place]) descriptors.push_back(descriptor->get());
+    for (const auto& descriptor : messages[peer]) descriptors.push_back(descriptor->get());
     // Where a member is gone, those who wait for it will find out.
-    send_message(members[place]->get(), kind_, {call.sequence}, "", descriptors);
+    send_message(members[peer]->get(), kind_, {call.sequence}, "", descriptors);
   }
   engine_.control().wake();
-  receive(std::move(parcels[0]));
+  receive(std::move(messages[0]));
   return true;
 }
 
-bool ShmHandout::look_for_message() {
+bool LeaderBroadcast::look_for_message() {
   SocketMessage message;
   if (receive_message(engine_.membership().leader->get(), message) != Received::kMessage) {
     return false;
@@ -88,8 +88,8 @@ bool ShmHandout::look_for_message() {
 }
 
 ShmAllocate::ShmAllocate(ShmEngine& engine, int64_t bytes, const CallContext& context)
-    : ShmHandout(engine, make_call(Operation::kAllocate, Dtype::kU8, bytes), context,
-                 MessageKind::kSegment),
+    : LeaderBroadcast(engine, make_fingerprint(Operation::kAllocate, Dtype::kU8, bytes), context,
+                      MessageKind::kSegment),
       bytes_(bytes),
       part_bytes_(round_up(std::max<int64_t>(bytes, 1), page_bytes())) {}
 
@@ -97,11 +97,11 @@ std::vector<std::vector<OwnedDescriptor>> ShmAllocate::make() {
   const OwnedDescriptor file = make_memory_file(
       "lockstep-segment", engine_.size() * part_bytes_ + page_bytes());  // a page for the count
   reserve_memory(file->get(), engine_.size() * part_bytes_, page_bytes(), "shared memory");
-  std::vector<std::vector<OwnedDescriptor>> parcels(static_cast<size_t>(engine_.size()));
-  for (auto& parcel : parcels) {
-    parcel.push_back(std::make_unique<Descriptor>(::fcntl(file->get(), F_DUPFD_CLOEXEC, 0)));
+  std::vector<std::vector<OwnedDescriptor>> messages(static_cast<size_t>(engine_.size()));
+  for (auto& message : messages) {
+    message.push_back(std::make_unique<Descriptor>(::fcntl(file->get(), F_DUPFD_CLOEXEC, 0)));
   }
-  return parcels;
+  return messages;
 }
 
 void ShmAllocate::receive(std::vector<OwnedDescriptor> descriptors) {
@@ -117,78 +117,80 @@ void ShmAllocate::receive(std::vector<OwnedDescriptor> descriptors) {
   mapping_ = segment.mapping;
   memory_ = std::make_shared<ShmMemory>(engine_.control(), segment.mapping, *segment.dropped,
                                         segment.mapping->data() + offset, bytes_);
-  piece_ = engine_.take_pieces(1);
+  chunk_ = engine_.take_chunks(1);
   const ShmControl& control = engine_.control();
-  control.announce(control.rank(engine_.rank()).consumed, piece_ + 1);
+  control.announce(control.rank(engine_.rank()).consumed, chunk_ + 1);
 }
 
 // Memory is there only when every rank has reserved its part.
 bool ShmAllocate::settle() {
-  if (!engine_.all_reached(&RankControl::consumed, piece_ + 1)) return false;
+  if (!engine_.all_reached(&RankControl::consumed, chunk_ + 1)) return false;
   mapping_->populate(0, engine_.size() * part_bytes_);
   return true;
 }
 
 std::vector<int> ShmAllocate::awaited_to_settle() const {
-  return engine_.behind(&RankControl::consumed, piece_ + 1);
+  return engine_.behind(&RankControl::consumed, chunk_ + 1);
 }
 
-ShmSplit::ShmSplit(ShmEngine& engine, int colour, int key, std::string_view group_name,
+ShmSplit::ShmSplit(ShmEngine& engine, int color, int key, std::string_view group_name,
                    const CallContext& context)
-    : ShmHandout(engine, make_call(Operation::kSplit, Dtype::kU8, 0), context, MessageKind::kChild),
-      wish_{colour, key},
+    : LeaderBroadcast(engine, make_fingerprint(Operation::kSplit, Dtype::kU8, 0), context,
+                      MessageKind::kChild),
+      color_and_key_{color, key},
       group_name_(group_name) {}
 
-void ShmSplit::publish(RingCall& own) {
-  std::memcpy(own.payload, &wish_, sizeof wish_);
+void ShmSplit::publish(RingEntry& own) {
+  std::memcpy(own.payload, &color_and_key_, sizeof color_and_key_);
 }
 
-ShmSplit::Wish ShmSplit::wish_of(int place) const {
-  Wish wish{};
-  std::memcpy(&wish, engine_.ring_call(place, call.sequence).payload, sizeof wish);
-  return wish;
+ShmSplit::ColorAndKey ShmSplit::color_and_key_of(int peer) const {
+  ColorAndKey theirs{};
+  std::memcpy(&theirs, engine_.ring_entry(peer, call.sequence).payload, sizeof theirs);
+  return theirs;
 }
 
-// Places in the parent, in the child's order.
-std::vector<int> ShmSplit::members_of(int64_t colour) const {
-  std::vector<int> places;
-  for (int place = 0; place < engine_.size(); ++place) {
-    if (wish_of(place).colour == colour) places.push_back(place);
+// Group ranks of the parent, in the child's order.
+std::vector<int> ShmSplit::members_of(int64_t color) const {
+  std::vector<int> peers;
+  for (int peer = 0; peer < engine_.size(); ++peer) {
+    if (color_and_key_of(peer).color == color) peers.push_back(peer);
   }
-  std::stable_sort(places.begin(), places.end(),
-                   [this](int a, int b) { return wish_of(a).key < wish_of(b).key; });
-  return places;
+  std::stable_sort(peers.begin(), peers.end(), [this](int a, int b) {
+    return color_and_key_of(a).key < color_and_key_of(b).key;
+  });
+  return peers;
 }
 
-// The child's control block first; then its leader's connections to the members, by their place, or
+// The child's control block first; then its leader's connections to the members, by their rank, or
 // a member's to the leader.
 std::vector<std::vector<OwnedDescriptor>> ShmSplit::make() {
-  std::vector<std::vector<OwnedDescriptor>> parcels(static_cast<size_t>(engine_.size()));
+  std::vector<std::vector<OwnedDescriptor>> messages(static_cast<size_t>(engine_.size()));
   for (int first = 0; first < engine_.size(); ++first) {
-    if (!parcels[static_cast<size_t>(first)].empty()) continue;  // of a colour already seen
-    const std::vector<int> places = members_of(wish_of(first).colour);
-    const OwnedDescriptor control = ShmControl::make(static_cast<int>(places.size()));
-    for (const int place : places) {
-      parcels[static_cast<size_t>(place)].push_back(
+    if (!messages[static_cast<size_t>(first)].empty()) continue;  // of a color already seen
+    const std::vector<int> peers = members_of(color_and_key_of(first).color);
+    const OwnedDescriptor control = ShmControl::make(static_cast<int>(peers.size()));
+    for (const int peer : peers) {
+      messages[static_cast<size_t>(peer)].push_back(
           std::make_unique<Descriptor>(::fcntl(control->get(), F_DUPFD_CLOEXEC, 0)));
     }
-    for (size_t member = 1; member < places.size(); ++member) {
+    for (size_t member = 1; member < peers.size(); ++member) {
       auto [leader_end, member_end] = make_socket_pair();
-      parcels[static_cast<size_t>(places[0])].push_back(std::move(leader_end));
-      parcels[static_cast<size_t>(places[member])].push_back(std::move(member_end));
+      messages[static_cast<size_t>(peers[0])].push_back(std::move(leader_end));
+      messages[static_cast<size_t>(peers[member])].push_back(std::move(member_end));
     }
   }
-  return parcels;
+  return messages;
 }
 
 void ShmSplit::receive(std::vector<OwnedDescriptor> descriptors) {
   ShmMembership& parent = engine_.membership();
   ShmMembership child;
   child.group.name = group_name_;
-  for (const int place : members_of(wish_.colour)) {
-    if (place == engine_.rank()) child.group.rank = child.group.size();
-    child.group.world_ranks.push_back(parent.group.world_ranks[static_cast<size_t>(place)]);
-    child.processes.push_back(parent.processes[static_cast<size_t>(place)]);
+  for (const int peer : members_of(color_and_key_.color)) {
+    if (peer == engine_.rank()) child.group.rank = child.group.size();
+    child.group.world_ranks.push_back(parent.group.world_ranks[static_cast<size_t>(peer)]);
+    child.processes.push_back(parent.processes[static_cast<size_t>(peer)]);
   }
   child.pool = parent.pool;
   child.control = child.pool->map(std::move(descriptors.at(0)));

@@ -6,22 +6,23 @@
 #include <vector>
 
 #include "comm/shm/shm_engine.hpp"
-#include "comm/shm/shm_socket.hpp"
+#include "comm/shm/shm_rendezvous.hpp"
 
-// The collectives in which the leader makes something and hands it to the members by socket.
+// Collectives in which the leader makes something and sends it to the members by socket.
 
 namespace lockstep {
 
 /// A collective with one message from the leader to every member.
-class ShmHandout : public ShmCollective {
+class LeaderBroadcast : public ShmCollective {
  public:
-  ShmHandout(ShmEngine& engine, const Call& what, const CallContext& context, MessageKind kind);
+  LeaderBroadcast(ShmEngine& engine, const Fingerprint& what, const CallContext& context,
+                  MessageKind kind);
 
  protected:
   bool move() override;
   std::vector<int> awaited_to_move() const override;
 
-  /// On the leader: the descriptors for every place, its own included.
+  /// On the leader: the descriptors for every rank, its own included.
   virtual std::vector<std::vector<OwnedDescriptor>> make() = 0;
   /// On every rank: its own.
   virtual void receive(std::vector<OwnedDescriptor> descriptors) = 0;
@@ -30,7 +31,7 @@ class ShmHandout : public ShmCollective {
   virtual std::vector<int> awaited_to_settle() const { return {}; }
 
  private:
-  bool hand_out();
+  bool send_to_members();
   bool look_for_message();
 
   MessageKind kind_;
@@ -38,11 +39,11 @@ class ShmHandout : public ShmCollective {
 };
 
 /// Memory that all ranks map; each rank's part follows the one before.
-class ShmAllocate final : public ShmHandout {
+class ShmAllocate final : public LeaderBroadcast {
  public:
   ShmAllocate(ShmEngine& engine, int64_t bytes, const CallContext& context);
 
-  std::shared_ptr<ReachableMemory> memory() const { return memory_; }
+  std::shared_ptr<RegisteredMemory> memory() const { return memory_; }
 
  protected:
   std::vector<std::vector<OwnedDescriptor>> make() override;
@@ -53,33 +54,33 @@ class ShmAllocate final : public ShmHandout {
  private:
   int64_t bytes_;
   int64_t part_bytes_;
-  int64_t piece_ = 0;
+  int64_t chunk_ = 0;
   std::shared_ptr<Mapping> mapping_;
-  std::shared_ptr<ReachableMemory> memory_;
+  std::shared_ptr<RegisteredMemory> memory_;
 };
 
-/// New groups, by colour. The parent's leader makes their control blocks and connections.
-class ShmSplit final : public ShmHandout {
+/// New groups, by color. The parent's leader makes their control blocks and connections.
+class ShmSplit final : public LeaderBroadcast {
  public:
-  ShmSplit(ShmEngine& engine, int colour, int key, std::string_view group_name,
+  ShmSplit(ShmEngine& engine, int color, int key, std::string_view group_name,
            const CallContext& context);
 
   ShmMembership take_membership() { return std::move(*membership_); }
 
  protected:
-  void publish(RingCall& own) override;
+  void publish(RingEntry& own) override;
   std::vector<std::vector<OwnedDescriptor>> make() override;
   void receive(std::vector<OwnedDescriptor> descriptors) override;
 
  private:
-  struct Wish {
-    int64_t colour;
+  struct ColorAndKey {
+    int64_t color;
     int64_t key;
   };
-  Wish wish_of(int place) const;
-  std::vector<int> members_of(int64_t colour) const;
+  ColorAndKey color_and_key_of(int peer) const;
+  std::vector<int> members_of(int64_t color) const;
 
-  Wish wish_;
+  ColorAndKey color_and_key_;
   std::string group_name_;
   std::optional<ShmMembership> membership_;
 };

@@ -6,7 +6,6 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "device/cuda/graph_memory.hpp"
 #include "device/cuda/support.hpp"
 
 namespace lockstep::cuda {
@@ -14,12 +13,12 @@ namespace lockstep::cuda {
 using c10::cuda::CUDACachingAllocator::TraceEntry;
 using StreamKey = std::pair<int, void*>;  // GPU, raw stream
 
-// Touched under MemoryWatch's mutex only.
+// Guarded by MemoryWatch's mutex.
 struct GraphMemory::State {
   StreamKey stream;
-  MemoryAccount* account = nullptr;  // null: nobody watches the stream
+  MemoryAccount* account = nullptr;  // null if nobody watches the stream
   int64_t live_bytes = 0;
-  int64_t peak_bytes = 0;  // of the live ones: what the account is charged with
+  int64_t peak_bytes = 0;  // maximum of live_bytes: what the account is charged with
 };
 
 namespace {
@@ -29,8 +28,7 @@ StreamKey key_of(c10::Stream stream) {
 }
 
 // Follows libtorch's CUDA allocator and charges each block to the account of the stream it was
-// allocated for. The autograd engine replays a forward's stream, so backward is charged rightly
-// too.
+// allocated for. Backward runs on the streams of forward, so it is charged correctly too.
 class MemoryWatch {
  public:
   static MemoryWatch& instance() {
@@ -43,7 +41,7 @@ class MemoryWatch {
     accounts_[key_of(stream)].push_back(&account);
   }
 
-  // Blocks that are still live stay charged: accounts outlive devices. One watch ends, where the
+  // Blocks that are still live stay charged: accounts outlive devices. Ends one watch if the
   // account has several of this stream.
   void unwatch(c10::Stream stream, MemoryAccount& account) {
     const std::lock_guard lock(mutex_);
@@ -73,7 +71,7 @@ class MemoryWatch {
     recording_.erase(graphs.stream);
   }
 
-  // The graphs go; blocks whose tensors live on become like any other.
+  // The graphs are gone. Blocks whose tensors still live become ordinary ones.
   void retire(const GraphMemory::State& graphs) {
     const std::lock_guard lock(mutex_);
     for (auto& [address, block] : blocks_) {
@@ -98,9 +96,9 @@ class MemoryWatch {
 
  private:
   struct Block {
-    MemoryAccount* account;  // null: only its graphs want to know
+    MemoryAccount* account;  // null if only its graphs need it
     int64_t bytes;
-    GraphMemory::State* graphs;  // whose recording it is from; null: none
+    GraphMemory::State* graphs;  // that it was recorded for, or null
   };
 
   MemoryWatch() {
@@ -113,7 +111,7 @@ class MemoryWatch {
     return found == accounts_.end() || found->second.empty() ? nullptr : found->second.back();
   }
 
-  // Called by the allocator while it holds its own lock: no CUDA call may be made here.
+  // The allocator calls this while it holds its own lock, so it must not make CUDA calls.
   void on_entry(const TraceEntry& entry) {
     const std::lock_guard lock(mutex_);
     if (entry.action_ == TraceEntry::ALLOC) {

@@ -1,4 +1,4 @@
-#include "layers/activation_kernels.hpp"
+#include "layers/layer_kernels.hpp"
 
 #include <algorithm>
 
@@ -13,7 +13,7 @@ constexpr int kRowsOfBlock = 256;  // rows a block takes, and sums
 constexpr int kSumThreads = 256;   // of kernels that sum
 constexpr int kBlocksPerProcessor = 8;
 
-// Kernels that follow another over the same tensors begin at their end, which is still in the
+// A kernel that follows another over the same tensors begins at their end, which is still in the
 // cache.
 
 // The derivative of x / 2 · (1 + tanh(inner)), inner = √(2/π) · (x + 0.044715 · x³).
@@ -33,7 +33,7 @@ __device__ float undo(float gradient, float kept) {
   return gradient * gelu_slope(kept);
 }
 
-// Rounded values are summed: those that the weight's gradient is made of.
+// Sums the rounded values, because the weight's gradient is computed from them.
 template <class T, Undone kWhat>
 __global__ void __launch_bounds__(kLanes* kGroups)
     undo_rows(int64_t rows, int64_t width, T* gradient, const T* kept, float* partials) {
@@ -86,7 +86,7 @@ __global__ void add_partials(int64_t count, int64_t width, const float* partials
   sums[column] = static_cast<T>(sum);
 }
 
-// Over the threads of a block, always in the same order; what thread 0 gets is whole.
+// Sums over the threads of a block in a fixed order; only thread 0 gets the whole sum.
 __device__ double sum_of_block(double mine) {
   __shared__ double of_threads[kSumThreads];
   of_threads[threadIdx.x] = mine;

@@ -1,22 +1,15 @@
 #include <ATen/native/transformers/cuda/sdp_utils.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/torch.h>
 
 #include <mutex>
 
 #include "layers/cuda/layers.hpp"
-#include "layers/cuda/scope.hpp"
 
 namespace lockstep::layers {
 namespace {
 
-using torch::Tensor;
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
-
-// Queries, keys or values as attention takes them, [batch, heads, positions, head width], of
-// qkv [batch, positions, 3 * width]: no copies.
+// Queries, keys and values as attention takes them, [batch, heads, positions, head width]: views of
+// qkv, [batch, positions, 3 * width].
 struct Parts {
   Parts(const Tensor& qkv, int64_t heads) {
     const auto all = qkv.view({qkv.size(0), qkv.size(1), 3, heads, qkv.size(2) / (3 * heads)})
@@ -31,14 +24,14 @@ struct Parts {
   Tensor v;
 };
 
-// [batch, positions, width] of [batch, heads, positions, head width]: a view where the memory
-// already lies so.
+// Turns [batch, heads, positions, head width] into [batch, positions, width]: a view where the
+// memory allows.
 Tensor side_by_side(const Tensor& heads) {
   return heads.transpose(1, 2).reshape(
       {heads.size(0), heads.size(2), heads.size(1) * heads.size(3)});
 }
 
-// cuDNN's attention, whose three gradients are put side by side in one pass.
+// Backward of cuDNN's attention; puts the three gradients side by side in one pass.
 class AttentionBackward : public torch::autograd::Node {
  public:
   AttentionBackward(const Tensor& qkv, int64_t heads)
@@ -46,7 +39,7 @@ class AttentionBackward : public torch::autograd::Node {
         qkv_(qkv, /*is_output=*/false),
         heads_(heads) {}
 
-  /// Tensors of the forward pass that backward wants back. `out` is [batch, positions, width].
+  /// Keeps the tensors of the forward pass that backward needs. `out` is [batch, positions, width].
   void keep(const Tensor& out, std::vector<Tensor> others) {
     out_ = SavedVariable(out, /*is_output=*/true);
     others_ = std::move(others);
@@ -89,8 +82,8 @@ class AttentionBackward : public torch::autograd::Node {
   int64_t heads_;
 };
 
-// Asked with tensors that autograd knows: cuDNN's limits differ where there is a backward. Its
-// backward adds in any order, so that it is not asked for where that is forbidden.
+// Needs tensors that autograd knows, because cuDNN's limits differ where there is a backward. That
+// backward adds in any order, so cuDNN is not used where algorithms must be deterministic.
 bool cudnn_fits(const Parts& parts) {
   return !at::globalContext().deterministicAlgorithms() &&
          sdp::can_use_cudnn_attention(

@@ -1,8 +1,9 @@
-#include "layers/cross_entropy_kernels.hpp"
-#include "layers/cuda/vectors.cuh"
+#include "layers/layer_kernels.hpp"
 
 #include <algorithm>
 #include <cmath>
+
+#include "layers/cuda/vectors.cuh"
 
 namespace lockstep::layers {
 namespace {
@@ -24,7 +25,7 @@ struct Softmax {
   }
 };
 
-// Of all threads' values, in each of them.
+// Returns the softmax over all threads' values, to each of them.
 __device__ Softmax block_softmax(Softmax own) {
   __shared__ float2 of_warps[kThreads / 32];  // largest, sum
 #pragma unroll
@@ -43,8 +44,8 @@ __device__ Softmax block_softmax(Softmax own) {
   return all;
 }
 
-// One block a row. kStaged: the row waits in shared memory between the two passes, else it is read
-// again. Each thread writes only what it alone has read.
+// One block for each row. kStaged: the row is kept in shared memory between the two passes, else it
+// is read again. Each thread writes only what it alone has read.
 template <class T, bool kStaged>
 __global__ __launch_bounds__(kThreads, 2) void cross_entropy_kernel(CrossEntropy work) {
   extern __shared__ uint4 staged_bytes[];
@@ -125,7 +126,7 @@ int max_shared_bytes() {
   int bytes = 0;
   if (cudaGetDevice(&gpu) != cudaSuccess ||
       cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, gpu) != cudaSuccess) {
-    throw Error(Code::kEngine, "CUDA does not tell the size of shared memory",
+    throw Error(Code::kEngine, "CUDA cannot report the size of shared memory",
                 "`lockstep doctor` says what is wrong with this GPU");
   }
   return bytes;

@@ -1,23 +1,15 @@
-#include <c10/cuda/CUDAStream.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/torch.h>
 
 #include <mutex>
 
 #include "device/dtype_map.hpp"
 #include "layers/cuda/layers.hpp"
-#include "layers/cuda/scope.hpp"
-#include "layers/layer_norm_kernels.hpp"
+#include "layers/layer_kernels.hpp"
 
 namespace lockstep::layers {
 namespace {
 
-using torch::Tensor;
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
-
-// Contiguous, and where the kernels can read it: a gradient may be a view that begins anywhere.
+// Contiguous and aligned, as the kernels read it: a gradient may be a view that begins anywhere.
 Tensor as_kernels_read(const Tensor& tensor) {
   const auto result = tensor.contiguous();
   return is_aligned(result) ? result : result.clone();
@@ -26,10 +18,6 @@ Tensor as_kernels_read(const Tensor& tensor) {
 template <class Pointer = void>
 Pointer* pointer(const Tensor& tensor) {
   return tensor.defined() ? static_cast<Pointer*>(tensor.data_ptr()) : nullptr;
-}
-
-CudaStream current_stream() {
-  return c10::cuda::getCurrentCUDAStream().stream();
 }
 
 class AddLayerNormBackward : public torch::autograd::Node {
@@ -41,7 +29,7 @@ class AddLayerNormBackward : public torch::autograd::Node {
         mean_(std::move(mean)),
         rstd_(std::move(rstd)) {}
 
-  /// x + branch; x itself where there is no branch.
+  /// `sum` is x + branch, or x itself where there is no branch.
   void keep_sum(const Tensor& sum, bool is_output) {
     sum_ = SavedVariable(sum, is_output);
     sum_is_output_ = is_output;
@@ -49,7 +37,7 @@ class AddLayerNormBackward : public torch::autograd::Node {
 
   std::string name() const override { return "lockstep::AddLayerNormBackward"; }
 
-  // gradients: of the norm and, where there is a branch, of the sum.
+  // `gradients` are those of the norm and, where there is a branch, of the sum.
   variable_list apply(variable_list&& gradients) override {
     require_first_derivative("add_layer_norm");
     const std::lock_guard lock(mutex_);

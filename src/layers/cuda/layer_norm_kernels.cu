@@ -1,11 +1,12 @@
-#include "layers/cuda/vectors.cuh"
-#include "layers/layer_norm_kernels.hpp"
+#include "layers/layer_kernels.hpp"
 
 #include <algorithm>
 #include <type_traits>
 
+#include "layers/cuda/vectors.cuh"
+
 // A group of threads holds one row in registers: a warp up to a width of 1024, 128 threads up to
-// 4096, a block up to 8192. So each value is read once and sums are exact in float32.
+// 4096, a block up to 8192. So each value is read once.
 
 namespace lockstep::layers {
 namespace {
@@ -21,7 +22,8 @@ __device__ float warp_sum(float value) {
   return value;
 }
 
-// The sums of a and b over the threads of a group, in each of them. All threads of the block call.
+// Returns the sums of a and b over the threads of a group, to each of them. All threads of the
+// block must call it.
 template <int kGroup>
 __device__ float2 group_sums(float a, float b) {
   a = warp_sum(a);
@@ -114,7 +116,7 @@ __global__ __launch_bounds__(kThreads) void forward_kernel(NormForward work) {
 }
 
 // Adds up what the groups of a block found for each column, one group after the other, and writes
-// it as the block's row of `partials`. `shared` holds one float a column and group.
+// it as the block's row of `partials`. `shared` holds one float for each column and group.
 template <int kGroup, int kVectors>
 __device__ void write_partials(const float (&found)[kVectors][kVector], float* shared, int width,
                                float* partials) {
@@ -222,8 +224,8 @@ __global__ __launch_bounds__(kThreads,
   write_partials<kGroup, kVectors>(bias_found, shared, width, own + int64_t{gridDim.x} * width);
 }
 
-// Column sums of partials [2, count, width]: blockIdx.y 0 gives the weight's, 1 the bias's
-// gradient. 32 columns a block, eight threads a column.
+// Sums the columns of partials, [2, count, width]: blockIdx.y 0 gives the weight's gradient, 1 the
+// bias's. A block has 32 columns, with eight threads for each.
 template <class W>
 __global__ __launch_bounds__(kThreads) void sum_partials_kernel(const float* partials, int count,
                                                                 int width, W* weight_gradient,
@@ -253,7 +255,7 @@ int group_of(int64_t width) {
 template <int kValue>
 using Constant = std::integral_constant<int, kValue>;
 
-// Calls run with {group, vectors a thread} as constants.
+// Calls run with {threads of a group, vectors of a thread} as constants.
 template <class Run>
 void with_shape(int64_t width, Run&& run) {
   const int64_t vectors = (width / kVector + 31) / 32;  // a lane, where a warp holds the row
@@ -272,7 +274,7 @@ void with_shape(int64_t width, Run&& run) {
   }
 }
 
-// Calls run with a value of each of the types of rows and of weights.
+// Calls run with a value of the rows' type and one of the weights' type.
 template <class Run>
 void with_types(Dtype dtype, Dtype weight_dtype, Run&& run) {
   with_half_type(dtype, [&](auto value) {

@@ -1,31 +1,23 @@
-#include <c10/cuda/CUDAStream.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/torch.h>
 
 #include <mutex>
 
 #include "device/dtype_map.hpp"
-#include "layers/activation_kernels.hpp"
 #include "layers/cuda/layers.hpp"
 #include "layers/cuda/matmul.hpp"
-#include "layers/cuda/scope.hpp"
+#include "layers/layer_kernels.hpp"
 
 namespace lockstep::layers {
 namespace {
 
-using torch::Tensor;
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
-
-// What a layer leaves for the derivative of its activation. In a chain the layer after it reads
-// this: it undoes the activation while it computes the gradient of its input, so that what travels
-// between the two is the gradient before the activation.
+// What a layer leaves for the derivative of its activation. In a chain the next layer reads it:
+// that layer undoes the activation when it computes the gradient of its input, so the gradient that
+// arrives here is already the one before the activation.
 struct Activated {
   Activation activation = Activation::kNone;
-  Tensor before;  // GELU: what it got, [rows, out]; of ReLU the output is enough
+  Tensor before;  // GELU's input, [rows, out]; for ReLU the output is enough
   bool bias_wanted = false;
-  Tensor bias_gradient;  // of the layer, where the layer after it found it on the way
+  Tensor bias_gradient;  // of this layer, where the next one has computed it on the way
 };
 
 Tensor activation_gradient(const Tensor& gradient, const Activated& of, const Tensor& output) {
@@ -33,9 +25,10 @@ Tensor activation_gradient(const Tensor& gradient, const Activated& of, const Te
                                             : at::gelu_backward(gradient, of.before, "tanh");
 }
 
-// In place: the gradient before the activation from the one behind it. Gives its sums over rows,
-// where wanted. One pass of our own: cuBLASLt's epilogues for it are second kernels, which take 103
-// instead of 30 µs for ReLU and 4096 x 4096 elements, and 635 µs for GELU and 32768 x 3072.
+// Turns the gradient behind the activation into the one before it, in place, and returns its sums
+// over rows where wanted. This is a pass of our own because cuBLASLt's epilogues for it are second
+// kernels: they take 103 instead of 30 µs for ReLU and 4096 x 4096 elements, and 635 µs for GELU
+// and 32768 x 3072.
 Tensor undo_in_place(Tensor gradient, Undone what, const Tensor& kept, bool sums_wanted) {
   Tensor sums;
   if (sums_wanted) sums = at::empty({gradient.size(1)}, gradient.options());
@@ -62,7 +55,7 @@ Tensor undo_in_place(Tensor gradient, Undone what, const Tensor& kept, bool sums
     work.partials = partials.data_ptr<float>();
     work.sums = sums.data_ptr();
   }
-  undo_activation(work, c10::cuda::getCurrentCUDAStream().stream());
+  undo_activation(work, current_stream());
   return sums;
 }
 
@@ -91,8 +84,8 @@ cublasLtEpilogue_t forward_epilogue(Activation activation, bool with_aux, bool w
   return static_cast<cublasLtEpilogue_t>(epilogue);
 }
 
-// The layer's output. `left` (null: nobody differentiates) gets what its activation's derivative
-// needs.
+// Returns the layer's output. `left` gets what the activation's derivative needs; null: there is no
+// backward.
 Tensor forward(const Tensor& x, const Tensor& weight, const Tensor& bias, Activation activation,
                Activated* left) {
   const auto out = at::empty({x.size(0), weight.size(0)}, x.options());
@@ -135,10 +128,10 @@ class LinearBackward : public torch::autograd::Node {
         x_(x, /*is_output=*/false),
         weight_(weight, /*is_output=*/false) {}
 
-  /// The layer before in the chain; null where this is the first that is differentiated.
+  /// Sets the layer before this one in the chain; null: this is the first that is differentiated.
   void follow(std::shared_ptr<Activated> before) { before_ = std::move(before); }
 
-  /// This layer's own; `chained` where the layer after it undoes the activation.
+  /// Sets what this layer leaves. `chained`: the next layer undoes the activation.
   void leave(std::shared_ptr<Activated> own, bool chained, const Tensor& output) {
     own_ = std::move(own);
     chained_ = chained;
@@ -188,7 +181,7 @@ class LinearBackward : public torch::autograd::Node {
   }
 
  private:
-  // gradient: [rows, out], weight: [out, in], x: [rows, in], the output of the layer before.
+  // gradient: [rows, out], weight: [out, in], x: [rows, in] is the output of the layer before.
   Tensor input_gradient(const Tensor& gradient, const Tensor& weight, const Tensor& x) const {
     const auto out = at::empty({gradient.size(0), weight.size(1)}, gradient.options());
     matmul({.a = gradient, .b = weight, .out = out});

@@ -11,19 +11,119 @@
 #include <array>
 #include <atomic>
 #include <bit>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <type_traits>
 #include <vector>
 
-#include "layers/cuda/fastest.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/fused_layers.hpp"
 
 namespace lockstep {
 namespace layers {
 namespace {
+
+// One of several ways to do the same work: queues it on a stream, or returns false where it cannot.
+using Way = std::function<bool()>;
+
+constexpr float kBriefMs = 1;
+constexpr int kBriefRounds = 3;
+constexpr float kWorthALongOne = 1.1F;  // times the fastest brief time
+constexpr size_t kFinalists = 4;
+constexpr float kLongMs = 50;
+constexpr int kLongRounds = 2;
+constexpr float kClearlyFaster = 0.99F;  // times the time of an earlier one
+constexpr float kCannot = std::numeric_limits<float>::infinity();
+
+class Stopwatch {
+ public:
+  explicit Stopwatch(cudaStream_t stream) : stream_(stream) {
+    C10_CUDA_CHECK(cudaEventCreate(&begin_));
+    C10_CUDA_CHECK(cudaEventCreate(&end_));
+  }
+  ~Stopwatch() {
+    if (begin_) (void)cudaEventDestroy(begin_);
+    if (end_) (void)cudaEventDestroy(end_);
+  }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+  /// Returns the mean milliseconds of as many in a row as take about `ms`, after as many to warm
+  /// up.
+  float measure(const Way& way, float ms) {
+    if (!way()) return kCannot;
+    const float once_ms = mean_of(way, 1);
+    const int repeats = std::clamp(static_cast<int>(ms / once_ms), 2, kMostRepeats);
+    for (int i = 0; i < repeats; ++i) way();
+    return mean_of(way, repeats);
+  }
+
+ private:
+  static constexpr int kMostRepeats = 10000;
+
+  float mean_of(const Way& way, int repeats) {
+    C10_CUDA_CHECK(cudaEventRecord(begin_, stream_));
+    for (int i = 0; i < repeats; ++i) way();
+    C10_CUDA_CHECK(cudaEventRecord(end_, stream_));
+    C10_CUDA_CHECK(cudaEventSynchronize(end_));
+    float ms = 0;
+    C10_CUDA_CHECK(cudaEventElapsedTime(&ms, begin_, end_));
+    return ms / static_cast<float>(repeats);
+  }
+
+  cudaStream_t stream_;
+  cudaEvent_t begin_ = nullptr;
+  cudaEvent_t end_ = nullptr;
+};
+
+// Returns the indices of the ways worth a long comparison, in ascending order.
+std::vector<size_t> finalists(const std::vector<Way>& ways, Stopwatch& watch) {
+  std::vector<float> best(ways.size(), kCannot);
+  for (int round = 0; round < kBriefRounds; ++round) {
+    for (size_t i = 0; i < ways.size(); ++i) {
+      best[i] = std::min(best[i], watch.measure(ways[i], kBriefMs));
+    }
+  }
+  std::vector<size_t> order(ways.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return best[a] < best[b]; });
+  const float limit = best[order.front()] * kWorthALongOne;
+  std::erase_if(order, [&](size_t i) { return best[i] == kCannot || best[i] > limit; });
+  order.resize(std::min(order.size(), kFinalists));
+  std::sort(order.begin(), order.end());
+  return order;
+}
+
+// Returns the index of the way that is fastest when repeated, or 0 where none works. Takes up to a
+// second.
+//
+// Large matrix products bring a GPU to its power limit, and the kernel that wins a few milliseconds
+// below the limit often draws the most power. So a brief comparison in turns only selects the few
+// that are worth a long one, where each runs alone for as long as the clock needs to settle. Among
+// ways that are about equal the first wins, so that runs tend to agree.
+size_t fastest(const std::vector<Way>& ways, cudaStream_t stream) {
+  if (ways.size() < 2) return 0;
+  Stopwatch watch(stream);
+  const auto compared = finalists(ways, watch);
+  if (compared.empty()) return 0;
+  if (compared.size() == 1) return compared.front();
+
+  std::vector<float> total(compared.size(), 0);
+  for (int round = 0; round < kLongRounds; ++round) {
+    for (size_t i = 0; i < compared.size(); ++i) {
+      total[i] += watch.measure(ways[compared[i]], kLongMs);
+    }
+  }
+  size_t chosen = 0;
+  for (size_t i = 1; i < total.size(); ++i) {
+    if (total[i] < total[chosen] * kClearlyFaster) chosen = i;
+  }
+  return compared[chosen];
+}
 
 constexpr size_t kMaxWorkspaceBytes = size_t{32} << 20;
 constexpr int kCandidates = 16;
@@ -63,14 +163,15 @@ cudaDataType_t cuda_type(const torch::Tensor& tensor) {
   }
 }
 
-// Up to the 256 that cuBLASLt can make use of; 256 for none.
+// At most 256, which is all that cuBLASLt can use; 256 for an undefined tensor.
 uint32_t alignment_bytes(const torch::Tensor& tensor) {
   if (!tensor.defined()) return 256;
   const auto address = reinterpret_cast<uintptr_t>(tensor.data_ptr());
   return static_cast<uint32_t>(uintptr_t{1} << std::min(std::countr_zero(address), 8));
 }
 
-// What an algorithm depends on. Columns of cuBLASLt are rows of ours, so its A is our b.
+// Everything that the choice of an algorithm depends on. cuBLASLt's columns are our rows, so its A
+// is our b.
 using PlanKey = std::array<int64_t, 14>;
 
 PlanKey key_of(const Matmul& work) {
@@ -92,7 +193,7 @@ PlanKey key_of(const Matmul& work) {
 }
 
 struct Plan {
-  bool searched = false;  // and not found: there is none
+  bool searched = false;
   bool found = false;
   bool tuned = false;
   cublasLtMatmulAlgo_t algorithm{};
@@ -101,14 +202,14 @@ struct Plan {
 
 cublasLtHandle_t handle_of(int gpu) {
   static std::mutex mutex;
-  static auto* handles = new std::map<int, cublasLtHandle_t>();  // as long as the process
+  static auto* handles = new std::map<int, cublasLtHandle_t>();  // never destroyed
   const std::lock_guard lock(mutex);
   auto& handle = (*handles)[gpu];
   if (!handle) check(cublasLtCreate(&handle), "cublasLtCreate");
   return handle;
 }
 
-// cuBLASLt's descriptions of one product.
+// One product as cuBLASLt describes it.
 class Problem {
  public:
   explicit Problem(const Matmul& work)
@@ -131,7 +232,7 @@ class Problem {
     out_ = layout_of(work.out);
   }
 
-  /// cuBLASLt's candidates, those it thinks fastest first.
+  /// Returns cuBLASLt's candidates; those it expects to be fastest come first.
   std::vector<cublasLtMatmulHeuristicResult_t> candidates(int count) const {
     cublasLtMatmulPreference_t raw = nullptr;
     check(cublasLtMatmulPreferenceCreate(&raw), "a preference");
@@ -141,7 +242,7 @@ class Problem {
             "a preference");
     };
     prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kMaxWorkspaceBytes);
-    // Parts of a sum are added in float32 and in a fixed order, or there are none.
+    // Split sums must be added in float32 and in a fixed order.
     prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
            uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_bytes(work_.b));
@@ -160,8 +261,8 @@ class Problem {
     return results;
   }
 
-  /// The workspace comes from libtorch's allocator, which hands it to later work of this stream
-  /// only and knows about captures.
+  /// The workspace comes from libtorch's allocator, which reuses it only for later work of this
+  /// stream and handles captures.
   cublasStatus_t queue(const cublasLtMatmulAlgo_t& algorithm, size_t workspace_bytes,
                        const torch::Tensor& out) const {
     torch::Tensor workspace;
@@ -184,7 +285,7 @@ class Problem {
           "a description");
   }
 
-  // A contiguous row-major matrix is a column-major one of exchanged sizes.
+  // A contiguous row-major matrix is a column-major one with its sizes swapped.
   static Layout layout_of(const torch::Tensor& matrix) {
     cublasLtMatrixLayout_t layout = nullptr;
     check(cublasLtMatrixLayoutCreate(&layout, cuda_type(matrix),
@@ -209,10 +310,10 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// The position of the fastest candidate.
+// Returns the index of the fastest candidate.
 size_t fastest_candidate(const Problem& problem, const Matmul& work,
                          const std::vector<cublasLtMatmulHeuristicResult_t>& candidates) {
-  // Repeating a product that adds to its output would add again.
+  // A product that adds to its output must not be repeated on it.
   const auto out = work.beta == 0 ? work.out : at::empty_like(work.out);
   std::vector<Way> ways;
   for (const auto& candidate : candidates) {
@@ -225,7 +326,7 @@ size_t fastest_candidate(const Problem& problem, const Matmul& work,
 
 std::mutex plans_mutex;
 
-// Any thread that differentiates may come here. Timing holds the lock: one shape at a time.
+// Every thread that runs backward may call this. Timing holds the lock: one shape at a time.
 Plan plan_of(const Problem& problem, const Matmul& work) {
   static auto* plans = new std::map<PlanKey, Plan>();
   const std::lock_guard lock(plans_mutex);
@@ -244,7 +345,7 @@ Plan plan_of(const Problem& problem, const Matmul& work) {
   return plan;
 }
 
-// Gradients of activations want rows of whole 16 bytes; nothing is gained elsewhere.
+// Epilogues with activations need rows of whole 16 bytes; elsewhere fusing gains nothing.
 bool may_be_fused(const Matmul& work) {
   if (work.epilogue == CUBLASLT_EPILOGUE_DEFAULT || work.epilogue == CUBLASLT_EPILOGUE_BIAS) {
     return true;

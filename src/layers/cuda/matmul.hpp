@@ -7,8 +7,8 @@
 
 namespace lockstep::layers {
 
-/// One matrix product through cuBLASLt, of contiguous row-major matrices on one GPU, queued on that
-/// GPU's current stream: out = alpha · (a · b) + beta · out, summed in float32, and an epilogue.
+/// One matrix product through cuBLASLt, of contiguous row-major matrices on one GPU, on that GPU's
+/// current stream: out = alpha · (a · b) + beta · out, summed in float32, then an epilogue.
 struct Matmul {
   torch::Tensor a;    ///< [M, K], or [K, M] where transpose_a
   torch::Tensor b;    ///< [K, N], or [N, K] where transpose_b
@@ -19,18 +19,18 @@ struct Matmul {
   float beta = 0;
 
   cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_DEFAULT;
-  torch::Tensor bias = {};  ///< of epilogues with _BIAS: [N]
-  torch::Tensor aux = {};   ///< written by epilogues with _AUX: a matrix like out
+  torch::Tensor bias = {};  ///< [N], for epilogues with _BIAS
+  torch::Tensor aux = {};   ///< [M, N], written by epilogues with _AUX
 };
 
-/// Queues it. False, and nothing was done: cuBLASLt has no algorithm for this epilogue here.
+/// Queues the product. Returns false, and does nothing, if cuBLASLt has no algorithm for it.
 bool try_matmul(const Matmul& work);
 
-/// Queues it; without an algorithm it is an Error.
+/// Queues the product. Throws if cuBLASLt has no algorithm for it.
 void matmul(const Matmul& work);
 
-/// Of two ways to the same result, whether `fused` should be taken rather than `plain` followed by
-/// `rest`. Both run, perhaps often, where tune_layers() is on and this shape is new; else the
+/// Returns whether `fused` should be used rather than `plain` followed by `rest`, which gives the
+/// same result. Where tune_layers() is on and this shape is new, both run many times; otherwise the
 /// answer is whether cuBLASLt has `fused`.
 bool choose_fused(const Matmul& fused, const Matmul& plain, const std::function<void()>& rest);
 

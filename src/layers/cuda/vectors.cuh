@@ -7,10 +7,10 @@
 #include <cstdint>
 #include <string>
 
-#include "lockstep/dtype.hpp"
+#include "base/dtype.hpp"
 #include "lockstep/error.hpp"
 
-// Sixteen bytes at a time: eight half-precision values, computed with as floats.
+// Kernels read and write 16 bytes at a time: eight half-precision values, computed as floats.
 namespace lockstep::layers {
 
 constexpr int kVector = 8;  // values
@@ -39,7 +39,7 @@ struct PairOf<__nv_bfloat16> {
   using Type = __nv_bfloat162;
 };
 
-/// Eight values as they lie in memory.
+/// Eight values in their memory format.
 template <class T>
 struct alignas(16) Packed {
   typename PairOf<T>::Type pairs[kVector / 2];
@@ -73,7 +73,7 @@ struct alignas(16) Packed {
   }
 };
 
-/// Eight values of an array, as floats.
+/// Loads eight values of an array as floats.
 template <class T>
 __device__ inline void load_floats(const T* from, float (&values)[kVector]) {
   Packed<T>::load(from).to_floats(values);
@@ -86,7 +86,7 @@ __device__ inline void load_floats<float>(const float* from, float (&values)[kVe
   values[4] = high.x, values[5] = high.y, values[6] = high.z, values[7] = high.w;
 }
 
-/// After a launch: throws what CUDA says about it.
+/// Throws if the launch before it failed.
 inline void check_launch(const char* kernel) {
   const cudaError_t status = cudaGetLastError();
   if (status == cudaSuccess) return;
@@ -100,13 +100,13 @@ inline int multiprocessors() {
   int count = 0;
   if (cudaGetDevice(&gpu) != cudaSuccess ||
       cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, gpu) != cudaSuccess) {
-    throw Error(Code::kEngine, "CUDA does not tell the number of multiprocessors",
+    throw Error(Code::kEngine, "CUDA cannot report the number of multiprocessors",
                 "`lockstep doctor` says what is wrong with this GPU");
   }
   return count;
 }
 
-/// Calls `run` with a value of the kernels' type for a half-precision dtype.
+/// Calls `run` with a value of the CUDA type for a half-precision dtype.
 template <class Run>
 void with_half_type(Dtype dtype, Run&& run) {
   if (dtype == Dtype::kF16) {

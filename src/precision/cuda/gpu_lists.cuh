@@ -1,8 +1,8 @@
 #pragma once
 
-// What kernels over lists of tensors share. A list is a parameter of its kernel, so that a captured
-// launch carries it; it is cut into chunks of elements, one for each block. A chunk that is whole
-// and aligned is read and written kWidth elements at a time.
+// What kernels over lists of tensors share. The list is a parameter of the kernel, so that a
+// captured launch contains it. It is cut into chunks of elements, one for each block. A chunk that
+// is whole and aligned is read and written kWidth elements at a time.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -12,7 +12,7 @@
 #include <string>
 #include <type_traits>
 
-#include "lockstep/dtype.hpp"
+#include "base/dtype.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::gpu {
@@ -35,7 +35,7 @@ inline bool is_aligned(const void* address, int64_t element_bytes) {
   return reinterpret_cast<uintptr_t>(address) % (bytes < 16 ? bytes : 16) == 0;
 }
 
-/// What an element is computed in.
+/// The type in which an element is computed.
 template <class T>
 using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
@@ -63,7 +63,7 @@ __device__ inline T narrow(Wide<T> x) {
   }
 }
 
-/// The entry of a list that holds a chunk: the last one that begins at or before it.
+/// Returns the entry that a chunk belongs to: the last one that begins at or before it.
 template <class Table>
 __device__ inline int entry_of(const Table& table, int chunk) {
   int low = 0;

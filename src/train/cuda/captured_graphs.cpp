@@ -1,19 +1,123 @@
 #include "train/cuda/captured_graphs.hpp"
 
+#include <ATen/record_function.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <cuda_runtime_api.h>
+#include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
+#include <exception>
 #include <mutex>
 #include <string_view>
 #include <utility>
 
+#include "device/capture.hpp"
 #include "device/cuda/support.hpp"
-#include "train/cuda/operator_watch.hpp"
+#include "lockstep/error.hpp"
 
 namespace lockstep::cuda {
 namespace {
+
+std::mutex operator_mutex;    // guards the next two: backward runs in threads of its own
+std::string failed_operator;  // the outermost operator that an exception passed through
+std::string latest_operator;  // the one that began last
+
+std::unique_ptr<at::ObserverContext> note_begin(const at::RecordFunction& call) {
+  if (Capture::current() != nullptr) {
+    const std::lock_guard lock(operator_mutex);
+    latest_operator = call.name();
+  }
+  return nullptr;
+}
+
+// Called from the innermost operator outwards, so the last one noted is the one the step called.
+void note_end(const at::RecordFunction& call, at::ObserverContext*) {
+  if (std::uncaught_exceptions() == 0 || Capture::current() == nullptr) return;
+  const std::lock_guard lock(operator_mutex);
+  failed_operator = call.name();
+}
+
+struct Reason {
+  std::string_view names;  // of operators, between spaces
+  std::string_view what;
+  std::string_view remedy;
+};
+
+constexpr std::array kReasons = {
+    Reason{" aten::item aten::_local_scalar_dense aten::is_nonzero aten::equal aten::allclose ",
+           "waits for the GPU, to read a value",
+           "return the tensor from the step and read it afterwards"},
+    Reason{" aten::nonzero aten::masked_select aten::argwhere aten::_unique2 aten::unique_dim "
+           "aten::unique_consecutive aten::index aten::repeat_interleave ",
+           "has a result whose size depends on values", "use a mask of a fixed size instead"},
+    Reason{" aten::to aten::_to_copy aten::copy_ aten::cpu aten::pin_memory ",
+           "copies between the GPU and the host",
+           "give the step tensors that are on the GPU, and copy its result afterwards"}};
+
+Reason reason_of(const std::string& name) {
+  const auto* found = std::find_if(kReasons.begin(), kReasons.end(), [&](const Reason& reason) {
+    return reason.names.find(" " + name + " ") != std::string_view::npos;
+  });
+  if (found != kReasons.end()) return *found;
+  return {"", "cannot be recorded into a CUDA graph", "leave it out of the step"};
+}
+
+std::string first_line(const std::string& text) {
+  return text.substr(0, text.find('\n'));
+}
+
+// Guard: knows which of libtorch's operators a captured step was running when it failed, in any
+// thread. A process has one at a time, like captures.
+class OperatorWatch {
+ public:
+  OperatorWatch();
+  ~OperatorWatch();
+  OperatorWatch(const OperatorWatch&) = delete;
+  OperatorWatch& operator=(const OperatorWatch&) = delete;
+
+  // Names what cannot be captured, and what to do instead. `cause` is what the step threw.
+  Error error(const std::exception& cause) const;
+
+ private:
+  at::CallbackHandle handle_;
+};
+
+OperatorWatch::OperatorWatch() {
+  {
+    const std::lock_guard lock(operator_mutex);
+    failed_operator.clear();
+    latest_operator.clear();
+  }
+  handle_ = at::addGlobalCallback(
+      at::RecordFunctionCallback(note_begin, note_end).scopes({at::RecordScope::FUNCTION}));
+}
+
+OperatorWatch::~OperatorWatch() {
+  at::removeCallback(handle_);
+}
+
+Error OperatorWatch::error(const std::exception& cause) const {
+  const std::lock_guard lock(operator_mutex);
+  const std::string note = first_line(describe(cause));
+  if (failed_operator.empty() && latest_operator.empty()) {
+    return {Code::kCapture, "the step cannot be captured", "run it without capture", {note}};
+  }
+  if (failed_operator.empty()) {
+    return {Code::kCapture,
+            fmt::format("the step cannot be captured: something after {} cannot be recorded into a "
+                        "CUDA graph",
+                        latest_operator),
+            "leave out of the step what waits for the GPU, or run it without capture",
+            {note}};
+  }
+  const Reason reason = reason_of(failed_operator);
+  return {Code::kCapture,
+          fmt::format("{} in the step {}", failed_operator, reason.what),
+          fmt::format("{}, or run the step without capture", reason.remedy),
+          {note}};
+}
 
 // See Note [One stream].
 c10::cuda::CUDAStream stream_for(torch::Device device, std::optional<OwnStream>& own) {
@@ -23,7 +127,7 @@ c10::cuda::CUDAStream stream_for(torch::Device device, std::optional<OwnStream>&
   return c10::cuda::CUDAStream(own->get());
 }
 
-// One step at a time, and with it libtorch's generators: they record for one graph only.
+// One step is captured at a time: libtorch's generators record for one graph only.
 std::mutex& capturing() {
   static std::mutex mutex;
   return mutex;
@@ -33,12 +137,12 @@ torch::Tensor without_history(const torch::Tensor& result) {
   return result.defined() ? result.detach() : result;
 }
 
-// The caller's own, on the caller's stream.
+// A copy that belongs to the caller, made on the caller's stream.
 torch::Tensor copy_of(const torch::Tensor& result) {
   return result.defined() ? result.clone() : result;
 }
 
-// An error of the step itself is not one of its capture.
+// Tells errors of a capture from errors of the step itself.
 bool is_about_capture(const std::exception& error) {
   if (dynamic_cast<const Error*>(&error) != nullptr) return false;
   return describe(error).find("captur") != std::string::npos;
@@ -46,8 +150,8 @@ bool is_about_capture(const std::exception& error) {
 
 }  // namespace
 
-// Guard: the thread works on the step's stream, after what the caller's holds, and the caller's
-// goes on after it.
+// Guard: the thread works on the step's stream, after the work of the caller's stream, which then
+// continues after the step's.
 class CapturedGraphs::OnStream {
  public:
   explicit OnStream(CapturedGraphs& graphs)
@@ -65,7 +169,7 @@ class CapturedGraphs::OnStream {
       graphs_.after_.record(graphs_.stream_);
       graphs_.after_.block(caller_);
     } catch (const std::exception&) {
-      // A GPU that has failed says so to whoever uses it next.
+      // A GPU that has failed reports it at its next use.
     }
   }
   OnStream(const OnStream&) = delete;
@@ -85,7 +189,7 @@ CapturedGraphs::CapturedGraphs(torch::Device device, const CaptureOptions& optio
   if (account_ != nullptr) watch_memory(stream_.unwrap(), *account_);
 }
 
-// Graphs that run must not lose their memory.
+// Graphs that still run must not lose their memory.
 CapturedGraphs::~CapturedGraphs() {
   (void)cudaStreamSynchronize(stream_.stream());
   shapes_.clear();
@@ -121,8 +225,8 @@ void CapturedGraphs::forget_oldest() {
   shapes_.pop_back();
 }
 
-// A new shape needs no more than one call once libraries and allocators are warm. Without any, what
-// an optimizer makes in its first step would be made anew in every replay.
+// A new shape needs only one call once libraries and allocators are warm. Without any, every replay
+// would make again what an optimizer makes in its first step.
 bool CapturedGraphs::warming_up(const Shape& shape) const {
   return shape.calls < (stats_.captures == 0 ? std::max<int64_t>(1, options_.warmup) : 1);
 }
@@ -166,7 +270,7 @@ torch::Tensor CapturedGraphs::run(const Function& step, const Tensors& inputs,
 void CapturedGraphs::capture(const Function& step, const Tensors& inputs, Shape& shape) {
   const std::lock_guard one_at_a_time(capturing());
   require_on_gpu(inputs);
-  if (!any_captured()) {  // libtorch does not take a pool up again that no graph uses
+  if (!any_captured()) {  // libtorch cannot reuse a pool that no graph uses any more
     memory_.reset();
     memory_.emplace(stream_.unwrap());
     pool_ = at::cuda::graph_pool_handle();
@@ -175,7 +279,7 @@ void CapturedGraphs::capture(const Function& step, const Tensors& inputs, Shape&
   for (const auto& input : inputs) {
     shape.inputs.push_back(torch::empty_like(input.detach()).requires_grad_(input.requires_grad()));
   }
-  // What warm-up has left in the cache would lie idle beside the graphs' own memory.
+  // What warm-up left in the cache would stay unused beside the graphs' own memory.
   C10_CUDA_CHECK(cudaStreamSynchronize(stream_.stream()));
   c10::cuda::CUDACachingAllocator::emptyCache();
   const PauseSampling no_queries;
@@ -193,7 +297,7 @@ void CapturedGraphs::capture(const Function& step, const Tensors& inputs, Shape&
   stats_.captures += 1;
 }
 
-// A replay would read what the host held at capture, or what it holds by then.
+// A replay would read the host's memory as it was at capture, or as it is by then.
 void CapturedGraphs::require_on_gpu(const Tensors& inputs) {
   for (size_t i = 0; i < inputs.size(); ++i) {
     if (inputs[i].device() == device()) continue;
@@ -204,7 +308,7 @@ void CapturedGraphs::require_on_gpu(const Tensors& inputs) {
   }
 }
 
-// Told once; from now on the step runs as it is.
+// The error is thrown once; later calls run the function directly.
 void CapturedGraphs::give_up(const std::string& why) {
   failed_ = true;
   why_not_ = "it cannot be captured: " + why;
@@ -221,14 +325,14 @@ void CapturedGraphs::record(const Function& step, Shape& shape) {
     shape.output = without_history(step(shape.inputs));
     shape.recording = capture.finish();
   } catch (const std::exception& error) {
-    const bool by_capture = capture.is_spoilt() || is_about_capture(error);
+    const bool capture_failed = capture.is_invalid() || is_about_capture(error);
     capture.drop();
-    if (by_capture) throw operators.error(error);
+    if (capture_failed) throw operators.error(error);
     throw;
   }
 }
 
-// Tensors that outlive a capture that failed, such as gradients, were never computed.
+// Clears tensors that outlive a failed capture, such as gradients: they were never computed.
 void CapturedGraphs::clear_leftovers(const GraphMemory::Blocks& computed) const {
   for (const auto& block : memory_->live_blocks()) {
     if (std::find(computed.begin(), computed.end(), block) != computed.end()) continue;

@@ -10,20 +10,20 @@
 #include <string>
 #include <vector>
 
-#include "device/cuda/graph_memory.hpp"
-#include "device/own_stream.hpp"
+#include "device/cuda/support.hpp"
+#include "device/streams.hpp"
 #include "lockstep/captured_step.hpp"
 #include "lockstep/memory.hpp"
 #include "train/cuda/graph_capture.hpp"
 
 namespace lockstep::cuda {
 
-/// A step on one GPU: runs as it is while it warms up, is captured, and replayed from then on; for
-/// each shape of its inputs on its own.
+/// A step on one GPU: the function runs directly while it warms up, is then captured, and replayed
+/// from then on; separately for each shape of its inputs.
 ///
-/// Note [One stream]: libtorch cannot capture the default stream, where a program works unless told
-/// otherwise. A step of such a program runs on a stream of its own from its first call on, after
-/// what the caller has queued, and the caller goes on after it. Warm-up must be there too: autograd
+/// Note [One stream]: libtorch cannot capture the default stream, which programs use by default. A
+/// step of such a program runs on a stream of its own from its first call on, after what the caller
+/// has queued and before what the caller queues next. Warm-up must use that stream too: autograd
 /// accumulates a gradient on the stream on which its parameter was first used.
 class CapturedGraphs {
  public:
@@ -37,10 +37,10 @@ class CapturedGraphs {
 
   torch::Device device() const { return stream_.device(); }
 
-  /// The step's result, without its history, as a tensor of the caller's.
+  /// Returns the step's result, detached, in a tensor that belongs to the caller.
   torch::Tensor call(const Function& step, const Tensors& inputs);
 
-  /// Of the last call, which has replayed.
+  /// The inputs of the last call, which must have replayed.
   const Tensors& inputs() const { return shapes_.front().inputs; }
   CaptureStats stats() const;
   const std::string& why_not() const { return why_not_; }  ///< of the last call; "": it replayed
@@ -56,9 +56,9 @@ class CapturedGraphs {
   // Inputs of one signature.
   struct Shape {
     Signature signature;
-    int64_t calls = 0;  // while it was not captured
+    int64_t calls = 0;  // before it was captured
     Tensors inputs = {};
-    torch::Tensor output = {};  // undefined where the step gives nothing back
+    torch::Tensor output = {};  // undefined if the step returns nothing
     std::optional<StepRecording> recording = {};
   };
 
@@ -78,15 +78,15 @@ class CapturedGraphs {
   void clear_leftovers(const GraphMemory::Blocks& computed) const;
 
   const CaptureOptions options_;
-  std::optional<OwnStream> own_stream_;  // of a step that is called on the default stream
+  std::optional<OwnStream> own_stream_;  // if the step is called on the default stream
   const c10::cuda::CUDAStream stream_;
-  MemoryAccount* account_ = nullptr;  // charged for a stream of the step's own; null: none is
-  at::cuda::CUDAEvent before_;        // the caller's stream got here
-  at::cuda::CUDAEvent after_;         // the step's did
+  MemoryAccount* account_ = nullptr;  // charged for own_stream_; null: none is
+  at::cuda::CUDAEvent before_;        // the point the caller's stream had reached
+  at::cuda::CUDAEvent after_;         // the point the step's had reached
   at::cuda::MempoolId_t pool_{0, 0};
   std::optional<GraphMemory> memory_;  // of the pool
-  std::list<Shape> shapes_;            // the last used first; gone before their memory
-  bool failed_ = false;                // a capture has: every call runs the step as it is
+  std::list<Shape> shapes_;            // last used first; destroyed before their memory
+  bool failed_ = false;                // a capture failed: every call runs the function
   std::string why_not_;
   CaptureStats stats_;
 };

@@ -1,4 +1,4 @@
-#include "world/cuda/gpu.hpp"
+#include "world/gpu_backends.hpp"
 
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
@@ -22,24 +22,24 @@ GpuUuid uuid_of(int gpu) {
 
 }  // namespace
 
-GpuCard card_of(int gpu) {
-  GpuCard card;
-  card.on_gpu = 1;
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&card.shares, cudaDevAttrIpcEventSupport, gpu));
-  card.names_host = std::getenv("NCCL_HOSTID") != nullptr ? 1 : 0;
-  card.uuid = uuid_of(gpu);
-  C10_CUDA_CHECK(cudaDeviceGetPCIBusId(card.bus_id, sizeof card.bus_id, gpu));
+GpuInfo info_of(int gpu) {
+  GpuInfo info;
+  info.on_gpu = 1;
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&info.shares, cudaDevAttrIpcEventSupport, gpu));
+  info.names_host = std::getenv("NCCL_HOSTID") != nullptr ? 1 : 0;
+  info.uuid = uuid_of(gpu);
+  C10_CUDA_CHECK(cudaDeviceGetPCIBusId(info.bus_id, sizeof info.bus_id, gpu));
   int gpus = 0;
   C10_CUDA_CHECK(cudaGetDeviceCount(&gpus));
   for (int other = 0; other < gpus; ++other) {
-    if (other == gpu || static_cast<size_t>(card.reached_count) == GpuCard::kMostReached) continue;
+    if (other == gpu || static_cast<size_t>(info.reached_count) == GpuInfo::kMostReached) continue;
     int reached = 0;
     C10_CUDA_CHECK(cudaDeviceCanAccessPeer(&reached, gpu, other));
     if (reached == 0) continue;
-    card.reached[static_cast<size_t>(card.reached_count)] = uuid_of(other);
-    card.reached_count += 1;
+    info.reached[static_cast<size_t>(info.reached_count)] = uuid_of(other);
+    info.reached_count += 1;
   }
-  return card;
+  return info;
 }
 
 CudaStream raw_stream(c10::Stream stream) {

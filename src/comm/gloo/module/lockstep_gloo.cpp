@@ -4,17 +4,231 @@
 #include <gloo/allreduce.h>
 #include <gloo/alltoall.h>
 #include <gloo/broadcast.h>
+#include <gloo/context.h>
 #include <gloo/transport/address.h>
+#include <gloo/transport/context.h>
 #include <gloo/transport/device.h>
 #include <gloo/transport/tcp/device.h>
+#include <gloo/transport/unbound_buffer.h>
 #include <pthread.h>
 #include <signal.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstring>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+#include <unordered_set>
 #include <vector>
 
-#include "watched_transport.hpp"
+// Gloo waits for each part of a transfer with the full timeout again, and nobody can end a wait
+// from outside. These decorators give a whole transfer one deadline, and let another thread end it.
+// Gloo's own timeout cannot serve as the deadline: it counts the time in which this process was
+// stopped (see Note [Running clock]), and when it passes, Gloo closes the connections to all peers.
+
+namespace lockstep::gloo_module {
+
+constexpr std::chrono::milliseconds kLook(50);  // a deadline is noticed within this
+constexpr std::chrono::milliseconds kNoTimeout(std::chrono::hours(24 * 365));
+
+/// A transfer whose deadline passed.
+struct Late : std::runtime_error {
+  Late() : std::runtime_error("the deadline passed") {}
+};
+
+/// A transfer that abort() ended.
+struct Aborted : std::runtime_error {
+  Aborted() : std::runtime_error("aborted") {}
+};
+
+class WatchedBuffer;
+
+/// The buffers that are in use now. A thread wakes whoever waits on one whose deadline has passed;
+/// abort() wakes all of them.
+class Watch {
+ public:
+  using Clock = int64_t (*)();
+
+  Watch() = default;
+  ~Watch();
+  Watch(const Watch&) = delete;
+  Watch& operator=(const Watch&) = delete;
+
+  void start(Clock clock);          ///< once, before the first add()
+  void add(WatchedBuffer* buffer);  ///< throws Aborted after abort()
+  void remove(WatchedBuffer* buffer);
+  void abort();
+
+ private:
+  void look_for_late_buffers();
+
+  Clock clock_ = nullptr;
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable stop_;
+  bool stopping_ = false;
+  bool aborted_ = false;
+  std::unordered_set<WatchedBuffer*> buffers_;
+  std::thread thread_;
+};
+
+/// A buffer of another transport, every wait on which ends at the deadline or at abort().
+class WatchedBuffer final : public gloo::transport::UnboundBuffer {
+ public:
+  WatchedBuffer(std::unique_ptr<gloo::transport::UnboundBuffer> inner, Watch& watch,
+                int64_t deadline_ns);
+  ~WatchedBuffer() override;
+
+  bool waitRecv(int* rank, std::chrono::milliseconds timeout) override;
+  bool waitSend(int* rank, std::chrono::milliseconds timeout) override;
+  void abortWaitRecv() override { inner_->abortWaitRecv(); }
+  void abortWaitSend() override { inner_->abortWaitSend(); }
+
+  /// Ends a wait, or the next one, in Late if the deadline has passed. The watch's thread calls it.
+  void end_if_late(int64_t now_ns);
+
+  void send(int to, uint64_t slot, size_t offset, size_t bytes) override {
+    inner_->send(to, slot, offset, bytes);
+  }
+  void recv(int from, uint64_t slot, size_t offset, size_t bytes) override {
+    inner_->recv(from, slot, offset, bytes);
+  }
+  void recv(std::vector<int> from, uint64_t slot, size_t offset, size_t bytes) override {
+    inner_->recv(std::move(from), slot, offset, bytes);
+  }
+
+ private:
+  bool finish(bool waited) const;
+
+  std::unique_ptr<gloo::transport::UnboundBuffer> inner_;
+  Watch& watch_;
+  const int64_t deadline_ns_;
+  std::atomic<bool> late_ = false;
+};
+
+/// The transport of one transfer: another one's connections, with this transfer's deadline.
+class WatchedTransport final : public gloo::transport::Context {
+ public:
+  WatchedTransport(std::shared_ptr<gloo::transport::Context> inner, Watch& watch,
+                   int64_t deadline_ns)
+      : Context(inner->rank, inner->size),
+        inner_(std::move(inner)),
+        watch_(watch),
+        deadline_ns_(deadline_ns) {}
+
+  std::unique_ptr<gloo::transport::Pair>& getPair(int peer) override {
+    return inner_->getPair(peer);
+  }
+  std::unique_ptr<gloo::transport::Pair>& createPair(int peer) override {
+    return inner_->createPair(peer);
+  }
+  std::unique_ptr<gloo::transport::UnboundBuffer> createUnboundBuffer(void* data,
+                                                                      size_t bytes) override;
+
+ private:
+  std::shared_ptr<gloo::transport::Context> inner_;
+  Watch& watch_;
+  const int64_t deadline_ns_;
+};
+
+/// What Gloo's algorithms take, around one transfer's transport.
+class TransferContext final : public gloo::Context {
+ public:
+  explicit TransferContext(std::shared_ptr<WatchedTransport> transport)
+      : Context(transport->rank, transport->size) {
+    transportContext_ = std::move(transport);
+    setTimeout(std::chrono::hours(1));  // never reached: every wait obeys the deadline
+  }
+};
+
+Watch::~Watch() {
+  if (!thread_.joinable()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    stop_.notify_all();
+  }
+  thread_.join();
+}
+
+void Watch::start(Clock clock) {
+  clock_ = clock;
+  thread_ = std::thread([this] { look_for_late_buffers(); });
+}
+
+void Watch::look_for_late_buffers() {
+  std::unique_lock lock(mutex_);
+  while (!stop_.wait_for(lock, kLook, [this] { return stopping_; })) {
+    const int64_t now_ns = clock_();
+    for (WatchedBuffer* buffer : buffers_) buffer->end_if_late(now_ns);
+  }
+}
+
+void Watch::add(WatchedBuffer* buffer) {
+  const std::lock_guard lock(mutex_);
+  if (aborted_) throw Aborted();
+  buffers_.insert(buffer);
+}
+
+void Watch::remove(WatchedBuffer* buffer) {
+  const std::lock_guard lock(mutex_);
+  buffers_.erase(buffer);
+}
+
+// Gloo remembers an abort until the next wait on that buffer, so that none can slip past this.
+void Watch::abort() {
+  const std::lock_guard lock(mutex_);
+  aborted_ = true;
+  for (WatchedBuffer* buffer : buffers_) {
+    buffer->abortWaitRecv();
+    buffer->abortWaitSend();
+  }
+}
+
+WatchedBuffer::WatchedBuffer(std::unique_ptr<gloo::transport::UnboundBuffer> inner, Watch& watch,
+                             int64_t deadline_ns)
+    : UnboundBuffer(inner->ptr, inner->size),
+      inner_(std::move(inner)),
+      watch_(watch),
+      deadline_ns_(deadline_ns) {
+  watch_.add(this);
+}
+
+WatchedBuffer::~WatchedBuffer() {
+  watch_.remove(this);
+}
+
+void WatchedBuffer::end_if_late(int64_t now_ns) {
+  if (now_ns < deadline_ns_ || late_.exchange(true)) return;
+  abortWaitRecv();
+  abortWaitSend();
+}
+
+// An aborted wait of Gloo's returns false.
+bool WatchedBuffer::finish(bool waited) const {
+  if (waited) return true;
+  if (late_) throw Late();
+  throw Aborted();
+}
+
+bool WatchedBuffer::waitRecv(int* rank, std::chrono::milliseconds) {
+  return finish(inner_->waitRecv(rank, kNoTimeout));
+}
+
+bool WatchedBuffer::waitSend(int* rank, std::chrono::milliseconds) {
+  return finish(inner_->waitSend(rank, kNoTimeout));
+}
+
+std::unique_ptr<gloo::transport::UnboundBuffer> WatchedTransport::createUnboundBuffer(
+    void* data, size_t bytes) {
+  return std::make_unique<WatchedBuffer>(inner_->createUnboundBuffer(data, bytes), watch_,
+                                         deadline_ns_);
+}
+
+}  // namespace lockstep::gloo_module
 
 struct LockstepGlooContext {
   std::shared_ptr<gloo::transport::Device> device;

@@ -1,0 +1,72 @@
+#include "cli/lab/lab.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <set>
+#include <sstream>
+
+#include "lockstep/error.hpp"
+
+namespace lockstep::cli {
+
+std::string LabOptions::text(const std::string& flag) const {
+  const auto found = own.find(flag);
+  return found == own.end() ? "" : found->second;
+}
+
+std::optional<int64_t> LabOptions::count(const std::string& flag) const {
+  const std::string value = text(flag);
+  if (value.empty()) return std::nullopt;
+  return std::stoll(value, nullptr, 0);
+}
+
+std::vector<int> LabOptions::list(const std::string& flag) const {
+  std::vector<int> values;
+  std::istringstream words(text(flag));
+  for (std::string word; std::getline(words, word, ',');)
+    values.push_back(std::stoi(word, nullptr, 0));
+  return values;
+}
+
+std::vector<int> LabOptions::ascending(const std::string& flag,
+                                       const std::vector<int>& standard) const {
+  const std::vector<int> given = list(flag);
+  const std::vector<int>& values = given.empty() ? standard : given;
+  const std::set<int> sorted(values.begin(), values.end());
+  return {sorted.begin(), sorted.end()};
+}
+
+void LabRuns::add(const Experiment& experiment, const RunRecord& record) {
+  for (const auto& [what, size] : experiment.keys) {
+    std::vector<RunSet>& all = sets[what];
+    auto at = std::find_if(all.begin(), all.end(), [&wanted = size](const RunSet& set_up) {
+      return set_up.size >= wanted;
+    });
+    if (at == all.end() || at->size != size) at = all.insert(at, RunSet{.size = size});
+    at->devices = experiment.devices;
+    at->runs.push_back(record);
+  }
+}
+
+const std::vector<RunSet>& LabRuns::all(const std::string& what) const {
+  static const std::vector<RunSet> kNone;
+  const auto found = sets.find(what);
+  return found == sets.end() ? kNone : found->second;
+}
+
+const RunSet& LabRuns::of(const std::string& what) const {
+  if (all(what).empty()) {
+    throw Error(Code::kInternal, fmt::format("the lab has no run of \"{}\"", what));
+  }
+  return all(what).front();
+}
+
+const RunSet& LabRuns::of(const std::string& what, int64_t size) const {
+  for (const auto& set_up : all(what)) {
+    if (set_up.size == size) return set_up;
+  }
+  throw Error(Code::kInternal, fmt::format("the lab has no run of \"{}\" at {}", what, size));
+}
+
+}  // namespace lockstep::cli

@@ -1,0 +1,170 @@
+#include "cli/lab/lab_runner.hpp"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <ctime>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+#include <string_view>
+
+#include "base/process.hpp"
+#include "cli/child.hpp"
+#include "cli/doctor/facts.hpp"
+#include "cli/lab/lab_report.hpp"
+#include "lockstep/units.hpp"
+#include "report/text.hpp"
+
+namespace lockstep::cli {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int kBarWidth = 24;
+
+bool can_redraw_errors() {
+  const char* term = std::getenv("TERM");
+  return ::isatty(STDERR_FILENO) == 1 && term != nullptr && std::string_view(term) != "dumb";
+}
+
+// Shows on standard error how far the experiments have come: a bar with the time left on a
+// terminal, otherwise one line per experiment.
+class Progress {
+ public:
+  Progress(size_t experiments, double total_weight)
+      : experiments_(experiments), total_weight_(total_weight) {}
+  ~Progress() {
+    if (bar_) print_error("\r\033[K");
+  }
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  void begin(const Experiment& experiment) {
+    title_ = experiment.title;
+    weight_ = experiment.weight;
+    begun_ = Clock::now();
+    tick();
+  }
+
+  void tick() {  // redraws the bar
+    if (!bar_) return;
+    const int filled = static_cast<int>(kBarWidth * done_weight_ / total_weight_);
+    std::string bar;
+    for (int i = 0; i < kBarWidth; ++i) bar += i < filled ? "█" : "░";
+    const double left = seconds_left();
+    print_error(fmt::format("\r\033[K{} {}/{}  {}{}", bar, done_ + 1, experiments_, title_,
+                            left > 0 ? fmt::format("  about {:.0f} s left", left) : ""));
+  }
+
+  void end() {  // the experiment that began last is done
+    const double seconds = running_s();
+    ++done_;
+    done_weight_ += weight_;
+    spent_s_ += seconds;
+    if (!bar_) {
+      print_error(
+          fmt::format("[{}/{}] {}: {}\n", done_, experiments_, title_, format_seconds(seconds)));
+    }
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  double running_s() const { return std::chrono::duration<double>(Clock::now() - begun_).count(); }
+  double seconds_left() const {
+    if (done_weight_ <= 0) return 0;
+    return std::max(0.0, spent_s_ / done_weight_ * (total_weight_ - done_weight_) - running_s());
+  }
+
+  const bool bar_ = can_redraw_errors();
+  const size_t experiments_;
+  const double total_weight_;
+  Clock::time_point begun_;
+  size_t done_ = 0;
+  double done_weight_ = 0;
+  double weight_ = 0;   // of the experiment that runs
+  double spent_s_ = 0;  // in experiments that are done
+  std::string title_;
+};
+
+Hardware detect_hardware(const Interrupts& interrupts) {
+  const auto probe = probe_facts(false, interrupts);
+  if (probe.contains("error")) {
+    throw Error(Code::kEngine, "libtorch cannot be used", "`lockstep doctor` says more",
+                {probe["error"].get<std::string>()});
+  }
+  return Hardware::detect(probe.value("gpus_usable", 0));
+}
+
+void make_folder(const fs::path& folder) {
+  std::error_code error;
+  fs::create_directories(folder, error);
+  if (error || !fs::is_directory(folder)) {
+    throw Error(Code::kFileWrite,
+                fmt::format("cannot make the folder {}: {}", folder.string(),
+                            error ? error.message() : "a file of that name exists"),
+                "name a folder you may write to with --out");
+  }
+}
+
+// Names a missing program before anything is written or measured.
+void require_programs(const LabPlan& plan) {
+  for (const auto& experiment : plan.experiments) sibling_path(experiment.program);
+}
+
+ChildCommand command_for(const Experiment& experiment, const std::string& record) {
+  ChildCommand command{.program = sibling_path(experiment.program), .arguments = {}};
+  if (experiment.ranks > 0) {
+    command.arguments = {"run", "--nproc-per-node", std::to_string(experiment.ranks), "--quiet",
+                         command.program};
+    command.program = sibling_path("lockstep");
+  }
+  command.arguments.insert(command.arguments.end(), experiment.arguments.begin(),
+                           experiment.arguments.end());
+  command.arguments.insert(command.arguments.end(), {"--json", record});
+  command.cores = experiment.cores;
+  return command;
+}
+
+LabRuns run_experiments(const LabPlan& plan, const fs::path& records,
+                        const Interrupts& interrupts) {
+  double weight = 0;
+  for (const auto& experiment : plan.experiments) weight += experiment.weight;
+  LabRuns runs{.sets = {}, .others_busy_cores = busy_cores()};
+  Progress progress(plan.experiments.size(), weight);
+  for (const auto& experiment : plan.experiments) {
+    const std::string record = (records / (experiment.name + ".json")).string();
+    ChildCommand command = command_for(experiment, record);
+    command.tick = [&progress] { progress.tick(); };
+    progress.begin(experiment);
+    run_child_or_throw(command, interrupts);
+    runs.add(experiment, read_record(record));
+    progress.end();
+  }
+  return runs;
+}
+
+}  // namespace
+
+int run_lab(const Lab& lab, const LabOptions& options, const std::string& command) {
+  require_font();  // not after minutes of measuring
+  const Interrupts interrupts;
+  const LabPlan plan = lab.plan(options, detect_hardware(interrupts));
+  require_programs(plan);
+  const fs::path out = options.out.empty() ? lab.folder : options.out;
+  make_folder(out / "records");
+  const LabReport report = lab.report(run_experiments(plan, out / "records", interrupts));
+  print_lab(report, out.string());
+
+  std::vector<std::string> record_names;
+  for (const auto& experiment : plan.experiments) record_names.push_back(experiment.name);
+  write_report(lab_document(report, command, std::time(nullptr), record_names), out.string());
+  fmt::print("\nReport: {}, report.pdf, report.md; tables as CSV and records beside\n",
+             (out / "report.html").string());
+  return 0;
+}
+
+}  // namespace lockstep::cli

@@ -1,0 +1,154 @@
+#include "cli/lab/lab_tables.hpp"
+
+#include <fmt/format.h>
+
+#include "lockstep/units.hpp"
+
+namespace lockstep::cli {
+
+Table make_transposed_table(std::string title, const std::vector<SetColumn>& columns,
+                            const std::vector<SetRow>& set_ups) {
+  std::vector<Column> headers = {{""}};
+  for (const auto& row : set_ups) headers.push_back({row.name, Align::kRight});
+  Table table(std::move(title), std::move(headers));
+  for (const auto& column : columns) {
+    std::vector<std::string> cells = {column.title};
+    for (const auto& row : set_ups) cells.push_back(column.cell(row));
+    table.add_row(std::move(cells));
+  }
+  return table;
+}
+
+SetColumn name_column(const std::string& title) {
+  return {title, [](const SetRow& row) { return row.name; }, Align::kLeft};
+}
+
+SetColumn devices_column(const std::string& title) {
+  return {title, [](const SetRow& row) { return device_count(*row.set_up); }, Align::kLeft};
+}
+
+SetColumn step_column(const std::string& title) {
+  return {title, [](const SetRow& row) {
+            const Stats step = pooled_step_ms(*row.set_up);
+            return format_step_ms(step.mean, step.stddev);
+          }};
+}
+
+SetColumn range_column() {
+  return {"range", [](const SetRow& row) { return format_range(pooled_step_ms(*row.set_up)); }};
+}
+
+SetColumn speedup_column() {
+  return {"speed-up", [](const SetRow& row) {
+            return row.base == nullptr ? "1" : format_speedup(compare(*row.base, *row.set_up));
+          }};
+}
+
+SetColumn proportional_column() {
+  return {"proportional?",
+          [](const SetRow& row) {
+            return row.base == nullptr
+                       ? "baseline"
+                       : proportionality(compare(*row.base, *row.set_up), *row.set_up);
+          },
+          Align::kLeft};
+}
+
+SetColumn peak_column() {
+  return {"peak", [](const SetRow& row) { return format_bytes(peak_of(*row.set_up)); }};
+}
+
+SetColumn micro_rows_column() {
+  return {"micro-steps × rows",
+          [](const SetRow& row) {
+            const int64_t micro_steps = row.first().accum_steps;
+            return fmt::format("{} × {}", micro_steps, rows_of(*row.set_up) / micro_steps);
+          },
+          Align::kLeft};
+}
+
+std::string part_cell(const RunSet& set_up, int64_t MemorySplit::*bytes) {
+  const auto split = memory_of(set_up);
+  return split ? format_bytes((*split).*bytes) : "—";
+}
+
+std::string skipped_cell(const RunRecord& run) {
+  return run.scale ? std::to_string(run.skipped_steps.size()) : "—";
+}
+
+std::string scale_cell(const RunRecord& run) {
+  return run.scale ? fmt::format("{:g}", *run.scale) : "—";
+}
+
+std::vector<DeviceRow> device_rows(const std::vector<SetRow>& set_ups) {
+  std::vector<DeviceRow> rows;
+  for (const auto& row : set_ups) {
+    const auto devices = merged_devices(*row.set_up);
+    const auto& split = row.first().split;
+    for (size_t i = 0; i < devices.size(); ++i) {
+      rows.push_back({row.name, devices, i, i < split.size() ? split[i] : 0});
+    }
+  }
+  return rows;
+}
+
+Table load_table(const std::string& title, const std::vector<SetRow>& set_ups) {
+  using Row = DeviceRow;
+  const auto bytes = [](int64_t DeviceRecord::*member) {
+    return [member](const Row& row) { return format_bytes(row.device().*member); };
+  };
+  std::vector<TableColumn<Row>> columns = {
+      {"device", [](const Row& row) { return row.device().name; }, Align::kLeft},
+      {"hardware", [](const Row& row) { return hardware_of(row.device()); }, Align::kLeft},
+      {"rows", [](const Row& row) { return std::to_string(row.rows); }},
+      {"busy", [](const Row& row) { return format_percent(row.device().busy_fraction); }},
+      {"peak", bytes(&DeviceRecord::peak_bytes)},
+      {"final", bytes(&DeviceRecord::final_bytes)},
+      {"sent/step", bytes(&DeviceRecord::sent_bytes_per_step)},
+      {"received/step", bytes(&DeviceRecord::received_bytes_per_step)},
+      {"extra, peak / final",
+       [](const Row& row) -> std::string {
+         if (row.index > 0 || row.all.size() < 2) return "—";
+         return fmt::format("{} / {}",
+                            signed_bytes(extra_on_first(row.all, &DeviceRecord::peak_bytes)),
+                            signed_bytes(extra_on_first(row.all, &DeviceRecord::final_bytes)));
+       },
+       Align::kLeft}};
+  if (set_ups.size() > 1) {
+    columns.insert(columns.begin(),
+                   {"method", [](const Row& row) { return row.name; }, Align::kLeft});
+  }
+  return make_table(title, columns, device_rows(set_ups));
+}
+
+void add_busy_note(Table& table, const RunSet& set_up) {
+  if (sharing(set_up) > 1) {
+    table.add_note("Devices that share hardware count as busy while they wait for it.");
+  }
+}
+
+void add_method_note(Table& table, const RunSet& set_up) {
+  const RunRecord& run = set_up.first();
+  table.add_note(fmt::format(
+      "Mean ± deviation and range over {} runs of {} timed steps each, in turns; {} warm-up "
+      "steps per run are left out.",
+      set_up.runs.size(), run.step_ms.n, run.warmup_steps));
+}
+
+void add_noise_notes(Table& table, const LabRuns& runs, const Comparison& comparison) {
+  if (runs.others_busy_cores >= kDisturbingCores) {
+    table.add_note(
+        fmt::format("Warning: other programs kept {:.1f} cores busy when the lab began, which can "
+                    "slow one set-up more than another; close them and run again before you rely "
+                    "on this.",
+                    runs.others_busy_cores));
+  }
+  if (comparison.unsafe) {
+    table.add_note(
+        fmt::format("Warning: step times varied by {:.0f} % between runs (speed-ups {:.2f} to "
+                    "{:.2f}); close other programs and run again before you rely on this.",
+                    comparison.noise * 100, comparison.speedup.min, comparison.speedup.max));
+  }
+}
+
+}  // namespace lockstep::cli

@@ -1,0 +1,40 @@
+#pragma once
+
+#include <unistd.h>
+
+#include <cstddef>
+#include <span>
+#include <string>
+
+namespace lockstep {
+
+/// Owns a file descriptor and closes it.
+class Descriptor {
+ public:
+  explicit Descriptor(int fd) : fd_(fd) {}
+  ~Descriptor() {
+    if (fd_ >= 0) ::close(fd_);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  int get() const { return fd_; }
+
+ private:
+  int fd_;
+};
+
+/// Returns a whole file as text. An Error names the path and the reason.
+std::string read_text_file(const std::string& path);
+
+/// Writes a new file beside `path`, flushes it to disk and renames it, so that readers see either
+/// the old file or the new one. The pieces are written one after the other.
+void write_file_atomically(const std::string& path,
+                           std::span<const std::span<const std::byte>> pieces);
+void write_file_atomically(const std::string& path, const std::string& text);
+
+/// The remedy for an errno that reports a limit of this process: on open files (EMFILE, ENFILE) or
+/// on a file's size (EFBIG). Returns `otherwise` for any other errno. `files_needed` is the number
+/// of files that the caller keeps open; 0 if it does not know.
+std::string limit_help(int error, std::string otherwise, int files_needed = 0);
+
+}  // namespace lockstep

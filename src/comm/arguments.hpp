@@ -1,0 +1,55 @@
+#pragma once
+
+#include <string_view>
+
+#include "comm/backend.hpp"
+
+namespace lockstep {
+
+// How backends fill in a Fingerprint; numbers and labels of collectives come later.
+
+inline Fingerprint make_fingerprint(Operation operation, Dtype dtype, int64_t count) {
+  Fingerprint call;
+  call.operation = operation;
+  call.dtype = dtype;
+  call.count = count;
+  return call;
+}
+
+inline Fingerprint make_reduce_fingerprint(Operation operation, Dtype dtype, int64_t count,
+                                           ReduceOp op, double weight) {
+  Fingerprint call = make_fingerprint(operation, dtype, count);
+  call.reduce = op;
+  call.weight = weight;
+  return call;
+}
+
+inline Fingerprint make_broadcast_fingerprint(const Buffer& buffer, int root) {
+  Fingerprint call = make_fingerprint(Operation::kBroadcast, buffer.dtype, buffer.count);
+  call.root = root;
+  return call;
+}
+
+/// Of a pair of ranks: `sequence` counts their messages.
+inline Fingerprint make_message_fingerprint(Operation operation, int64_t sequence,
+                                            const ConstBuffer& buffer, int tag,
+                                            std::string_view label) {
+  Fingerprint call = make_fingerprint(operation, buffer.dtype, buffer.count);
+  call.sequence = sequence;
+  call.root = tag;
+  call.set_label(label);
+  return call;
+}
+
+// What every backend refuses before it does anything: kUsage, on this rank alone. The communicator
+// stays usable, since nothing was begun.
+
+void check_reduce(const Buffer& buffer, ReduceOp op, double weight);
+void check_broadcast(const Group& group, const Buffer& buffer, int root);
+void check_reduce_scatter(const Group& group, const ConstBuffer& input, const Buffer& output,
+                          ReduceOp op, double weight);
+void check_all_gather(const Group& group, const ConstBuffer& input, const Buffer& output);
+void check_message(const Group& group, int64_t count, int peer);
+void check_allocate(int64_t bytes);
+
+}  // namespace lockstep

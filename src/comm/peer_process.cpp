@@ -1,0 +1,84 @@
+#include "comm/peer_process.hpp"
+
+#include <fmt/format.h>
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+
+#include "base/process.hpp"
+
+namespace lockstep {
+namespace {
+
+// '\0' if there is no such process.
+char state_letter(pid_t pid) {
+  const auto stat = read_process_stat(pid);
+  return stat ? stat->state : '\0';
+}
+
+std::string state_text(char letter) {
+  switch (letter) {
+    case '\0':
+    case 'Z':
+    case 'X':
+      return "has ended";
+    case 'R':
+      return "is running";
+    case 'S':
+      return "is waiting (state S)";
+    case 'D':
+      return "is waiting for a device (state D)";
+    case 'T':
+      return "is stopped by a signal (state T)";
+    case 't':
+      return "is stopped by a debugger (state t)";
+    default:
+      return fmt::format("is in state {}", letter);
+  }
+}
+
+}  // namespace
+
+ProcessHome ProcessHome::own() {
+  ProcessHome home;
+  if (std::FILE* file = std::fopen("/proc/sys/kernel/random/boot_id", "re")) {
+    if (std::fgets(home.kernel.data(), static_cast<int>(home.kernel.size()), file) == nullptr) {
+      home.kernel = {};
+    }
+    std::fclose(file);
+  }
+  home.pid_namespace = lockstep::pid_namespace();
+  home.pid = ::getpid();
+  return home;
+}
+
+PeerProcess::PeerProcess(pid_t pid) : pid_(pid), own_(pid == ::getpid()) {
+  if (own_) return;
+  const int watch = static_cast<int>(::syscall(SYS_pidfd_open, pid, 0));
+  if (watch >= 0) watch_ = std::make_shared<const Descriptor>(watch);
+}
+
+bool PeerProcess::ended() const {
+  if (own_) return false;
+  if (watch_ == nullptr) {
+    const char letter = state_letter(pid_);
+    return letter == '\0' || letter == 'Z' || letter == 'X';
+  }
+  pollfd watched{.fd = watch_->get(), .events = POLLIN, .revents = 0};
+  return ::poll(&watched, 1, 0) > 0;
+}
+
+bool PeerProcess::stopped() const {
+  const char letter = own_ ? 'R' : state_letter(pid_);
+  return letter == 'T' || letter == 't';
+}
+
+std::string PeerProcess::state() const {
+  if (own_) return "is a thread of this process";
+  return fmt::format("process {} {}", pid_, ended() ? "has ended" : state_text(state_letter(pid_)));
+}
+
+}  // namespace lockstep

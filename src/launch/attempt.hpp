@@ -1,0 +1,116 @@
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "launch/output.hpp"
+#include "launch/plan.hpp"
+#include "launch/rendezvous.hpp"
+#include "launch/root_cause.hpp"
+#include "launch/signals.hpp"
+#include "launch/supervisor.hpp"
+#include "lockstep/detail/board.hpp"
+
+namespace lockstep {
+
+/// What all ranks of this host have in common in one attempt.
+struct AttemptEnvironment {
+  JobLayout layout;
+  int attempt = 0;    ///< TORCHELASTIC_RESTART_COUNT
+  std::string board;  ///< path of the launcher's board
+  std::string logs;   ///< folder of this attempt
+  std::string token;  ///< several hosts only
+};
+
+/// The variables of one rank, "NAME=value": torchrun's contract and lockstep's own, over
+/// `inherited`.
+std::vector<std::string> worker_environment(const LaunchPlan& plan,
+                                            const AttemptEnvironment& environment, int local_rank,
+                                            const std::vector<std::string>& inherited);
+
+/// How one attempt ended.
+struct AttemptResult {
+  enum class Kind { kSucceeded, kPreempted, kFailed, kInterrupted } kind = Kind::kSucceeded;
+  int exit_code = 0;
+  std::string line;              ///< kFailed: what happened, in one line
+  std::optional<Error> failure;  ///< kFailed: the block to print
+  bool host_lost = false;        ///< kFailed: not a rank but a whole host; no restart helps
+  bool permanent = false;        ///< kFailed: the ranks would end the same way again
+};
+
+/// What an attempt needs; all of it outlives the attempt.
+struct AttemptContext {
+  const LaunchPlan& plan;
+  const std::string& program;  ///< path
+  const AttemptEnvironment& environment;
+  const Board& board;
+  const Leftovers& leftovers;
+  const SignalWatch& signals;
+  Console& console;
+  NodeLink* link;  ///< to the launchers of other hosts; nullptr if there is one host
+};
+
+/// One attempt to run all ranks: starts those of this host and watches them until all have ended,
+/// by themselves or because one failed, a signal came, or another host failed. Runs on the caller's
+/// thread.
+class Attempt {
+ public:
+  explicit Attempt(const AttemptContext& context);
+  AttemptResult run();
+
+ private:
+  // kRunning -> kSettling (a rank ended badly) -> kStopping (SIGTERM sent) -> kKilling -> kDone;
+  // kRunning -> kStopping on a signal, or if another host failed;
+  // kRunning -> kWaitingForHosts -> kDone if all went well;
+  // kListening comes before kDone if another host is to tell what its rank did.
+  enum class State {
+    kRunning,
+    kWaitingForHosts,
+    kSettling,
+    kStopping,
+    kKilling,
+    kListening,
+    kDone
+  };
+
+  std::vector<WorkerStart> make_starts();
+  void wait();
+  int wait_ms() const;
+  void take_ends();
+  void take_signals();
+  void pass_on(int signal);
+  void take_node_events();
+  void advance(int64_t now_ns);
+  void decide();
+  void report_root_cause();
+  void look_for_early_leaver();
+  void judge_if_accused();
+  void finish_stopping(int64_t now_ns);
+  void stop(int signal);
+  void kill();
+  bool all_ended() const { return order_ == group_.size(); }
+  std::vector<RankView> look_at_ranks() const;
+  AttemptResult result();
+  AttemptResult failed();
+  int rank_of(int worker) const { return context_.environment.layout.first_rank() + worker; }
+
+  const AttemptContext context_;
+  const OomWatch oom_;
+  OutputRouter output_;
+  WorkerGroup group_;
+  State state_ = State::kRunning;
+  int64_t deadline_ns_ = 0;  // of kStopping, kKilling and kListening; see Note [Running clock]
+  int64_t settling_since_ns_ = 0;
+  std::vector<std::optional<WorkerEnd>> ends_;  // [worker]
+  std::vector<int> orders_;                     // [worker] position among the ends
+  int order_ = 0;                               // ends so far
+  bool any_bad_ = false;
+  bool look_for_waiting_ = false;  // a rank ended well that others may come to miss
+  int interrupted_by_ = 0;
+  std::optional<RootCause> root_cause_;
+  std::vector<RankView> views_;  // when the root cause was found
+  std::optional<RemoteFailure> remote_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,188 @@
+#include "pipeline/step_plan.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "base/process.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/split.hpp"
+
+namespace lockstep {
+
+torch::Tensor StepPlan::rows_of(const torch::Tensor& batch, size_t micro_batch) const {
+  const auto end = rows.begin() + static_cast<std::ptrdiff_t>(micro_batch);
+  return batch.narrow(0, std::accumulate(rows.begin(), end, int64_t{0}), rows[micro_batch]);
+}
+
+bool StepPlanner::has_stage(int stage) const {
+  return !axis_ || schedule_.rank_of_stage[static_cast<size_t>(stage)] == axis_->rank();
+}
+
+void StepPlanner::require_same_weighing() const {
+  const int64_t mine =
+      (options_.reduction == LossReduction::kSum ? 1 : 0) + (options_.loss_weight ? 2 : 0);
+  for (const auto* comm : {&axis_, &options_.data}) {
+    if (!*comm) continue;
+    const auto largest = torch::tensor({mine, -mine}, torch::kInt64);
+    (*comm)->all_reduce(largest, ReduceOp::kMax, {.label = "how a pipeline's loss is weighed"});
+    if (largest[0].item<int64_t>() == -largest[1].item<int64_t>()) continue;
+    throw Error(Code::kStageMismatch, "the ranks of a pipeline weigh their losses differently",
+                "give all ranks the same reduction, and a loss_weight on all or on none");
+  }
+}
+
+StepPlan StepPlanner::plan_step(const torch::Tensor& x, const torch::Tensor& y, bool accumulates) {
+  StepPlan plan = plan_rows(x, y, /*trains=*/true);
+  weigh_micro_batches(plan, accumulates);
+  warn_of_ignored_targets(plan);
+  // The graph behind the targets is traversed once, at the end, not by every micro-batch.
+  if (y.defined() && y.requires_grad()) plan.y = y.detach().requires_grad_();
+  return plan;
+}
+
+StepPlan StepPlanner::plan_evaluation(const torch::Tensor& x) const {
+  return plan_rows(x, {}, /*trains=*/false);
+}
+
+StepPlan StepPlanner::plan_rows(const torch::Tensor& x, const torch::Tensor& y, bool trains) const {
+  if (has_stage(0) && !x.defined()) {
+    throw Error(Code::kUsage, "the process with stage 0 was given no input", "pass the batch as x");
+  }
+  if (trains && has_last() && !y.defined()) {
+    throw Error(Code::kUsage, "the process with the last stage was given no target",
+                "pass the targets as y");
+  }
+  if (x.defined() && y.defined() && x.size(0) != y.size(0)) {
+    throw Error(Code::kStageMismatch, fmt::format("x has {} rows and y {}", x.size(0), y.size(0)),
+                "give every row its target");
+  }
+  const int64_t rows = agree_on_rows(x.defined()   ? x.size(0)
+                                     : y.defined() ? y.size(0)
+                                                   : -1,
+                                     trains);
+  if (rows < schedule_.micro_batches) {
+    throw Error(Code::kStageMismatch,
+                fmt::format("{} rows cannot make {} micro-batches", rows, schedule_.micro_batches),
+                "give a larger batch, or a schedule with fewer micro-batches");
+  }
+  StepPlan plan;
+  plan.x = x;
+  plan.y = y;
+  plan.rows = tensor_split_rows(rows, schedule_.micro_batches);
+  return plan;
+}
+
+// The rank with stage 0 knows the batch; the other ranks must expect the same one. -1: not known.
+int64_t StepPlanner::agree_on_rows(int64_t rows, bool trains) const {
+  if (!axis_) return rows;
+  const auto told = torch::tensor({rows, static_cast<int64_t>(trains)}, torch::kInt64);
+  axis_->broadcast(told, schedule_.rank_of_stage.front(), {.label = "rows of a pipeline's step"});
+  if (told[1].item<int64_t>() != static_cast<int64_t>(trains)) {
+    throw Error(Code::kStageMismatch, "one rank of the pipeline trains, another evaluates",
+                "call step() or evaluate() on all ranks of the axis");
+  }
+  const int64_t first = told[0].item<int64_t>();
+  if (rows >= 0 && rows != first) {
+    throw Error(
+        Code::kStageMismatch,
+        fmt::format("this rank was given {} rows, the one with stage 0 has {}", rows, first),
+        "give all ranks of one pipeline the same batch");
+  }
+  return first;
+}
+
+// Note [Weights of accumulated gradients]
+// On a data axis a rank counts by its share of all ranks' loss terms in this call. A synchronised
+// call alone is averaged with that weight. The gradients of several calls are in one sum, which
+// cannot be averaged with the weights of each. So the ranks exchange their terms in every such
+// call, each scales its gradients to its share beforehand, and all count alike in the mean. The
+// same is done where loss_weight may be 0 on all ranks, since that has no weighted mean.
+void StepPlanner::weigh_micro_batches(StepPlan& plan, bool accumulates) const {
+  plan.loss_shares.assign(plan.rows.size(), 1.0);
+  if (options_.reduction == LossReduction::kSum) return;
+  std::vector<double> weights(plan.rows.begin(), plan.rows.end());
+  if (options_.loss_weight && has_last()) weights = read_loss_weights(plan);
+  double total = std::accumulate(weights.begin(), weights.end(), 0.0);
+  if (options_.loss_weight && axis_) {
+    const auto told = torch::full({1}, total, torch::kFloat64);
+    axis_->broadcast(told, schedule_.rank_of_stage.back(),
+                     {.label = "loss weight of a pipeline's step"});
+    total = told.item<double>();
+  }
+  for (size_t i = 0; i < weights.size(); ++i) {
+    plan.loss_shares[i] = total > 0 ? weights[i] / total : 0.0;
+  }
+  plan.weight = total;
+  if (!options_.data || options_.data->size() == 1) return;
+  if (!options_.loss_weight && !accumulates) return;
+  const auto all = torch::full({1}, total, torch::kFloat64);
+  options_.data->all_reduce(all, ReduceOp::kSum, {.label = "loss weights of a pipeline's step"});
+  const double of_all = all.item<double>();
+  plan.data_factor = of_all > 0 ? total * options_.data->size() / of_all : 0.0;
+  plan.weight = 1;
+}
+
+std::vector<double> StepPlanner::read_loss_weights(const StepPlan& plan) const {
+  std::vector<double> weights;
+  for (size_t i = 0; i < plan.rows.size(); ++i) {
+    weights.push_back(options_.loss_weight(plan.rows_of(plan.y, i)));
+    if (std::isfinite(weights.back()) && weights.back() >= 0) continue;
+    throw Error(Code::kUsage, fmt::format("loss_weight gave {} for micro-batch {}", weights[i], i),
+                "it must return how many terms the loss is the mean of, 0 or more");
+  }
+  return weights;
+}
+
+bool StepPlanner::warns_of_loss() const {
+  return !warned_of_loss_ && !options_.loss_weight && options_.reduction == LossReduction::kMean;
+}
+
+void StepPlanner::warn_of_loss(const std::string& what) {
+  warned_of_loss_ = true;
+  print_error(fmt::format(
+      "warning[{}]: {}. A micro-batch's loss counts by its rows; where the loss leaves out "
+      "targets, that is not the loss of the whole batch\n"
+      "help: set PipelineOptions::loss_weight, for cross_entropy to "
+      "count_targets(ignore_index)\n",
+      code_name(Code::kStageMismatch), what));
+}
+
+// The loss function is unknown, but cross_entropy leaves out these targets by default. Targets on a
+// GPU are not looked at: that would wait for it.
+void StepPlanner::warn_of_ignored_targets(const StepPlan& plan) {
+  constexpr int64_t kIgnored = -100;
+  if (!warns_of_loss() || !has_last()) return;
+  if (!plan.y.is_cpu() || plan.y.scalar_type() != torch::kLong) return;
+  const torch::Tensor ignored = plan.y.eq(kIgnored);
+  if (!ignored.any().item<bool>()) return;
+  std::vector<double> shares;  // [micro-batch] of its targets
+  for (size_t i = 0; i < plan.rows.size(); ++i) {
+    shares.push_back(plan.rows_of(ignored, i).to(torch::kFloat64).mean().item<double>());
+  }
+  const auto [least, most] = std::minmax_element(shares.begin(), shares.end());
+  const bool alone = !options_.data || options_.data->size() == 1;
+  if (alone && *least == *most) return;
+  warn_of_loss(
+      fmt::format("{:.0f} % to {:.0f} % of a micro-batch's targets are {}, which "
+                  "cross_entropy ignores",
+                  100 * *least, 100 * *most, kIgnored));
+}
+
+// A NaN among numbers may be the mean of no targets.
+void StepPlanner::check_losses(const std::vector<torch::Tensor>& losses) {
+  if (!warns_of_loss()) return;
+  std::vector<size_t> undefined;
+  for (size_t i = 0; i < losses.size(); ++i) {
+    if (!losses[i].is_cpu()) return;  // looking at it would wait for the GPU
+    if (std::isnan(losses[i].item<double>())) undefined.push_back(i);
+  }
+  if (undefined.empty() || undefined.size() == losses.size()) return;
+  warn_of_loss(
+      fmt::format("the loss of micro-batch {} is NaN, that of {} of {} micro-batches is not",
+                  undefined.front(), losses.size() - undefined.size(), losses.size()));
+}
+
+}  // namespace lockstep

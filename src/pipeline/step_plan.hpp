@@ -1,0 +1,70 @@
+#pragma once
+
+#include <torch/types.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "lockstep/communicator.hpp"
+#include "lockstep/pipeline.hpp"
+
+namespace lockstep {
+
+/// What all pipeline ranks must know of a step.
+struct StepPlan {
+  torch::Tensor x;                  ///< undefined on ranks without stage 0
+  torch::Tensor y;                  ///< undefined on ranks without the last stage
+  std::vector<int64_t> rows;        ///< [micro-batch]
+  std::vector<double> loss_shares;  ///< [micro-batch] of the batch's loss, where the last stage is
+  double loss_factor = 1;           ///< multiplies what goes backward, as do the next two
+  double data_factor = 1;           ///< see Note [Weights of accumulated gradients]
+  torch::Tensor loss_scale;         ///< undefined: 1
+  uint64_t seed = 0;
+  bool synchronise = true;
+  bool share_buffers = true;
+  double weight = 1;  ///< of this rank on the data axis
+
+  bool has_loss(int micro_batch) const { return loss_shares[static_cast<size_t>(micro_batch)] > 0; }
+
+  /// The rows of a micro-batch, as a view of the batch's.
+  torch::Tensor rows_of(const torch::Tensor& batch, size_t micro_batch) const;
+};
+
+/// Checks and divides each batch, and agrees with the other ranks on its rows and weights.
+class StepPlanner {
+ public:
+  /// Keeps references. `axis` is empty where all stages are in this process.
+  StepPlanner(const Schedule& schedule, const PipelineOptions& options,
+              const std::optional<Communicator>& axis)
+      : schedule_(schedule), options_(options), axis_(axis) {}
+
+  /// Refuses ranks that weigh their losses differently. Collective over the axis and options.data.
+  void require_same_weighing() const;
+
+  /// `accumulates`: this call's gradients are summed with those of another. Seed, factors and what
+  /// is shared are left to the caller. Collective.
+  StepPlan plan_step(const torch::Tensor& x, const torch::Tensor& y, bool accumulates);
+  StepPlan plan_evaluation(const torch::Tensor& x) const;
+
+  /// Warns (once) if some micro-batches' losses are NaN and others are not.
+  void check_losses(const std::vector<torch::Tensor>& losses);
+
+ private:
+  bool has_stage(int stage) const;
+  bool has_last() const { return has_stage(schedule_.stages() - 1); }
+  StepPlan plan_rows(const torch::Tensor& x, const torch::Tensor& y, bool trains) const;
+  int64_t agree_on_rows(int64_t rows, bool trains) const;
+  void weigh_micro_batches(StepPlan& plan, bool accumulates) const;
+  std::vector<double> read_loss_weights(const StepPlan& plan) const;
+  void warn_of_ignored_targets(const StepPlan& plan);
+  bool warns_of_loss() const;
+  void warn_of_loss(const std::string& what);
+
+  const Schedule& schedule_;
+  const PipelineOptions& options_;
+  const std::optional<Communicator>& axis_;
+  bool warned_of_loss_ = false;
+};
+
+}  // namespace lockstep
