@@ -16,6 +16,7 @@
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/rank_environment.hpp"
+#include "net/store.hpp"
 
 namespace lockstep {
 namespace {

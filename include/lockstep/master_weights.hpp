@@ -54,8 +54,8 @@ class MasterWeights {
   /// make a new optimizer.
   void restore(torch::nn::Module& module) const;
 
-  /// Sets all masters from the parameters. Only needed after changes that autograd does not see,
-  /// through data(); other changes are noticed.
+  /// Sets all masters from the parameters. Needed after changes that autograd does not see, through
+  /// data(), and after changes between two calls of a captured step; other changes are noticed.
   void take_from_parameters();
 
  private:

@@ -418,8 +418,9 @@ void Reducer::check_ended() {
 // dropped depends only on the program, so all ranks take part in the comparison.
 void Reducer::check_window(bool synchronise) {
   if (window_.micro_steps() == 0) return;
-  const bool dropped = window_.gradients_dropped();
-  if (spoiled_micro_steps() > 0 && !(dropped && synchronise)) {
+  const bool spoiled = spoiled_micro_steps() > 0;
+  const bool dropped = window_.gradients_dropped(/*read_gpu=*/spoiled);
+  if (spoiled && !(dropped && synchronise)) {
     fail(Code::kSyncMisuse,
          fmt::format("the weights changed after {} micro-steps whose gradients were not averaged: "
                      "from here on ranks would differ",

@@ -65,9 +65,19 @@ void AccumulationWindow::follow(int64_t micro_steps) {
   micro_steps_ = micro_steps;
 }
 
-bool AccumulationWindow::gradients_dropped() const {
-  return std::none_of(parameters_.begin(), parameters_.end(),
-                      [](const TrainedParameter& each) { return each.tensor.grad().defined(); });
+// The first element of a CPU gradient usually shows that it was not cleared.
+bool AccumulationWindow::gradients_dropped(bool read_gpu) const {
+  std::vector<torch::Tensor> unclear;
+  for (const auto& each : parameters_) {
+    const torch::Tensor& gradient = each.tensor.grad();
+    if (!gradient.defined() || gradient.numel() == 0) continue;
+    if (gradient.layout() != torch::kStrided || (!gradient.is_cpu() && !read_gpu)) return false;
+    if (gradient.is_cpu() && gradient.flatten()[0].item<double>() != 0) return false;
+    unclear.push_back(gradient);
+  }
+  return std::none_of(unclear.begin(), unclear.end(), [](const torch::Tensor& gradient) {
+    return gradient.ne(0).any().item<bool>();
+  });
 }
 
 std::vector<AccumulationWindow::Mark> AccumulationWindow::read_marks() const {

@@ -282,7 +282,7 @@ torch::Tensor Pipeline::State::step(const torch::Tensor& x, const torch::Tensor&
   for (const auto& rank : ranks_) {
     if (!rank->loss().defined()) continue;
     loss = rank->loss();
-    planner_.check_losses(rank->losses());
+    planner_.check_losses(rank->losses(), rank->take_comparison());
   }
   loss = share_loss(loss);
   or_abort([&] { continue_backward(x, y, plan); });

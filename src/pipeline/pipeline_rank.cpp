@@ -114,7 +114,13 @@ MicroBatchFacts PipelineRank::facts_of(const Action& action, const StepPlan& pla
   if (forward || at(action.stage).stage.recomputes()) {
     facts.target = rows_here(plan.y, plan, action.micro_batch);
   }
-  if (forward) return facts;
+  if (forward) {
+    const int position = plan.compared < 0 ? -1 : action.micro_batch - plan.compared;
+    if (position == 0 || position == 1) {
+      facts.compared_rows = plan.rows[static_cast<size_t>(action.micro_batch)];
+    }
+    return facts;
+  }
   const double factor = plan.loss_shares[static_cast<size_t>(action.micro_batch)] *
                         plan.loss_factor * plan.data_factor;
   // float64 until the loss's own dtype is known: a third of a batch has no exact float32 value.

@@ -56,6 +56,10 @@ class PipelineRank {
   const torch::Tensor& loss() const { return loss_; }
   /// The loss of each micro-batch, as the loss function returned it.
   const std::vector<torch::Tensor>& losses() const { return losses_; }
+  /// Of two of them, where the plan asked for it and the last stage is here.
+  std::optional<LossComparison> take_comparison() {
+    return stages_.back()->stage.take_comparison();
+  }
   /// The gradient of each micro-batch of x in the last run, if x requires one and stage 0 is here;
   /// empty otherwise.
   std::vector<torch::Tensor> take_input_gradients() { return std::move(input_gradients_); }

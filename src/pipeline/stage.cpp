@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/torch.h>
+#include <cmath>
 
 #define XXH_INLINE_ALL
 #include <xxhash.h>
@@ -146,7 +147,40 @@ torch::Tensor Stage::compute(const MicroBatchFacts& facts, const torch::Tensor& 
   const UseRng random(rng_);
   rng_.reseed(seed_of(facts, index_));
   const torch::Tensor output = module_->forward(input);
-  return is_last() && facts.has_loss ? loss_(output, facts.target) : output;
+  if (!is_last() || !facts.has_loss) return output;
+  const torch::Tensor loss = loss_(output, facts.target);
+  if (facts.compared_rows > 0) compare_loss(facts, output, loss);
+  return loss;
+}
+
+bool LossComparison::differs() const {
+  constexpr double kRounding = 1e-3;  // only the order of the additions may differ
+  return std::abs(together - apart) > kRounding * std::max(std::abs(together), std::abs(apart));
+}
+
+// Losses of a low precision are not compared, nor those of a function that refuses more rows than
+// a micro-batch has.
+void Stage::compare_loss(const MicroBatchFacts& facts, const torch::Tensor& output,
+                         const torch::Tensor& loss) {
+  if (!compared_.output.defined()) {
+    compared_ = {output.detach(), facts.target, loss.detach(), facts.compared_rows};
+    return;
+  }
+  const Compared first = std::exchange(compared_, {});
+  if (loss.scalar_type() != torch::kFloat && loss.scalar_type() != torch::kDouble) return;
+  const torch::NoGradGuard no_grad;
+  try {
+    const double together =
+        loss_(torch::cat({first.output, output.detach()}), torch::cat({first.target, facts.target}))
+            .item<double>();
+    const auto rows = static_cast<double>(first.rows + facts.compared_rows);
+    const double apart = (first.loss.item<double>() * static_cast<double>(first.rows) +
+                          loss.item<double>() * static_cast<double>(facts.compared_rows)) /
+                         rows;
+    comparison_ = LossComparison{together, apart};
+  } catch (const std::exception&) {
+    return;
+  }
 }
 
 torch::Tensor Stage::forward(const MicroBatchFacts& facts, const torch::Tensor& input) {

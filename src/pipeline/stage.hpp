@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "device/rng.hpp"
@@ -23,6 +24,16 @@ struct MicroBatchFacts {
   torch::Tensor target;              ///< last stage only, where a loss is computed
   bool has_loss = true;              ///< last stage only; false: no term in the batch's loss
   torch::Tensor loss_gradient;       ///< last stage only: the gradient of its loss
+  int64_t compared_rows = 0;         ///< > 0: its loss takes part in a LossComparison
+};
+
+/// The loss of two micro-batches together, and the mean of their own losses by rows. They differ
+/// if the loss is not a mean over rows, as that of a function that ignores some targets.
+struct LossComparison {
+  double together = 0;
+  double apart = 0;
+
+  bool differs() const;
 };
 
 /// Note [Micro-batches without a loss]
@@ -58,7 +69,13 @@ class Stage {
   torch::Tensor evaluate(const torch::Tensor& input);
 
   /// Drops micro-batches that a failed step left behind.
-  void drop_micro_batches() { held_.clear(); }
+  void drop_micro_batches() {
+    held_.clear();
+    compared_ = {};
+  }
+
+  /// Of the last step, if two of its micro-batches were compared.
+  std::optional<LossComparison> take_comparison() { return std::exchange(comparison_, {}); }
 
  private:
   struct Held {
@@ -70,6 +87,8 @@ class Stage {
   torch::Tensor compute(const MicroBatchFacts& facts, const torch::Tensor& input);
   torch::Tensor compute_for_later(const MicroBatchFacts& facts, const torch::Tensor& input);
   Held take(const MicroBatchFacts& facts);
+  void compare_loss(const MicroBatchFacts& facts, const torch::Tensor& output,
+                    const torch::Tensor& loss);
   torch::Tensor root_gradient(const MicroBatchFacts& facts, const Held& held,
                               const torch::Tensor& gradient) const;
 
@@ -80,6 +99,13 @@ class Stage {
   std::function<torch::Tensor(const torch::Tensor&, const torch::Tensor&)> loss_;
   DeviceRng rng_;
   std::map<int, Held> held_;  // [micro-batch]
+
+  // The first of two micro-batches whose losses are compared; undefined until it was computed.
+  struct Compared {
+    torch::Tensor output, target, loss;
+    int64_t rows = 0;
+  } compared_;
+  std::optional<LossComparison> comparison_;
 };
 
 }  // namespace lockstep

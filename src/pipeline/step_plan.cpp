@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <numeric>
 
@@ -38,6 +39,7 @@ StepPlan StepPlanner::plan_step(const torch::Tensor& x, const torch::Tensor& y, 
   StepPlan plan = plan_rows(x, y, /*trains=*/true);
   weigh_micro_batches(plan, accumulates);
   warn_of_ignored_targets(plan);
+  plan.compared = micro_batch_to_compare();
   // The graph behind the targets is traversed once, at the end, not by every micro-batch.
   if (y.defined() && y.requires_grad()) plan.y = y.detach().requires_grad_();
   return plan;
@@ -171,9 +173,26 @@ void StepPlanner::warn_of_ignored_targets(const StepPlan& plan) {
                   100 * *least, 100 * *most, kIgnored));
 }
 
+// The loss function is asked once more, for two neighbouring micro-batches together, in steps 1, 2,
+// 4, 8 and so on: each time for another pair, and rarely enough to cost nothing.
+int StepPlanner::micro_batch_to_compare() {
+  steps_ += 1;
+  const auto steps = static_cast<uint64_t>(steps_);
+  const bool looks = warns_of_loss() && has_last() && schedule_.micro_batches > 1;
+  if (!looks || !std::has_single_bit(steps)) return -1;
+  return (std::bit_width(steps) - 1) % (schedule_.micro_batches - 1);
+}
+
 // A NaN among numbers may be the mean of no targets.
-void StepPlanner::check_losses(const std::vector<torch::Tensor>& losses) {
+void StepPlanner::check_losses(const std::vector<torch::Tensor>& losses,
+                               const std::optional<LossComparison>& comparison) {
   if (!warns_of_loss()) return;
+  if (comparison && comparison->differs()) {
+    return warn_of_loss(fmt::format(
+        "the loss of two micro-batches together is {:.6g}, and the mean of their own is "
+        "{:.6g}",
+        comparison->together, comparison->apart));
+  }
   std::vector<size_t> undefined;
   for (size_t i = 0; i < losses.size(); ++i) {
     if (!losses[i].is_cpu()) return;  // looking at it would wait for the GPU

@@ -8,6 +8,7 @@
 
 #include "lockstep/communicator.hpp"
 #include "lockstep/pipeline.hpp"
+#include "pipeline/stage.hpp"
 
 namespace lockstep {
 
@@ -24,6 +25,7 @@ struct StepPlan {
   bool synchronise = true;
   bool share_buffers = true;
   double weight = 1;  ///< of this rank on the data axis
+  int compared = -1;  ///< this micro-batch's loss is compared with the next one's; -1: none is
 
   bool has_loss(int micro_batch) const { return loss_shares[static_cast<size_t>(micro_batch)] > 0; }
 
@@ -47,8 +49,10 @@ class StepPlanner {
   StepPlan plan_step(const torch::Tensor& x, const torch::Tensor& y, bool accumulates);
   StepPlan plan_evaluation(const torch::Tensor& x) const;
 
-  /// Warns (once) if some micro-batches' losses are NaN and others are not.
-  void check_losses(const std::vector<torch::Tensor>& losses);
+  /// Warns (once) if some micro-batches' losses are NaN and others are not, or if the loss of two
+  /// micro-batches together is not the mean of their own.
+  void check_losses(const std::vector<torch::Tensor>& losses,
+                    const std::optional<LossComparison>& comparison);
 
  private:
   bool has_stage(int stage) const;
@@ -60,11 +64,13 @@ class StepPlanner {
   void warn_of_ignored_targets(const StepPlan& plan);
   bool warns_of_loss() const;
   void warn_of_loss(const std::string& what);
+  int micro_batch_to_compare();
 
   const Schedule& schedule_;
   const PipelineOptions& options_;
   const std::optional<Communicator>& axis_;
   bool warned_of_loss_ = false;
+  int64_t steps_ = 0;
 };
 
 }  // namespace lockstep

@@ -354,7 +354,11 @@ torch::Tensor GradScaler::step(torch::optim::Optimizer& optimizer, const StepExt
                 "zero_grad() yourself");
   }
   if (!is_enabled()) {
-    if (fused != nullptr) return fused->step_fused({}, extras);
+    if (fused != nullptr) {
+      StepExtras all = extras;
+      all.model_parallel = state_->others(extras);
+      return fused->step_fused({}, all);
+    }
     optimizer.step();
     return {};
   }

@@ -26,12 +26,6 @@ std::shared_ptr<const Communicator> axis_in(const Axes& map, const torch::Tensor
   return axis != nullptr && axis->size() > 1 ? axis : nullptr;
 }
 
-bool contains(const std::vector<int>& ranks, const std::vector<int>& some) {
-  return std::all_of(some.begin(), some.end(), [&](int rank) {
-    return std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
-  });
-}
-
 void add_up(const Communicator& comm, const torch::Tensor& scalar) {
   comm.all_reduce(scalar.view({1}), ReduceOp::kSum, {.label = "norm of a divided model"});
 }
@@ -84,17 +78,28 @@ torch::Tensor ModelParallelGroup::sum(std::vector<torch::Tensor> parts) const {
   if (pipeline_) {
     total = total.clone();
     add_up(*pipeline_, total);
-  } else if (others_) {
-    // The ranks of a tensor axis now have the same total, which must count once.
-    const std::vector<int> ranks = others_->world_ranks();
-    double replicas = 1;
-    for (const auto& axis : tensor_axes_) {
-      if (contains(ranks, axis.ranks)) replicas = static_cast<double>(axis.ranks.size());
-    }
-    total = total / replicas;
+  }
+  if (others_) {
+    total = total / count_replicas(total.device());
     add_up(*others_, total);
   }
   return total;
+}
+
+// The ranks of the axes that were summed over now have the same total, which must count once. They
+// recognise each other by the smallest rank among them. Some stages of a pipeline may be divided
+// over a tensor axis and others not; a second round reaches the ranks that the first did not. All
+// of it stays on the device, so that a step can be captured.
+torch::Tensor ModelParallelGroup::count_replicas(torch::Device device) const {
+  const int own = others_->world_ranks()[static_cast<size_t>(others_->rank())];
+  const auto smallest = torch::full({1}, own, torch::TensorOptions(torch::kFloat64).device(device));
+  for (int round = 0; round < 2; ++round) {
+    for (const auto& axis : tensor_axes_) axis.comm.all_reduce(smallest, ReduceOp::kMin);
+    if (pipeline_) pipeline_->all_reduce(smallest, ReduceOp::kMin);
+  }
+  const auto all = torch::empty({others_->size()}, smallest.options());
+  others_->all_gather(all, smallest, {.label = "ranks that share a norm"});
+  return all.eq(smallest).sum();
 }
 
 std::vector<const Communicator*> ModelParallelGroup::communicators() const {

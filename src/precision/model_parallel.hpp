@@ -54,6 +54,7 @@ class ModelParallelGroup {
   };
 
   size_t find_axis(const Communicator& axis);
+  torch::Tensor count_replicas(torch::Device device) const;
   std::vector<const Communicator*> communicators() const;
 
   std::vector<TensorAxis> tensor_axes_;

@@ -30,13 +30,13 @@ namespace {
 
 using Action = void (*)(const std::string& value);
 
-const RankEnvironment& place() {
+const RankEnvironment& environment() {
   static const RankEnvironment environment = RankEnvironment::from_env();
   return environment;
 }
 
 BoardPage page() {
-  return BoardPage::attach(place().board, place().local_rank);
+  return BoardPage::attach(environment().board, environment().local_rank);
 }
 
 volatile sig_atomic_t caught = 0;  // the last signal
@@ -86,25 +86,25 @@ void print_cores(const std::string&) {
 }
 
 int64_t deadline() {
-  return running_ns() + static_cast<int64_t>(place().timeout_s.value_or(20) * 1e9);
+  return running_ns() + static_cast<int64_t>(environment().timeout_s.value_or(20) * 1e9);
 }
 
 // The ranks meet over the backend that the launcher was given.
 std::unique_ptr<Backend> meet_over_backend() {
-  if (place().backend != "gloo") {
-    return make_shm_backend({.session = place().session,
-                             .rank = place().rank,
-                             .size = place().world_size,
+  if (environment().backend != "gloo") {
+    return make_shm_backend({.session = environment().session,
+                             .rank = environment().rank,
+                             .size = environment().world_size,
                              .deadline_ns = deadline()});
   }
   StoreAddress address;
-  address.unix_name = "worker-" + place().session;
+  address.unix_name = "worker-" + environment().session;
   static std::optional<StoreServer> server;
-  if (place().rank == 0) server.emplace(address);
+  if (environment().rank == 0) server.emplace(address);
   try {
     return make_gloo_backend({.store = connect_store(address, deadline()),
-                              .rank = place().rank,
-                              .size = place().world_size,
+                              .rank = environment().rank,
+                              .size = environment().world_size,
                               .address = "127.0.0.1",
                               .deadline_ns = deadline()});
   } catch (const RankError&) {
@@ -162,7 +162,7 @@ const std::map<std::string, Action>& actions() {
       {"long", [](const std::string& n) { fmt::print("{}\n", std::string(std::stoul(n), 'x')); }},
       {"lines",
        [](const std::string& n) {
-         for (int i = 0; i < std::stoi(n); ++i) fmt::print("line {} of rank {}\n", i, place().rank);
+         for (int i = 0; i < std::stoi(n); ++i) fmt::print("line {} of rank {}\n", i, environment().rank);
        }},
       {"env", print_environment},
       {"cores", print_cores},
@@ -178,7 +178,7 @@ const std::map<std::string, Action>& actions() {
        }},
       {"exit-first-attempt",
        [](const std::string& code) {
-         if (place().restart_count == 0) std::exit(std::stoi(code));
+         if (environment().restart_count == 0) std::exit(std::stoi(code));
        }},
       {"throw", [](const std::string& text) { throw std::runtime_error(text); }},
       {"fail", [](const std::string& text) { throw Error(Code::kSplit, text, "do it right"); }},
@@ -257,7 +257,7 @@ const std::map<std::string, Action>& actions() {
 void perform(std::string word) {
   const size_t digits = word.find_first_not_of("0123456789");
   if (digits > 0 && digits != std::string::npos && word[digits] == ':') {
-    if (std::stoi(word.substr(0, digits)) != place().rank) return;
+    if (std::stoi(word.substr(0, digits)) != environment().rank) return;
     word = word.substr(digits + 1);
   }
   const size_t colon = word.find(':');

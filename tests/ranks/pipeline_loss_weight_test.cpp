@@ -320,6 +320,13 @@ TEST(PipelineLossWeight, AMeanThatIsNotTheBatchsIsToldOnce) {
   const auto padded = told_by({.loss = pad}, {batch.x, batch.y.clamp_min(0)});
   EXPECT_NE(padded.find("micro-batch 0 is NaN"), std::string::npos) << padded;
 
+  // Padding that leaves something of every micro-batch: only the loss itself tells.
+  auto uneven = torch::ones({8}, torch::kLong);
+  uneven[0] = 0;
+  const auto told = told_by({.loss = pad}, {batch.x, uneven});
+  EXPECT_NE(told.find("of two micro-batches together"), std::string::npos) << told;
+  EXPECT_EQ(told_by({.loss = pad}, {batch.x, torch::ones({8}, torch::kLong)}), "");
+
   auto even = batch.y.clone();
   for (int64_t i = 0; i < 8; ++i) even[i] = i % 2 == 0 ? kIgnored : 1;
   EXPECT_EQ(told_by({.loss = cross_entropy}, {batch.x, even}), "") << "each micro-batch alike";

@@ -35,7 +35,7 @@ struct WireHeader {
 };
 
 // As it travels: the header, the numbers, the text.
-struct Wire {
+struct WireMessage {
   WireHeader header;
   char body[kNumbers * sizeof(int64_t) + kTextBytes];
 
@@ -91,7 +91,7 @@ std::vector<OwnedDescriptor> take_descriptors(msghdr& header) {
   return descriptors;
 }
 
-bool well_formed(const Wire& wire, size_t bytes) {
+bool well_formed(const WireMessage& wire, size_t bytes) {
   const WireHeader& header = wire.header;
   return bytes >= sizeof header && header.magic == kMagic && header.kind <= MessageKind::kGaveUp &&
          header.number_count <= kNumbers && header.text_bytes <= kTextBytes &&
@@ -110,7 +110,7 @@ std::pair<OwnedDescriptor, OwnedDescriptor> make_socket_pair() {
 
 bool send_message(int socket, MessageKind kind, const std::vector<int64_t>& numbers,
                   const std::string& text, const std::vector<int>& descriptors) {
-  Wire wire;
+  WireMessage wire;
   wire.header = {.magic = kMagic,
                  .kind = kind,
                  .number_count = static_cast<uint32_t>(std::min(numbers.size(), kNumbers)),
@@ -142,7 +142,7 @@ bool send_message(int socket, MessageKind kind, const std::vector<int64_t>& numb
 }
 
 Received receive_message(int socket, SocketMessage& message) {
-  Wire wire;
+  WireMessage wire;
   iovec part{.iov_base = &wire, .iov_len = sizeof wire};
   Ancillary ancillary{};
   msghdr header{};
