@@ -194,10 +194,6 @@ int run_program(int (*body)(int argc, char** argv), int argc, char** argv) {
     return report_failure(error);
   } catch (const std::exception& error) {
     return report_failure(report_of(error));
-  } catch (...) {
-    return report_failure(Error(Code::kProgramFailed,
-                                "the program threw an object that is no std::exception",
-                                "throw std::runtime_error or another std::exception"));
   }
 }
 

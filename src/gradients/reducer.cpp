@@ -419,7 +419,8 @@ void Reducer::check_ended() {
 void Reducer::check_window(bool synchronise) {
   if (window_.micro_steps() == 0) return;
   const bool spoiled = spoiled_micro_steps() > 0;
-  const bool dropped = window_.gradients_dropped(/*read_gpu=*/spoiled);
+  const bool dropped =
+      window_.gradients_dropped() || (spoiled && synchronise && window_.gradients_cleared());
   if (spoiled && !(dropped && synchronise)) {
     fail(Code::kSyncMisuse,
          fmt::format("the weights changed after {} micro-steps whose gradients were not averaged: "

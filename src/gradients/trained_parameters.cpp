@@ -65,18 +65,15 @@ void AccumulationWindow::follow(int64_t micro_steps) {
   micro_steps_ = micro_steps;
 }
 
-// The first element of a CPU gradient usually shows that it was not cleared.
-bool AccumulationWindow::gradients_dropped(bool read_gpu) const {
-  std::vector<torch::Tensor> unclear;
-  for (const auto& each : parameters_) {
+bool AccumulationWindow::gradients_dropped() const {
+  return std::none_of(parameters_.begin(), parameters_.end(),
+                      [](const TrainedParameter& each) { return each.tensor.grad().defined(); });
+}
+
+bool AccumulationWindow::gradients_cleared() const {
+  return std::none_of(parameters_.begin(), parameters_.end(), [](const TrainedParameter& each) {
     const torch::Tensor& gradient = each.tensor.grad();
-    if (!gradient.defined() || gradient.numel() == 0) continue;
-    if (gradient.layout() != torch::kStrided || (!gradient.is_cpu() && !read_gpu)) return false;
-    if (gradient.is_cpu() && gradient.flatten()[0].item<double>() != 0) return false;
-    unclear.push_back(gradient);
-  }
-  return std::none_of(unclear.begin(), unclear.end(), [](const torch::Tensor& gradient) {
-    return gradient.ne(0).any().item<bool>();
+    return gradient.defined() && gradient.ne(0).any().item<bool>();
   });
 }
 

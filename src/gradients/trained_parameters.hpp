@@ -68,10 +68,13 @@ class AccumulationWindow {
   /// Whether the weights changed since the last micro-step.
   bool weights_changed() const { return micro_steps_ > 0 && read_marks() != marks_; }
 
-  /// Whether no gradient of the window is left: each is undefined or, as after the zero_grad() of
-  /// libtorch 1.13, filled with zeros. Gradients on a GPU are read only if `read_gpu`, since the
-  /// host must wait for that.
-  bool gradients_dropped(bool read_gpu = false) const;
+  /// Whether no gradient of the window is left.
+  bool gradients_dropped() const;
+
+  /// Whether each is undefined or, as after the zero_grad() of libtorch 1.13, filled with zeros.
+  /// Reads them all, and waits for a GPU. Zeros do not prove that they were cleared: a rank's loss
+  /// may have none but zero gradients.
+  bool gradients_cleared() const;
 
  private:
   // What an update changes: libtorch's version counter and, since torch::optim bypasses it, the

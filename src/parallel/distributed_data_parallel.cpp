@@ -158,9 +158,10 @@ GradientSync::State::Join::Step GradientSync::State::Join::exchange(bool active,
       continue;
     }
     if (step.anybody && step.synchronise != (said[kSynchronise] != 0)) {
+      const auto [inside, outside] =
+          step.synchronise ? std::pair(rank, step.last_active) : std::pair(step.last_active, rank);
       throw Error(Code::kSyncMisuse,
-                  fmt::format("one of ranks {} and {} is inside NoSync and the other is not",
-                              step.last_active, rank),
+                  fmt::format("rank {} is inside NoSync and rank {} is not", inside, outside),
                   "accumulate over the same micro-steps on every rank");
     }
     step.anybody = true;

@@ -116,9 +116,7 @@ MicroBatchFacts PipelineRank::facts_of(const Action& action, const StepPlan& pla
   }
   if (forward) {
     const int position = plan.compared < 0 ? -1 : action.micro_batch - plan.compared;
-    if (position == 0 || position == 1) {
-      facts.compared_rows = plan.rows[static_cast<size_t>(action.micro_batch)];
-    }
+    facts.compares_loss = position == 0 || position == 1;
     return facts;
   }
   const double factor = plan.loss_shares[static_cast<size_t>(action.micro_batch)] *

@@ -149,7 +149,7 @@ torch::Tensor Stage::compute(const MicroBatchFacts& facts, const torch::Tensor& 
   const torch::Tensor output = module_->forward(input);
   if (!is_last() || !facts.has_loss) return output;
   const torch::Tensor loss = loss_(output, facts.target);
-  if (facts.compared_rows > 0) compare_loss(facts, output, loss);
+  if (facts.compares_loss) compare_loss(facts, output, loss);
   return loss;
 }
 
@@ -158,26 +158,36 @@ bool LossComparison::differs() const {
   return std::abs(together - apart) > kRounding * std::max(std::abs(together), std::abs(apart));
 }
 
-// Losses of a low precision are not compared, nor those of a function that refuses more rows than
-// a micro-batch has.
+// A few rows of each micro-batch are enough, and take little memory. Not compared are losses of a
+// low precision, targets that do not belong to rows of the output, and what the loss function
+// refuses.
 void Stage::compare_loss(const MicroBatchFacts& facts, const torch::Tensor& output,
                          const torch::Tensor& loss) {
+  constexpr int64_t kRows = 8;
+  const bool has_rows = output.dim() > 0 && facts.target.dim() > 0 && output.size(0) > 0 &&
+                        output.size(0) == facts.target.size(0);
+  const bool exact = loss.scalar_type() == torch::kFloat || loss.scalar_type() == torch::kDouble;
+  if (!has_rows || !exact) return;
+  const torch::NoGradGuard no_grad;
+  const int64_t rows = std::min(kRows, output.size(0));
+  Compared mine{output.detach().narrow(0, 0, rows).clone(), facts.target.narrow(0, 0, rows)};
   if (!compared_.output.defined()) {
-    compared_ = {output.detach(), facts.target, loss.detach(), facts.compared_rows};
+    compared_ = std::move(mine);
     return;
   }
   const Compared first = std::exchange(compared_, {});
-  if (loss.scalar_type() != torch::kFloat && loss.scalar_type() != torch::kDouble) return;
-  const torch::NoGradGuard no_grad;
   try {
-    const double together =
-        loss_(torch::cat({first.output, output.detach()}), torch::cat({first.target, facts.target}))
-            .item<double>();
-    const auto rows = static_cast<double>(first.rows + facts.compared_rows);
-    const double apart = (first.loss.item<double>() * static_cast<double>(first.rows) +
-                          loss.item<double>() * static_cast<double>(facts.compared_rows)) /
-                         rows;
-    comparison_ = LossComparison{together, apart};
+    const auto loss_of = [this](const torch::Tensor& out, const torch::Tensor& target) {
+      return loss_(out, target).item<double>();
+    };
+    const auto first_rows = static_cast<double>(first.output.size(0));
+    const auto mine_rows = static_cast<double>(rows);
+    const double apart = (loss_of(first.output, first.target) * first_rows +
+                          loss_of(mine.output, mine.target) * mine_rows) /
+                         (first_rows + mine_rows);
+    comparison_ = LossComparison{
+        loss_of(torch::cat({first.output, mine.output}), torch::cat({first.target, mine.target})),
+        apart};
   } catch (const std::exception&) {
     return;
   }

@@ -24,11 +24,11 @@ struct MicroBatchFacts {
   torch::Tensor target;              ///< last stage only, where a loss is computed
   bool has_loss = true;              ///< last stage only; false: no term in the batch's loss
   torch::Tensor loss_gradient;       ///< last stage only: the gradient of its loss
-  int64_t compared_rows = 0;         ///< > 0: its loss takes part in a LossComparison
+  bool compares_loss = false;        ///< its rows take part in a LossComparison
 };
 
-/// The loss of two micro-batches together, and the mean of their own losses by rows. They differ
-/// if the loss is not a mean over rows, as that of a function that ignores some targets.
+/// The loss of rows of two micro-batches together, and the mean of their own losses by rows. They
+/// differ if the loss is not a mean over rows, as that of a function that ignores some targets.
 struct LossComparison {
   double together = 0;
   double apart = 0;
@@ -102,8 +102,7 @@ class Stage {
 
   // The first of two micro-batches whose losses are compared; undefined until it was computed.
   struct Compared {
-    torch::Tensor output, target, loss;
-    int64_t rows = 0;
+    torch::Tensor output, target;
   } compared_;
   std::optional<LossComparison> comparison_;
 };

@@ -189,7 +189,7 @@ void StepPlanner::check_losses(const std::vector<torch::Tensor>& losses,
   if (!warns_of_loss()) return;
   if (comparison && comparison->differs()) {
     return warn_of_loss(fmt::format(
-        "the loss of two micro-batches together is {:.6g}, and the mean of their own is "
+        "the loss of two micro-batches together is {:.6g}, and the mean of their own losses is "
         "{:.6g}",
         comparison->together, comparison->apart));
   }

@@ -24,6 +24,7 @@
 #include "lockstep/detail/board.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/rank_environment.hpp"
+#include "net/store.hpp"
 
 namespace lockstep {
 namespace {
@@ -162,7 +163,8 @@ const std::map<std::string, Action>& actions() {
       {"long", [](const std::string& n) { fmt::print("{}\n", std::string(std::stoul(n), 'x')); }},
       {"lines",
        [](const std::string& n) {
-         for (int i = 0; i < std::stoi(n); ++i) fmt::print("line {} of rank {}\n", i, environment().rank);
+         for (int i = 0; i < std::stoi(n); ++i)
+           fmt::print("line {} of rank {}\n", i, environment().rank);
        }},
       {"env", print_environment},
       {"cores", print_cores},

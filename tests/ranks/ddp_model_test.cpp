@@ -53,7 +53,7 @@ TEST(DdpModel, ADriftedReplicaIsFound) {
 
 TEST(DdpModel, AModuleWithNothingToTrainIsRefused) {
   torch::nn::ReLU nothing;
-  expect_error(Code::kUsage, {"no parameter"},
+  expect_error(Code::kUsage, {"no trained parameter"},
                [&] { DistributedDataParallel ddp(nothing, Communicator::self()); });
 }
 
