@@ -22,21 +22,11 @@ struct GradientBucket {
   int64_t micro_steps = 1;  ///< backward passes since the last average, including this one
 };
 
-/// A bucket that was launched and is not averaged yet.
-class BucketWork {
- public:
-  virtual ~BucketWork() = default;
-  virtual bool advance() = 0;  ///< makes progress without waiting; returns true once done
-  virtual void wait() = 0;     ///< afterwards the bucket holds the averaged gradients
-
-  /// On a GPU: arrived() of the Work behind it. Without it the bucket counts as in flight, and the
-  /// buckets behind it make no progress, until it is waited for.
-  virtual std::optional<DeviceEvent> arrived() const { return std::nullopt; }
-};
-
-/// Replaces the averaging of buckets. `weight` is this rank's weight in the mean.
-using CommHook = std::function<std::unique_ptr<BucketWork>(
-    const Communicator& comm, const GradientBucket& bucket, double weight)>;
+/// Replaces the averaging of buckets. `weight` is this rank's weight in the mean. When the Work is
+/// done, the bucket must hold the averaged gradients: Work::then() adds what follows a collective,
+/// and Work() says that the hook has done everything itself.
+using CommHook =
+    std::function<Work(const Communicator& comm, const GradientBucket& bucket, double weight)>;
 
 /// A hook that sends half the bytes: it rounds gradients to bf16 or fp16, averages them and widens
 /// the result.

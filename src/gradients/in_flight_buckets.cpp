@@ -16,43 +16,16 @@
 namespace lockstep {
 namespace {
 
-// The mean of a bucket over the ranks, in place, followed by `then` on this rank.
-class BucketMean : public BucketWork {
- public:
-  // `values` are those of the bucket, or stand for them.
-  BucketMean(const Communicator& comm, const torch::Tensor& values, const GradientBucket& bucket,
-             double weight, std::function<void()> then = {})
-      : work_(comm.begin_all_reduce(
-            values, ReduceOp::kMean,
-            {.label = label_of(bucket), .bucket = bucket.index, .weight = weight})),
-        then_(std::move(then)) {}
-
-  bool advance() override {
-    const bool done = work_.advance();
-    if (done) finish();
-    return done;
-  }
-  void wait() override {
-    work_.wait();
-    finish();
-  }
-  std::optional<DeviceEvent> arrived() const override { return work_.arrived(); }
-
- private:
-  // Ranks compare labels: those that disagree about when to synchronise stop here instead of adding
-  // gradients of different micro-steps.
-  static std::string label_of(const GradientBucket& bucket) {
-    if (bucket.micro_steps == 1) return fmt::format("bucket {}", bucket.index);
-    return fmt::format("bucket {} of {} micro-steps", bucket.index, bucket.micro_steps);
-  }
-
-  void finish() {
-    if (then_) std::exchange(then_, {})();
-  }
-
-  Work work_;
-  std::function<void()> then_;  // empty once done
-};
+// The mean over the ranks, in place. `values` are those of the bucket, or stand for them. Ranks
+// compare labels: those that disagree about when to synchronise stop here instead of adding
+// gradients of different micro-steps.
+Work begin_mean(const Communicator& comm, const torch::Tensor& values, const GradientBucket& bucket,
+                double weight) {
+  std::string label = fmt::format("bucket {}", bucket.index);
+  if (bucket.micro_steps > 1) label += fmt::format(" of {} micro-steps", bucket.micro_steps);
+  return comm.begin_all_reduce(values, ReduceOp::kMean,
+                               {.label = label, .bucket = bucket.index, .weight = weight});
+}
 
 // Memory for compressed buckets, allocated when a bucket is first sent and kept as long as the
 // bucket's own. One hook may serve several models, whose buckets are in flight at the same time.
@@ -115,9 +88,9 @@ CommHook compress_gradients(torch::ScalarType dtype) {
   return [memory](const Communicator& comm, const GradientBucket& bucket, double weight) {
     const torch::Tensor small = memory->for_bucket(comm, bucket);
     small.copy_(bucket.gradients);
-    return std::make_unique<BucketMean>(
-        comm, small, bucket, weight,
-        [small, gradients = bucket.gradients] { gradients.copy_(small); });
+    return begin_mean(comm, small, bucket, weight).then([small, gradients = bucket.gradients] {
+      gradients.copy_(small);
+    });
   };
 }
 
@@ -141,15 +114,8 @@ void InFlightBuckets::launch(const GradientBucket& bucket, int64_t bytes, int64_
   note_arrivals();  // before the side stream waits for this bucket's gradients
   const int64_t begun_ns = monotonic_ns();
   const DeviceEvent launched = DeviceEvent::now(device);
-  auto work = hook_ ? hook_(comm_, bucket, weight)
-                    : std::make_unique<BucketMean>(comm_, bucket.gradients, bucket, weight);
-  if (!work) {
-    const std::string message =
-        fmt::format("the hook returned no BucketWork for bucket {}", bucket.index);
-    comm_.abort(message);
-    throw Error(Code::kSyncMisuse, message,
-                "return one whose advance() is true if the hook has done all work itself");
-  }
+  Work work =
+      hook_ ? hook_(comm_, bucket, weight) : begin_mean(comm_, bucket.gradients, bucket, weight);
   auto side = comm_.side_stream();
   if (side && side->device() != device) side.reset();
   int64_t launched_ns = begun_ns;
@@ -187,8 +153,8 @@ void InFlightBuckets::note_arrivals() {
   for (InFlight& each : in_flight_) {
     if (each.arrived) continue;
     if (!each.side) return;
-    each.work->advance();
-    each.arrived = each.work->arrived();
+    each.work.advance();
+    each.arrived = each.work.arrived();
     if (!each.arrived) return;
   }
 }
@@ -197,7 +163,7 @@ void InFlightBuckets::advance() {
   if (in_flight_.empty()) return;
   if (in_flight_.front().side) return note_arrivals();
   const Stopwatch exposed(stats_.exposed_ns);
-  while (!in_flight_.empty() && in_flight_.front().work->advance()) finish_front();
+  while (!in_flight_.empty() && in_flight_.front().work.advance()) finish_front();
 }
 
 void InFlightBuckets::wait() {
@@ -206,7 +172,7 @@ void InFlightBuckets::wait() {
       wait_on(in_flight_.front().side->device());
     } else {
       const Stopwatch exposed(stats_.exposed_ns);
-      in_flight_.front().work->wait();
+      in_flight_.front().work.wait();
       finish_front();
     }
   }
@@ -227,8 +193,8 @@ void InFlightBuckets::wait_on(torch::Device gpu) {
       .step = step_, .backward_started = backward_started_, .wait_began = DeviceEvent::now(gpu)};
   while (!in_flight_.empty() && in_flight_.front().side) {
     InFlight& front = in_flight_.front();
-    front.work->wait();
-    if (!front.arrived) front.arrived = front.work->arrived();
+    front.work.wait();
+    if (!front.arrived) front.arrived = front.work.arrived();
     completion.buckets.push_back(
         {front.timing, front.launched, front.arrived ? *front.arrived : DeviceEvent::now(gpu)});
     in_flight_.pop_front();

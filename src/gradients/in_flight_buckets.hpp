@@ -47,7 +47,7 @@ class InFlightBuckets {
     BucketTiming timing;
     DeviceEvent launched;
     std::optional<c10::Stream> side;  // the GPU stream that orders this bucket's communication
-    std::unique_ptr<BucketWork> work;
+    Work work;
     std::optional<DeviceEvent> arrived = {};  // on that stream
   };
 

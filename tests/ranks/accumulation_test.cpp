@@ -158,7 +158,8 @@ TEST(AccumulationMisuse, RanksThatDisagreeInAJoinAreStopped) {
       ADD_FAILURE() << "rank " << comm.rank() << " noticed nothing";
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), Code::kSyncMisuse);
-      EXPECT_NE(error.message().find("rank 2 is inside NoSync"), std::string::npos) << error.message();
+      EXPECT_NE(error.message().find("rank 2 is inside NoSync"), std::string::npos)
+          << error.message();
     }
   });
 }

@@ -284,15 +284,11 @@ TEST(DdpHook, AUsersHookSeesWholeBucketsByName) {
   run_ranks(2, [](const Communicator& comm) {
     Scale net;
     std::vector<std::string> names;
-    struct Doubled : BucketWork {
-      bool advance() override { return true; }
-      void wait() override {}
-    };
     DistributedDataParallel ddp(
         net, comm, {.hook = [&](const Communicator&, const GradientBucket& bucket, double) {
           names = bucket.parameters;
           bucket.gradients.mul_(2);
-          return std::make_unique<Doubled>();
+          return Work();  // done
         }});
     ddp(value(3)).sum().backward();
     EXPECT_EQ(names, std::vector<std::string>{"weight"});
@@ -318,16 +314,32 @@ TEST(DdpHook, OneCompressionServesTwoModelsInOneBackward) {
   });
 }
 
-TEST(DdpHook, AHookThatGivesNoWorkIsRefused) {
-  const auto outcomes = outcomes_of_ranks(2, [](const Communicator& comm) {
-    Scale net;
-    DistributedDataParallel ddp(net, comm,
-                                {.hook = [](const Communicator&, const GradientBucket&, double) {
-                                  return std::unique_ptr<BucketWork>();
-                                }});
-    ddp(value(1)).sum().backward();
-  });
-  for (const auto& outcome : outcomes) EXPECT_TRUE(outcome.failed());
+TEST(DdpHook, WhatFollowsACollectiveRunsOnceForEachBucket) {
+  for (const int ranks : {1, 2, 3}) {
+    run_ranks(ranks, [](const Communicator& comm) {
+      TwoLayers net;
+      int halved = 0;
+      DistributedDataParallel ddp(
+          net, comm,
+          {.first_bucket_bytes = 1,
+           .bucket_cap_bytes = 64,
+           .hook = [&](const Communicator& all, const GradientBucket& bucket, double weight) {
+             return all.begin_all_reduce(bucket.gradients, ReduceOp::kMean, {.weight = weight})
+                 .then([&halved, gradients = bucket.gradients] {
+                   halved += 1;
+                   gradients.div_(2);
+                 });
+           }});
+      TwoLayers same;
+      DistributedDataParallel plain(same, comm);
+      ddp(rows(4, 6, comm.rank())).sum().backward();
+      plain(rows(4, 6, comm.rank())).sum().backward();
+      EXPECT_EQ(halved, static_cast<int>(ddp.buckets().size()));
+      for (size_t i = 0; i < net->parameters().size(); ++i) {
+        expect_close(net->parameters()[i].grad() * 2, same->parameters()[i].grad(), "gradient");
+      }
+    });
+  }
 }
 
 TEST(DdpHook, GapsBetweenGradientsAreZeroAfterTheNewOrder) {
