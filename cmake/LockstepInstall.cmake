@@ -101,3 +101,21 @@ if(NOT LOCKSTEP_DEB)  # Debian's packages name the license in a file of their ow
   install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" DESTINATION "${CMAKE_INSTALL_DOCDIR}")
 endif()
 install(DIRECTORY "${PROJECT_SOURCE_DIR}/docs" DESTINATION "${CMAKE_INSTALL_DOCDIR}")
+
+# For programs of your own: the course's helpers and every example, and the package in the build folder too, so that
+# `lockstep new` works before anything is installed.
+if(LOCKSTEP_BUILD_EXAMPLES)
+  file(GLOB examples CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/examples/*.cpp")
+  install(FILES ${examples} DESTINATION "${CMAKE_INSTALL_DATADIR}/lockstep/examples")
+  install(DIRECTORY "${PROJECT_SOURCE_DIR}/examples/course" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/lockstep_course"
+    COMPONENT lockstep_development FILES_MATCHING PATTERN "*.hpp")
+  lockstep_install_library(course lockstepTargets lockstep_library)
+  file(MAKE_DIRECTORY "${PROJECT_BINARY_DIR}/share/lockstep")
+  file(CREATE_LINK "${PROJECT_SOURCE_DIR}/examples" "${PROJECT_BINARY_DIR}/share/lockstep/examples" SYMBOLIC)
+endif()
+foreach(export lockstepCoreTargets lockstepTargets)
+  export(EXPORT ${export} NAMESPACE lockstep:: FILE "${PROJECT_BINARY_DIR}/${export}.cmake")
+endforeach()
+foreach(module LockstepTorch LockstepCuda)
+  configure_file("${PROJECT_SOURCE_DIR}/cmake/${module}.cmake" "${PROJECT_BINARY_DIR}/${module}.cmake" COPYONLY)
+endforeach()

@@ -15,6 +15,7 @@
 #include "cli/child.hpp"
 #include "cli/doctor/facts.hpp"
 #include "cli/lab/lab_report.hpp"
+#include "cli/lab/saved_lab.hpp"
 #include "lockstep/units.hpp"
 #include "report/text.hpp"
 
@@ -129,11 +130,11 @@ ChildCommand command_for(const Experiment& experiment, const std::string& record
   return command;
 }
 
-LabRuns run_experiments(const LabPlan& plan, const fs::path& records,
+LabRuns run_experiments(const LabPlan& plan, const LabOptions& options, const fs::path& records,
                         const Interrupts& interrupts) {
   double weight = 0;
   for (const auto& experiment : plan.experiments) weight += experiment.weight;
-  LabRuns runs{.sets = {}, .others_busy_cores = busy_cores()};
+  LabRuns runs{.sets = {}, .others_busy_cores = busy_cores(), .options = options};
   Progress progress(plan.experiments.size(), weight);
   for (const auto& experiment : plan.experiments) {
     const std::string record = (records / (experiment.name + ".json")).string();
@@ -156,12 +157,15 @@ int run_lab(const Lab& lab, const LabOptions& options, const std::string& comman
   require_programs(plan);
   const fs::path out = options.out.empty() ? lab.folder : options.out;
   make_folder(out / "records");
-  const LabReport report = lab.report(run_experiments(plan, out / "records", interrupts));
+  const LabRuns runs = run_experiments(plan, options, out / "records", interrupts);
+  const std::time_t date = std::time(nullptr);
+  save_lab({lab.name, command, date, runs.others_busy_cores, options, plan.experiments}, out);
+  const LabReport report = lab.report(runs);
   print_lab(report, out.string());
 
   std::vector<std::string> record_names;
   for (const auto& experiment : plan.experiments) record_names.push_back(experiment.name);
-  write_report(lab_document(report, command, std::time(nullptr), record_names), out.string());
+  write_report(lab_document(report, command, date, record_names), out.string());
   fmt::print("\nReport: {}, report.pdf, report.md; tables as CSV and records beside\n",
              (out / "report.html").string());
   return 0;

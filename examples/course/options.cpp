@@ -209,7 +209,8 @@ CLI::Option* add_shared_flags(CLI::App& app, Options& options) {
                        "without any a share of the cores)"
                      : "logical devices: cpu:4, cuda, cuda:0,1 or cuda:0*4 (default: every GPU, "
                        "or cpu:2)");
-  app.add_option("--json", options.json, "write the result record here; - is standard output");
+  app.add_option("--json", options.json, "write the result record here; - is standard output")
+      ->envname("LOCKSTEP_RECORD");
   app.add_option("--trace", options.trace, "write a timeline here; ui.perfetto.dev opens it");
   app.add_option("--init", options.init, "start from these weights (safetensors)");
   app.add_option("--save", options.save, "write the trained weights here (safetensors)");

@@ -13,6 +13,10 @@ namespace lockstep {
 std::string find_program(const LaunchPlan& plan, const VariableLookup& lookup,
                          const std::vector<std::string>& more_folders);
 
+/// The same for a program's name: a path, or a word to look for.
+std::string find_program(const std::string& name, const VariableLookup& lookup,
+                         const std::vector<std::string>& more_folders);
+
 /// Executes the plan and returns the exit code: 0, 75 if ranks were preempted, the culprit's own,
 /// or 128 + signal. Throws only before anything was started.
 int launch(const LaunchPlan& plan, const std::string& program);
