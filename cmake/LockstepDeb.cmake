@@ -62,6 +62,13 @@ lockstep_deb(lockstep_development liblockstep-dev libdevel
  C++ programs that train with libtorch on several processes, devices or hosts.")
 install(FILES "${PROJECT_SOURCE_DIR}/CHANGELOG.md" DESTINATION "${CMAKE_INSTALL_DOCDIR}")
 
+# Manual pages are compressed, once all are laid down.
+install(CODE [[
+  file(GLOB pages "$ENV{DESTDIR}${CMAKE_INSTALL_PREFIX}/share/man/man1/*.1")
+  if(pages)
+    execute_process(COMMAND gzip -9nf ${pages} COMMAND_ERROR_IS_FATAL ANY)
+  endif()]] COMPONENT lockstep_programs)
+
 foreach(key LOCKSTEP_CORE_LIBRARY LOCKSTEP_LIBRARY)
   set(CPACK_DEBIAN_${key}_PACKAGE_CONTROL_EXTRA "${packaging}/triggers")  # ldconfig
 endforeach()

@@ -26,6 +26,7 @@ REPO, CACHE = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 MIRROR = os.environ.get("LOCKSTEP_DEBIAN_MIRROR", "http://deb.debian.org/debian")
 PACKAGES = ["liblockstep-core0", "liblockstep0", "lockstep", "liblockstep-dev"]
 COMPILERS = ["g++", "cmake", "ninja-build", "pkg-config"]
+SMALL = "--steps 2 --batch 4 --dim 4 --hidden 4"
 SKIPPED = 77
 
 # Everything a command mounts or starts ends with it.
@@ -135,9 +136,8 @@ class Packages(unittest.TestCase):
         self.assertIn("openblas-openmp", doctor)
 
     def test_3_ranks_train(self):
-        sizes = "--steps 2 --batch 4 --dim 4 --hidden 4"
-        self.inside(f"lockstep run -n 2 practical6_ddp {sizes}")
-        self.inside(f"lockstep run -n 2 --backend gloo practical6_ddp {sizes}")
+        self.inside(f"lockstep run -n 2 practical6_ddp {SMALL}")
+        self.inside(f"lockstep run -n 2 --backend gloo practical6_ddp {SMALL}")
 
     def test_4_a_lab_makes_its_report(self):
         self.inside("lockstep lab 5 --quick --out /home/student/lab5")
@@ -157,7 +157,11 @@ class Packages(unittest.TestCase):
         self.assertIn("liblockstep.so.0", listed)
         self.assertNotRegex(listed, "RPATH|RUNPATH")
 
-    def test_7_what_they_hold_is_as_debian_wants_it(self):
+    def test_7_a_program_of_ones_own_is_built(self):
+        self.inside("lockstep new mine && cd mine && cmake --preset default -G Ninja && cmake --build build && "
+                    f"lockstep run -n 2 build/mine {SMALL}")
+
+    def test_8_what_they_hold_is_as_debian_wants_it(self):
         programs = {path for path in self.files_of("lockstep") if path.startswith("/usr/bin/")}
         self.assertEqual(programs, {"/usr/bin/lockstep"})
         for package in PACKAGES:
@@ -174,7 +178,7 @@ class Packages(unittest.TestCase):
                 if inside.parent == self.root / "usr" / "lib" / "x86_64-linux-gnu":
                     self.assertRegex(soname.group(1), r"^liblockstep(-core)?\.so\.0$")
 
-    def test_8_they_are_removed_without_a_trace(self):
+    def test_9_they_are_removed_without_a_trace(self):
         files = {path for package in PACKAGES for path in self.files_of(package)}
         self.inside(f"apt-get -q -y purge {' '.join(PACKAGES)}", user="root")
         self.assertEqual(self.inside("dpkg-query -W -f '${Package} ${db:Status-Abbrev}\\n' | grep lockstep || true"), "")
