@@ -16,7 +16,9 @@ set(made "${PROJECT_BINARY_DIR}/debian")
 # Each package has its changelog and its license in share/doc. SOURCE_DATE_EPOCH makes the date repeatable.
 string(TIMESTAMP changelog_date "%a, %d %b %Y %H:%M:%S +0000" UTC)
 configure_file("${packaging}/changelog.in" "${made}/changelog.Debian" @ONLY)
-execute_process(COMMAND gzip -9nf "${made}/changelog.Debian" COMMAND_ERROR_IS_FATAL ANY)
+configure_file("${PROJECT_SOURCE_DIR}/CHANGELOG.md" "${made}/changelog" COPYONLY)
+execute_process(COMMAND gzip -9nf "${made}/changelog.Debian" "${made}/changelog" COMMAND_ERROR_IS_FATAL ANY)
+
 # lockstep_deb(<component> <package> <section> DEPENDS <packages> SUMMARY <line> TEXT <lines>)
 set(CPACK_COMPONENTS_ALL "")
 macro(lockstep_deb component package section)
@@ -60,7 +62,7 @@ lockstep_deb(lockstep_development liblockstep-dev libdevel
   SUMMARY "parallel training for libtorch - development files"
   TEXT "Headers, and the files by which CMake and pkg-config find the libraries, for
  C++ programs that train with libtorch on several processes, devices or hosts.")
-install(FILES "${PROJECT_SOURCE_DIR}/CHANGELOG.md" DESTINATION "${CMAKE_INSTALL_DOCDIR}")
+install(FILES "${made}/changelog.gz" DESTINATION "${CMAKE_INSTALL_DOCDIR}")
 
 # Manual pages are compressed, once all are laid down.
 install(CODE [[
@@ -69,8 +71,13 @@ install(CODE [[
     execute_process(COMMAND gzip -9nf ${pages} COMMAND_ERROR_IS_FATAL ANY)
   endif()]] COMPONENT lockstep_programs)
 
-foreach(key LOCKSTEP_CORE_LIBRARY LOCKSTEP_LIBRARY)
-  set(CPACK_DEBIAN_${key}_PACKAGE_CONTROL_EXTRA "${packaging}/triggers")  # ldconfig
+# Packages that link a library depend on its exact version. A trigger runs ldconfig.
+foreach(component lockstep_core_library lockstep_library)
+  string(TOUPPER ${component} key)
+  set(package ${CPACK_DEBIAN_${key}_PACKAGE_NAME})
+  string(REGEX REPLACE "${LOCKSTEP_SOVERSION}$" "" name ${package})
+  file(WRITE "${made}/${package}/shlibs" "${name} ${LOCKSTEP_SOVERSION} ${package} ${same}\n")
+  set(CPACK_DEBIAN_${key}_PACKAGE_CONTROL_EXTRA "${packaging}/triggers" "${made}/${package}/shlibs")
 endforeach()
 set(CPACK_GENERATOR DEB)
 set(CPACK_DEB_COMPONENT_INSTALL ON)
@@ -84,7 +91,5 @@ set(CPACK_DEBIAN_PACKAGE_SOURCE lockstep)
 set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
 set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
 set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS_PRIVATE_DIRS "${PROJECT_BINARY_DIR}/lib")
-set(CPACK_DEBIAN_PACKAGE_GENERATE_SHLIBS ON)
-set(CPACK_DEBIAN_PACKAGE_GENERATE_SHLIBS_POLICY "=")
 set(CPACK_DEBIAN_PACKAGE_CONTROL_STRICT_PERMISSION ON)
 include(CPack)
