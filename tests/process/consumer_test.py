@@ -285,6 +285,24 @@ class Subproject(Scratch):
         self.assertNotIn("practical6_ddp", self.targets(build))
 
 
+class WithoutRoot(Scratch):
+    """scripts/quickstart --prefix says what prevents it before it builds anything."""
+
+    def refusal(self, prefix, **variables):
+        failed = run(REPO / "scripts" / "quickstart", "--prefix", prefix, env=dict(os.environ, **variables))
+        self.assertEqual(failed.returncode, 1, failed.stdout + failed.stderr)
+        return failed.stderr
+
+    def test_what_is_missing_is_named_with_remedies(self):
+        said = self.refusal(self.folder / "new", CXX="/bin/false")
+        self.assertIn("missing for the build: GCC 12 or newer", said)
+        self.assertRegex(said, "help: an administrator: apt-get install .*g\\+\\+")
+        self.assertRegex(said, "help: without root: conda create .*gxx")
+
+    def test_a_prefix_that_cannot_be_written_is_refused(self):
+        self.assertIn("help: name a folder of your own", self.refusal("/proc/lockstep"))
+
+
 class CudaHeaders(Scratch):
     """Which folders of headers a build with CUDA gets, for folders laid out as pip and the toolkit lay them out."""
 
