@@ -21,7 +21,7 @@
 #include "tensor_support.hpp"
 #include "torch_compat.hpp"
 
-namespace lockstep {
+namespace lockstep::test::device_test {
 namespace {
 
 using test::expect_error;
@@ -495,4 +495,4 @@ TEST(Devices, ABadSpecIsAnError) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::device_test
