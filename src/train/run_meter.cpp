@@ -7,6 +7,7 @@
 #include <exception>
 #include <numeric>
 
+#include "base/fault.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
 
@@ -79,6 +80,7 @@ RunMeter::SyncReading RunMeter::read_sync() const {
 }
 
 void RunMeter::begin_step() {
+  FaultInjector::of_process().begin_step(static_cast<int64_t>(losses_.size()) + 1);
   devices_.synchronize();
   if (static_cast<int64_t>(losses_.size()) == warmup_steps_) {
     for (size_t i = 0; i < devices_.size(); ++i) devices_[i].reset_peak_memory();

@@ -6,6 +6,8 @@
 
 #include <atomic>
 #include <cmath>
+#include <filesystem>
+#include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -324,6 +326,64 @@ TEST(Practical6Refuses, BadFlagsAndValues) {
 
 TEST(Practical6Refuses, ABackendThatCannotReachAll) {
   expect_refusal(2, small({"--backend", "self"}), "LS0018", "self serves one rank");
+}
+
+// ---- Faults on purpose -----------------------------------------------------------------------
+
+ChildResult run_with_fault(const std::string& fault, const Arguments& flags = {}) {
+  return run_ranks(3, small({"--quiet"}), join({"--inject", fault, "--timeout", "2"}, flags));
+}
+
+void expect_blame(const ChildResult& result, int exit_code, const Arguments& words) {
+  EXPECT_EQ(result.exit_code, exit_code) << result.errors;
+  for (const auto& word : words) {
+    EXPECT_NE(result.errors.find(word), std::string::npos) << word << " in\n" << result.errors;
+  }
+}
+
+TEST(InjectedFault, KillsTheRankInItsStep) {
+  expect_blame(run_with_fault("kill@rank=1,step=3"), 137, {"rank 1", "SIGKILL", "step 2"});
+}
+
+TEST(InjectedFault, EndsTheRankWithItsCode) {
+  expect_blame(run_with_fault("exit@rank=2,step=2,code=7"), 7, {"rank 2"});
+}
+
+TEST(InjectedFault, StopsTheRank) {
+  expect_blame(run_with_fault("stop@rank=1,step=2"), 1, {"rank 1 is stopped (SIGSTOP)"});
+}
+
+TEST(InjectedFault, MakesRanksDisagree) {
+  expect_blame(run_with_fault("mismatch@rank=0,step=2"), 1, {"different", "injected mismatch"});
+}
+
+TEST(InjectedFault, IsGoneAfterARestart) {
+  const ChildResult result = run_with_fault("kill@rank=1,step=3", {"--max-restarts", "1"});
+  expect_blame(result, 0, {"restart 1 of 1"});
+}
+
+// A rank that sleeps outside any collective shows where, and the bundle holds what is known.
+TEST(InjectedFault, AStalledRankShowsItsStackAndLeavesABundle) {
+  const ScratchFolder folder;
+  const ChildResult result =
+      run_with_fault("slow@rank=1,step=2,ms=60000", {"--log-dir", folder.file("logs")});
+  expect_blame(result, 1, {"rank 1", "its stack, innermost first: ", "nanosleep", "crash.json"});
+  std::string bundle;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder.file("logs"))) {
+    if (entry.path().filename() == "crash.json") bundle = entry.path();
+  }
+  ASSERT_FALSE(bundle.empty());
+  std::ifstream file(bundle);
+  const auto json = nlohmann::json::parse(file);
+  ASSERT_EQ(json["ranks"].size(), 3U);
+  EXPECT_FALSE(json["ranks"][1]["stack"].empty());
+  EXPECT_FALSE(json["ranks"][1]["last_collectives"].empty());
+  EXPECT_EQ(json["ranks"][1]["step"], 1);
+  EXPECT_EQ(json["plan"]["faults provoked"]["source"], "--inject");
+  EXPECT_NE(json["failure"].get<std::string>().find("rank 1"), std::string::npos);
+  for (const auto& [name, value] : json["environment"].items()) {
+    EXPECT_EQ(name.find("TOKEN"), std::string::npos) << value;
+  }
 }
 
 }  // namespace
