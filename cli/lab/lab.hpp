@@ -87,6 +87,7 @@ struct RunSet {
 struct LabRuns {
   std::map<std::string, std::vector<RunSet>> sets;  ///< [RunKey::what], ascending by size
   double others_busy_cores = 0;  ///< cores that other programs kept busy when the lab began
+  LabOptions options = {};       ///< what the lab was asked for
 
   void add(const Experiment& experiment, const RunRecord& record);
 
