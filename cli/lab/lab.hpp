@@ -5,6 +5,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/device_plan.hpp"
@@ -111,10 +112,15 @@ struct NamedTable {
   Table table;
 };
 
+/// Names and values, such as {"seed", "0"}.
+using LabFacts = std::vector<std::pair<std::string, std::string>>;
+
 /// What a lab found out.
 struct LabReport {
   std::string title;
-  RunRecord stamp;  ///< a run whose host and versions are those of all
+  RunRecord stamp;           ///< a run whose host and versions are those of all
+  LabFacts trained = {};     ///< what was trained, and the command that repeats the lab
+  std::string warning = {};  ///< why times cannot be judged, said once; empty: they can
   std::vector<NamedTable> tables;
   std::vector<Figure> figures;
   std::vector<Answer> answers;

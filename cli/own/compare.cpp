@@ -10,6 +10,7 @@
 #include "base/process.hpp"
 #include "cli/child.hpp"
 #include "cli/doctor/facts.hpp"
+#include "cli/lab/folder_lock.hpp"
 #include "cli/own/comparison.hpp"
 #include "cli/own/report_folder.hpp"
 #include "launch/launcher.hpp"
@@ -119,14 +120,13 @@ int run_compare(const CompareOptions& options, const std::vector<std::string>& w
   require_font();
   const fs::path folder = options.out;
   make_report_folder(folder);
+  const FolderLock lock(folder.string());
   comparison.others_busy_cores = busy_cores();
   save_comparison(comparison, folder);
   const Interrupts interrupts;
   measure(comparison, options.runs, folder, interrupts);
   publish_report(comparison_report(comparison, folder),
-                 {.command = comparison.command,
-                  .date = comparison.date,
-                  .records = compared_records(comparison, folder)},
+                 {comparison.command, comparison.date, compared_records(comparison, folder)}, {},
                  folder);
   return 0;
 }
