@@ -13,6 +13,9 @@
 #include "cli/child.hpp"
 #include "cli/doctor/doctor.hpp"
 #include "cli/lab/lab_command.hpp"
+#include "cli/own/compare.hpp"
+#include "cli/own/new_program.hpp"
+#include "cli/own/report_command.hpp"
 #include "cli/run.hpp"
 #include "cli/top/top.hpp"
 #include "lockstep/cli_parse.hpp"
@@ -118,12 +121,19 @@ int run_command(int argc, char** argv) {
   const RunFlags run(app);
   SlurmScriptOptions script_options;
   auto* script = add_slurm_script_command(app, script_options);
+  NewOptions new_options;
+  auto* new_command = add_new_command(app, new_options);
+  CompareOptions compare_options;
+  auto* compare_command = add_compare_command(app, compare_options);
+  ReportOptions report_options;
+  auto* report = add_report_command(app, report_options);
 
-  for (auto* command : {doctor, explain_command, lab, top, run.command(), script}) {
+  for (auto* command : {doctor, explain_command, lab, top, run.command(), script, new_command,
+                        compare_command, report}) {
     command->group("Commands");
   }
   app.footer(kAppExamples);  // not before: a subcommand would inherit it
-  const ProgramLine line = cut_at_program(argc, argv, {run.command(), script});
+  const ProgramLine line = cut_at_program(argc, argv, {run.command(), script, compare_command});
   parse_or_throw(app, static_cast<int>(line.flags.size()), line.flag_pointers().data());
 
   if (doctor->parsed()) return run_doctor(as_json);
@@ -134,6 +144,11 @@ int run_command(int argc, char** argv) {
   if (lab->parsed()) return run_lab_command(lab_request, shell_line(argc, argv));
   if (top->parsed()) return run_top(top_options);
   if (run.command()->parsed()) return run_launch(run, line.program, {argv, argv + argc});
+  if (new_command->parsed()) return run_new(new_options);
+  if (compare_command->parsed()) {
+    return run_compare(compare_options, line.program, shell_line(argc, argv));
+  }
+  if (report->parsed()) return run_report(report_options, shell_line(argc, argv));
   if (script->parsed()) {
     fmt::print("{}", slurm_script(script_options, line.program));
     return 0;

@@ -15,6 +15,7 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <string_view>
 
 #include "base/file.hpp"
 #include "lockstep/detail/board.hpp"
@@ -72,6 +73,8 @@ class Pipe {
 // allocates was done before the fork.
 struct ExecPlan {
   std::vector<char*> argv;
+  std::vector<std::string> variables;
+  std::vector<char*> envp;  // into variables
   cpu_set_t cores;
   bool set_cores = false;
   pid_t parent = 0;
@@ -88,7 +91,7 @@ struct ExecPlan {
     ::dup2(nothing, STDIN_FILENO);
     ::dup2(output, STDOUT_FILENO);
     ::dup2(errors, STDERR_FILENO);
-    ::execv(argv[0], argv.data());
+    ::execve(argv[0], argv.data(), envp.data());
     const int reason = errno;
     [[maybe_unused]] const ssize_t told = ::write(report, &reason, sizeof(reason));
     ::_exit(127);
@@ -102,6 +105,17 @@ ExecPlan make_plan(const ChildCommand& command) {
     plan.argv.push_back(const_cast<char*>(argument.c_str()));
   }
   plan.argv.push_back(nullptr);
+  for (char** variable = environ; *variable != nullptr; ++variable) {
+    const std::string_view text(*variable);
+    if (!command.variables.contains(std::string(text.substr(0, text.find('='))))) {
+      plan.variables.emplace_back(text);
+    }
+  }
+  for (const auto& [name, value] : command.variables) {
+    plan.variables.push_back(name + "=" + value);
+  }
+  for (auto& variable : plan.variables) plan.envp.push_back(variable.data());
+  plan.envp.push_back(nullptr);
   CPU_ZERO(&plan.cores);
   for (const int core : command.cores) CPU_SET(static_cast<size_t>(core), &plan.cores);
   plan.set_cores = !command.cores.empty();
@@ -273,11 +287,12 @@ ChildResult run_child_or_throw(const ChildCommand& command, const Interrupts& in
                               : fmt::format("ended with exit code {}", result.exit_code);
   std::string line = name;
   for (const auto& argument : command.arguments) line += " " + argument;
-  const std::string said = last_lines(result.errors, kQuotedLines);
-  throw ChildFailed(fmt::format("{} {}", name, how), "run that command by itself to see more",
-                    {"the command was: " + line,
-                     said.empty() ? "it wrote no error message" : "it said:\n" + said},
-                    result.exit_code);
+  std::string said = last_lines(result.errors, kQuotedLines);
+  if (said.empty()) said = last_lines(result.output, kQuotedLines);
+  throw ChildFailed(
+      fmt::format("{} {}", name, how), "run that command by itself to see more",
+      {"the command was: " + line, said.empty() ? "it wrote nothing" : "it said:\n" + said},
+      result.exit_code);
 }
 
 std::string sibling_path(const std::string& name) {

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <functional>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -33,7 +34,8 @@ class Interrupts {
 struct ChildCommand {
   std::string program;  ///< path
   std::vector<std::string> arguments;
-  std::vector<int> cores = {};         ///< cores it may use; empty: those of lockstep
+  std::vector<int> cores = {};  ///< cores it may use; empty: those of lockstep
+  std::map<std::string, std::string> variables = {};  ///< set besides those of lockstep
   std::chrono::seconds deadline{600};  ///< after that it is killed, which is an Error
   std::function<void()> tick = [] {};  ///< called a few times a second while it runs
 };
@@ -62,7 +64,8 @@ class ChildFailed : public Error {
 /// passes, when a signal comes, and by the kernel when lockstep itself dies.
 ChildResult run_child(const ChildCommand& command, const Interrupts& interrupts);
 
-/// The same, but an exit code other than 0 is a ChildFailed that quotes the end of its errors.
+/// The same, but an exit code other than 0 is a ChildFailed that quotes the end of its errors, or
+/// of its output if it wrote no errors.
 ChildResult run_child_or_throw(const ChildCommand& command, const Interrupts& interrupts);
 
 /// The path of a program that is installed beside this one; an Error if it is missing.

@@ -32,3 +32,16 @@ write_basic_package_version_file("${PROJECT_BINARY_DIR}/lockstepConfigVersion.cm
   COMPATIBILITY SameMinorVersion)
 install(FILES "${PROJECT_BINARY_DIR}/lockstepConfig.cmake" "${PROJECT_BINARY_DIR}/lockstepConfigVersion.cmake"
   DESTINATION "${package_dir}")
+
+# For programs of your own: the course's helpers and every example, and the package in the build folder too, so that
+# `lockstep new` works before anything is installed.
+if(LOCKSTEP_BUILD_EXAMPLES)
+  file(GLOB examples CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/examples/*.cpp")
+  install(FILES ${examples} DESTINATION "${CMAKE_INSTALL_DATADIR}/lockstep/examples")
+  install(DIRECTORY "${PROJECT_SOURCE_DIR}/examples/course" DESTINATION "${CMAKE_INSTALL_INCLUDEDIR}/lockstep_course"
+    FILES_MATCHING PATTERN "*.hpp")
+  install(TARGETS course EXPORT lockstepTargets ARCHIVE DESTINATION "${CMAKE_INSTALL_LIBDIR}")
+  file(MAKE_DIRECTORY "${PROJECT_BINARY_DIR}/share/lockstep")
+  file(CREATE_LINK "${PROJECT_SOURCE_DIR}/examples" "${PROJECT_BINARY_DIR}/share/lockstep/examples" SYMBOLIC)
+endif()
+export(EXPORT lockstepTargets NAMESPACE lockstep:: FILE "${PROJECT_BINARY_DIR}/lockstepTargets.cmake")

@@ -123,15 +123,19 @@ void refuse_flags_of_others(const Lab& lab, const LabOptions& options) {
 
 // Runs each lab into a folder of its own; the first that fails ends it. A flag of one lab reaches
 // that one.
-int run_all(const LabOptions& options, const std::string& command) {
+int run_all(const LabRequest& request, const std::string& command) {
+  if (!request.hand_in.notes.empty()) {
+    throw Error(Code::kUsage, "--notes belongs to one lab, not to all",
+                "write the notes into notes.md of each lab's folder; the report reads them there");
+  }
   for (const auto& lab : all_labs()) {
-    LabOptions own = options;
+    LabOptions own = request.options;
     if (!own.out.empty()) {
       own.out = (std::filesystem::path(own.out) / std::filesystem::path(lab.folder).filename());
     }
     std::fflush(stdout);  // the last lab's text, before news of this one
     print_error(fmt::format("lab {}\n", lab.name));
-    if (const int code = run_lab(lab, own, command); code != 0) return code;
+    if (const int code = run_lab(lab, own, request.hand_in, command); code != 0) return code;
   }
   return 0;
 }
@@ -165,6 +169,13 @@ CLI::App* add_lab_command(CLI::App& app, LabRequest& request) {
                   "below reports)")
       ->type_name("DIR");
   lab->add_flag("--quick", options.quick, "smaller sizes and fewer repetitions");
+  HandIn& hand_in = request.hand_in;
+  lab->add_option("--author", hand_in.author, "who hands the report in")->type_name("NAME");
+  lab->add_option("--notes", hand_in.notes,
+                  "your own words under the report's questions (default: notes.md of the folder, "
+                  "which the first run makes)")
+      ->type_name("FILE");
+  lab->add_flag("--zip", hand_in.zip, "also write hand-in.zip: report, code, notes and records");
   const auto add_size = [lab](const char* flag, std::optional<int64_t>& value, const char* what) {
     lab->add_option(flag, value, what)->check(within(1, 1'000'000))->type_name("N");
   };
@@ -178,10 +189,10 @@ CLI::App* add_lab_command(CLI::App& app, LabRequest& request) {
 }
 
 int run_lab_command(const LabRequest& request, const std::string& command) {
-  if (request.number == "all") return run_all(request.options, command);
+  if (request.number == "all") return run_all(request, command);
   const Lab& lab = lab_named(request.number);
   refuse_flags_of_others(lab, request.options);
-  return run_lab(lab, request.options, command);
+  return run_lab(lab, request.options, request.hand_in, command);
 }
 
 }  // namespace lockstep::cli

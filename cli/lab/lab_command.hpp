@@ -3,6 +3,7 @@
 #include <string>
 
 #include "cli/lab/lab.hpp"
+#include "cli/lab/lab_report.hpp"
 
 namespace CLI {
 class App;
@@ -14,6 +15,7 @@ namespace lockstep::cli {
 struct LabRequest {
   std::string number;  ///< a lab's name, or "all"
   LabOptions options;
+  HandIn hand_in = {};
 };
 
 /// The lab of this name; an unknown one is an Error that lists all labs.

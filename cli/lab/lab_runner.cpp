@@ -14,7 +14,8 @@
 #include "base/process.hpp"
 #include "cli/child.hpp"
 #include "cli/doctor/facts.hpp"
-#include "cli/lab/lab_report.hpp"
+#include "cli/lab/folder_lock.hpp"
+#include "cli/lab/saved_lab.hpp"
 #include "lockstep/units.hpp"
 #include "report/text.hpp"
 
@@ -129,11 +130,12 @@ ChildCommand command_for(const Experiment& experiment, const std::string& record
   return command;
 }
 
-LabRuns run_experiments(const LabPlan& plan, const fs::path& records,
+LabRuns run_experiments(const LabPlan& plan, const SavedLab& saved, const fs::path& records,
                         const Interrupts& interrupts) {
   double weight = 0;
   for (const auto& experiment : plan.experiments) weight += experiment.weight;
-  LabRuns runs{.sets = {}, .others_busy_cores = busy_cores()};
+  LabRuns runs{
+      .sets = {}, .others_busy_cores = saved.others_busy_cores, .options = saved.options};
   Progress progress(plan.experiments.size(), weight);
   for (const auto& experiment : plan.experiments) {
     const std::string record = (records / (experiment.name + ".json")).string();
@@ -149,21 +151,28 @@ LabRuns run_experiments(const LabPlan& plan, const fs::path& records,
 
 }  // namespace
 
-int run_lab(const Lab& lab, const LabOptions& options, const std::string& command) {
+int run_lab(const Lab& lab, const LabOptions& options, const HandIn& hand_in,
+            const std::string& command) {
   require_font();  // not after minutes of measuring
+  require_notes(hand_in);
   const Interrupts interrupts;
   const LabPlan plan = lab.plan(options, detect_hardware(interrupts));
   require_programs(plan);
   const fs::path out = options.out.empty() ? lab.folder : options.out;
   make_folder(out / "records");
-  const LabReport report = lab.report(run_experiments(plan, out / "records", interrupts));
-  print_lab(report, out.string());
+  const FolderLock lock(out.string());
+  const SavedLab saved{lab.name, command, std::time(nullptr), busy_cores(), options,
+                       plan.experiments};
+  save_lab(saved, out);  // first, so that the report can be made even if the disk is full then
+  const LabReport report = lab.report(run_experiments(plan, saved, out / "records", interrupts));
+  print_lab(report);
 
-  std::vector<std::string> record_names;
-  for (const auto& experiment : plan.experiments) record_names.push_back(experiment.name);
-  write_report(lab_document(report, command, std::time(nullptr), record_names), out.string());
+  ReportOrigin origin{command, saved.date, {}};
+  for (const auto& experiment : plan.experiments) origin.records.push_back(experiment.name);
+  write_lab_report(report, origin, hand_in, out.string());
   fmt::print("\nReport: {}, report.pdf, report.md; tables as CSV and records beside\n",
              (out / "report.html").string());
+  if (hand_in.zip) fmt::print("To hand in: {}\n", (out / "hand-in.zip").string());
   return 0;
 }
 

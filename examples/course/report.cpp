@@ -13,6 +13,7 @@
 #include <tuple>
 #include <utility>
 
+#include "lockstep/job_record.hpp"
 #include "lockstep/units.hpp"
 
 namespace course {
@@ -87,93 +88,21 @@ RankReport from_text(const std::string& text) {
   return report;
 }
 
-void send_text(const Communicator& comm, std::string text, int to) {
-  const auto bytes = torch::from_blob(text.data(), {static_cast<int64_t>(text.size())},
-                                      torch::TensorOptions(torch::kUInt8));
-  comm.send(torch::tensor({bytes.numel()}, torch::kInt64), to, {.label = "size of a report"});
-  comm.send(bytes, to, {.label = "report"});
-}
-
-std::string receive_text(const Communicator& comm, int from) {
-  const auto size = torch::zeros({1}, torch::kInt64);
-  comm.recv(size, from, {.label = "size of a report"});
-  std::string text(static_cast<size_t>(size.item<int64_t>()), '\0');
-  comm.recv(torch::from_blob(text.data(), {static_cast<int64_t>(text.size())},
-                             torch::TensorOptions(torch::kUInt8)),
-            from, {.label = "report"});
-  return text;
-}
-
-double rows_of(const RankReport& report) {
-  const auto& split = report.record.split;
-  return static_cast<double>(std::accumulate(split.begin(), split.end(), int64_t{0}));
-}
-
-// A step of the job ends when its last rank has ended it.
-std::vector<double> slowest_steps(const std::vector<RankReport>& reports) {
-  std::vector<double> slowest = reports.front().step_ms;
-  for (const auto& report : reports) {
-    for (size_t i = 0; i < slowest.size(); ++i) {
-      slowest[i] = std::max(slowest[i], report.step_ms.at(i));
-    }
-  }
-  return slowest;
-}
-
-// Each rank's loss is a mean over its rows, so it counts by their number.
-std::vector<double> mean_losses(const std::vector<RankReport>& reports) {
-  std::vector<double> losses(reports.front().record.losses.size(), 0.0);
-  double rows = 0;
-  for (const auto& report : reports) {
-    rows += rows_of(report);
-    for (size_t i = 0; i < losses.size(); ++i) {
-      losses[i] += rows_of(report) * report.record.losses.at(i);
-    }
-  }
-  for (double& loss : losses) loss /= rows;
-  return losses;
-}
-
 }  // namespace
 
 std::vector<RankReport> gather_reports(const Communicator& comm, const RankReport& mine) {
   std::vector<RankReport> reports;
-  if (comm.rank() == 0) {
-    reports.push_back(mine);
-    for (int rank = 1; rank < comm.size(); ++rank) {
-      reports.push_back(from_text(receive_text(comm, rank)));
-    }
-  } else {
-    send_text(comm, to_text(mine), 0);
+  for (const auto& text : lockstep::gather_texts(comm, to_text(mine))) {
+    reports.push_back(from_text(text));
   }
   comm.barrier({.label = "reports"});  // no rank leaves before all reports have arrived
   return reports;
 }
 
 lockstep::RunRecord job_record(const std::vector<RankReport>& reports) {
-  lockstep::RunRecord job = reports.front().record;
-  const auto ranks = static_cast<double>(reports.size());
-  job.world_size = static_cast<int>(reports.size());
-  job.devices.clear();
-  job.split.clear();
-  job.comm_ms = 0;
-  job.exposed_comm_ms = 0;
-  for (const auto& report : reports) {
-    const auto& record = report.record;
-    job.devices.insert(job.devices.end(), record.devices.begin(), record.devices.end());
-    job.split.insert(job.split.end(), record.split.begin(), record.split.end());
-    job.total_s = std::max(job.total_s, record.total_s);
-    job.comm_ms += record.comm_ms / ranks;
-    job.exposed_comm_ms += record.exposed_comm_ms / ranks;
-    job.ranks.push_back({.host = record.host.at("name"), .step_ms = record.step_ms.mean});
-  }
-  const auto steps = slowest_steps(reports);
-  job.step_ms = lockstep::summarize(steps);
-  job.losses = mean_losses(reports);
-  const double seconds = std::accumulate(steps.begin(), steps.end(), 0.0) * 1e-3;
-  job.samples_per_s =
-      seconds > 0 ? static_cast<double>(job.effective_batch * job.step_ms.n) / seconds : 0;
-  return job;
+  std::vector<lockstep::RankMeasurements> ranks;
+  for (const auto& report : reports) ranks.push_back({report.record, report.step_ms});
+  return lockstep::job_record(ranks);
 }
 
 void fill_job_trace(const std::vector<RankReport>& reports, lockstep::Trace& trace) {

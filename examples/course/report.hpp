@@ -25,9 +25,7 @@ struct RankReport {
 /// Every rank's report on rank 0, by rank; nothing on the others. Collective.
 std::vector<RankReport> gather_reports(const lockstep::Communicator& comm, const RankReport& mine);
 
-/// The record of the job without its pipeline, which job_pipeline() gives. Step times are those of
-/// the slowest rank in each step, losses are means over all rows, communication is the mean over
-/// the ranks, buckets are rank 0's.
+/// The record of the job without its pipeline, which job_pipeline() gives.
 lockstep::RunRecord job_record(const std::vector<RankReport>& reports);
 
 /// The pipeline of the whole job from those of its ranks: the stages and actions of all ranks, span

@@ -13,6 +13,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/fused_layers.hpp"
 #include "lockstep/grad_scaler.hpp"
+#include "lockstep/job_record.hpp"
 #include "lockstep/master_weights.hpp"
 #include "lockstep/memory.hpp"
 #include "lockstep/mesh.hpp"

@@ -36,7 +36,9 @@ class Table {
   /// A pipe table under a `###` title, with Markdown's special characters escaped.
   std::string markdown() const;
 
-  /// Header and rows as in RFC 4180, without title and notes.
+  /// Header and rows as in RFC 4180, without title and notes. Quantities are numbers, with their
+  /// unit in the header: "77.8 ± 5.1 ms" in the column "step time" becomes step_time_mean_ms and
+  /// step_time_deviation_ms.
   std::string csv() const;
 
  private:

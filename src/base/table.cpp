@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstdlib>
 
+#include "base/table_data.hpp"
 #include "base/utf8.hpp"
 #include "lockstep/error.hpp"
 
@@ -89,16 +90,6 @@ std::string repeat(std::string_view piece, size_t count) {
   return text;
 }
 
-std::string csv_field(const std::string& cell) {
-  if (cell.find_first_of(",\"\r\n") == std::string::npos) return cell;
-  std::string quoted = "\"";
-  for (const char c : cell) {
-    if (c == '"') quoted += '"';
-    quoted += c;
-  }
-  return quoted + '"';
-}
-
 }  // namespace
 
 Table::Table(std::string title, std::vector<Column> columns)
@@ -162,15 +153,7 @@ std::string Table::markdown() const {
 }
 
 std::string Table::csv() const {
-  std::string text;
-  const auto add_line = [&text](const auto& cells, const auto& text_of) {
-    for (size_t i = 0; i < cells.size(); ++i)
-      text += (i > 0 ? "," : "") + csv_field(text_of(cells[i]));
-    text += "\r\n";
-  };
-  add_line(columns_, [](const Column& column) { return column.header; });
-  for (const auto& row : rows_) add_line(row, [](const std::string& cell) { return cell; });
-  return text;
+  return csv_of(data_of(*this));
 }
 
 size_t display_width(std::string_view utf8) {

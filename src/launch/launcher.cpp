@@ -202,7 +202,10 @@ std::string find_program(const LaunchPlan& plan, const VariableLookup& lookup) {
     fail_program(fmt::format("cannot read {}: {}", plan.script, std::strerror(errno)),
                  "check the path");
   }
-  const std::string& name = plan.command[0];
+  return find_program(plan.command[0], lookup);
+}
+
+std::string find_program(const std::string& name, const VariableLookup& lookup) {
   if (name.find('/') != std::string::npos) return check_path(name);
   const char* path_variable = lookup("PATH");
   return search_path(name,

@@ -1,0 +1,352 @@
+#include "cli/own/run_report.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+
+#include "cli/lab/lab_charts.hpp"
+#include "cli/lab/lab_tables.hpp"
+#include "cli/lab/lab_text.hpp"
+#include "cli/lab/pipeline_trace.hpp"
+#include "lockstep/units.hpp"
+
+namespace lockstep::cli {
+namespace {
+
+constexpr size_t kMostInChart = 8;
+constexpr size_t kMostBuckets = 32;
+
+std::vector<SetRow> rows_where(const std::vector<SetRow>& all,
+                               const std::function<bool(const RunRecord&)>& says) {
+  std::vector<SetRow> rows;
+  for (const auto& row : all) {
+    if (says(row.first())) rows.push_back(row);
+  }
+  return rows;
+}
+
+bool communicates(const RunRecord& run) {
+  return run.all_reduces.count > 0 || run.comm_ms > 0;
+}
+
+bool accumulates_or_rounds(const RunRecord& run) {
+  return run.accum_steps > 1 || run.amp != "off" || run.scale || run.nonfinite > 0;
+}
+
+std::string or_dash(bool known, const std::string& text) {
+  return known ? text : "—";
+}
+
+// A column about a set-up's first run.
+template <class Text>
+SetColumn run_column(const std::string& title, const Text& text_of, Align align = Align::kRight) {
+  return {title, [text_of](const SetRow& row) { return text_of(row.first()); }, align};
+}
+
+Table setup_table(const std::vector<SetRow>& rows) {
+  return make_table<SetRow>(
+      "What ran",
+      {name_column("run"),
+       run_column(
+           "program", [](const RunRecord& run) { return run.program; }, Align::kLeft),
+       run_column("ranks", [](const RunRecord& run) { return std::to_string(run.world_size); }),
+       devices_column(),
+       run_column("rows per step",
+                  [](const RunRecord& run) {
+                    return or_dash(run.effective_batch > 0, std::to_string(run.effective_batch));
+                  }),
+       run_column(
+           "rows per device",
+           [](const RunRecord& run) { return or_dash(!run.split.empty(), format_rows(run.split)); },
+           Align::kLeft),
+       run_column("steps", [](const RunRecord& run) { return std::to_string(run.losses.size()); })},
+      rows);
+}
+
+Table time_table(const std::vector<SetRow>& rows) {
+  Table table = make_table<SetRow>(
+      "Time and memory",
+      {name_column("run"),
+       {"runs", [](const SetRow& row) { return std::to_string(row.set_up->runs.size()); }},
+       step_column(),
+       range_column(),
+       {"total time", [](const SetRow& row) { return format_seconds(mean_total_s(*row.set_up)); }},
+       {"rows/s",
+        [](const SetRow& row) {
+          const double rate = rows_per_s(*row.set_up);
+          return or_dash(rate > 0, fmt::format("{:.0f}", rate));
+        }},
+       {"peak per device", [](const SetRow& row) { return format_bytes(peak_of(*row.set_up)); }},
+       run_column("last loss",
+                  [](const RunRecord& run) {
+                    return or_dash(
+                        !run.losses.empty(),
+                        run.losses.empty() ? "" : fmt::format("{:.4g}", run.losses.back()));
+                  })},
+      rows);
+  std::set<int64_t> warmups;
+  for (const auto& row : rows) warmups.insert(row.first().warmup_steps);
+  table.add_note(fmt::format(
+      "Step time: mean ± deviation and range over all timed steps, without {} at the start of a "
+      "run. The peak is that of the device that held most.",
+      warmups.size() == 1 ? plural(*warmups.begin(), "warm-up step") : "its warm-up steps"));
+  return table;
+}
+
+Table devices_table(const std::vector<SetRow>& rows) {
+  using Row = DeviceRow;
+  const auto bytes = [](int64_t DeviceRecord::*member) {
+    return [member](const Row& row) { return format_bytes(row.device().*member); };
+  };
+  Table table = make_table<Row>(
+      "Devices",
+      {{"run", [](const Row& row) { return row.name; }, Align::kLeft},
+       {"device", [](const Row& row) { return row.device().name; }, Align::kLeft},
+       {"hardware", [](const Row& row) { return hardware_of(row.device()); }, Align::kLeft},
+       {"rows", [](const Row& row) { return or_dash(row.rows > 0, std::to_string(row.rows)); }},
+       {"busy", [](const Row& row) { return format_percent(row.device().busy_fraction); }},
+       {"peak", bytes(&DeviceRecord::peak_bytes)},
+       {"final", bytes(&DeviceRecord::final_bytes)},
+       {"sent/step", bytes(&DeviceRecord::sent_bytes_per_step)},
+       {"received/step", bytes(&DeviceRecord::received_bytes_per_step)}},
+      device_rows(rows));
+  return table;
+}
+
+Table communication_table(const std::vector<SetRow>& rows) {
+  const auto part = [](double Communication::*ms) {
+    return [ms](const SetRow& row) { return format_ms(communication_of(*row.set_up).*ms); };
+  };
+  Table table = make_table<SetRow>(
+      "Communication in a step",
+      {name_column("run"),
+       run_column("all-reduces",
+                  [](const RunRecord& run) { return fmt::format("{:g}", run.all_reduces.count); }),
+       run_column("bytes",
+                  [](const RunRecord& run) { return format_bytes(run.all_reduces.bytes); }),
+       {"time", part(&Communication::total_ms)},
+       {"hidden", part(&Communication::hidden_ms)},
+       {"exposed", part(&Communication::exposed_ms)},
+       {"of the step", [](const SetRow& row) { return format_share(exposed_share(*row.set_up)); }}},
+      rows);
+  table.add_note("Of one rank. Hidden: while it computed. Exposed: while it waited.");
+  return table;
+}
+
+Table buckets_table(const SetRow& row) {
+  using Row = BucketRecord;
+  const RunRecord& run = row.first();
+  std::vector<Row> buckets = run.buckets;
+  if (buckets.size() > kMostBuckets) buckets.resize(kMostBuckets);
+  Table table = make_table<Row>(
+      fmt::format("Buckets of {}", row.name),
+      {{"bucket", [](const Row& bucket) { return std::to_string(bucket.index); }},
+       {"size", [](const Row& bucket) { return format_bytes(bucket.bytes); }},
+       {"parameters", [](const Row& bucket) { return std::to_string(bucket.parameters); }},
+       {"launched", [](const Row& bucket) { return format_ms(bucket.launched_ms); }},
+       {"finished", [](const Row& bucket) { return format_ms(bucket.finished_ms); }}},
+      buckets);
+  table.add_note(fmt::format(
+      "Rank 0 in the last step, from the start of backward, which took {}.{}",
+      format_ms(run.backward_ms),
+      buckets.size() < run.buckets.size()
+          ? fmt::format(" The first {} of {} buckets.", buckets.size(), run.buckets.size())
+          : ""));
+  return table;
+}
+
+Table ranks_table(const std::vector<SetRow>& rows) {
+  Table table("Ranks", {{"run"}, {"rank", Align::kRight}, {"host"}, {"step time", Align::kRight}});
+  for (const auto& row : rows) {
+    const auto& ranks = row.first().ranks;
+    for (size_t rank = 0; rank < ranks.size(); ++rank) {
+      table.add_row(
+          {row.name, std::to_string(rank), ranks[rank].host, format_ms(ranks[rank].step_ms)});
+    }
+  }
+  table.add_note("Each rank's own mean in the first run.");
+  return table;
+}
+
+Table precision_table(const std::vector<SetRow>& rows) {
+  return make_table<SetRow>(
+      "Accumulation and precision",
+      {name_column("run"), micro_rows_column(),
+       run_column(
+           "precision", [](const RunRecord& run) { return run.amp; }, Align::kLeft),
+       run_column("skipped steps", skipped_cell), run_column("final scale", scale_cell),
+       run_column("losses not finite",
+                  [](const RunRecord& run) { return std::to_string(run.nonfinite); })},
+      rows);
+}
+
+Table memory_table(const std::vector<SetRow>& rows) {
+  std::vector<SetColumn> columns = {name_column("run")};
+  for (const auto& [name, bytes] : kMemoryParts) {
+    columns.push_back(
+        {name, [bytes = bytes](const SetRow& row) { return part_cell(*row.set_up, bytes); }});
+  }
+  return make_table<SetRow>("What the peak of rank 0 consists of", columns, rows);
+}
+
+Table stages_table(const std::vector<SetRow>& rows) {
+  Table table("Stages", {{"run"},
+                         {"rank", Align::kRight},
+                         {"stage", Align::kRight},
+                         {"device"},
+                         {"layers", Align::kRight},
+                         {"forward", Align::kRight},
+                         {"backward", Align::kRight},
+                         {"held", Align::kRight}});
+  for (const auto& row : rows) {
+    const PipelineRecord& pipeline = pipeline_of(*row.set_up);
+    for (const auto& stage : pipeline.stages) {
+      table.add_row({row.name, std::to_string(stage.rank), std::to_string(stage.stage),
+                     stage.device, std::to_string(stage.layers), format_ms(stage.forward_ms),
+                     format_ms(stage.backward_ms + stage.weight_ms),
+                     std::to_string(stage.peak_micro_batches)});
+    }
+    table.add_note(fmt::format("{}: {} with {}, bubble {:.0f} % predicted and {:.0f} % measured.",
+                               row.name, pipeline.schedule,
+                               plural(pipeline.micro_batches, "micro-batch"),
+                               pipeline.predicted_bubble * 100, pipeline.bubble * 100));
+  }
+  return table;
+}
+
+// The options that all runs have in common; those that differ are in the runs' names or records.
+LabFacts common_options(const std::vector<SetRow>& rows) {
+  LabFacts facts;
+  for (const auto& [name, value] : rows.front().first().options) {
+    const bool common = std::all_of(rows.begin(), rows.end(), [&](const SetRow& row) {
+      const auto found = row.first().options.find(name);
+      return found != row.first().options.end() && found->second == value;
+    });
+    if (common && !value.empty()) facts.emplace_back(name, value);
+  }
+  return facts;
+}
+
+// ---- Charts
+
+Figure step_figure(const std::vector<SetRow>& rows, const std::string& remark) {
+  BarChart chart{.title = "Step time", .unit = Unit::kMilliseconds};
+  BarSeries series{.name = "step time"};
+  for (const auto& row : rows) {
+    const Stats step = pooled_step_ms(*row.set_up);
+    chart.categories.push_back(row.name);
+    series.values.push_back(step.mean);
+    series.deviations.push_back(step.stddev);
+  }
+  chart.series = {std::move(series)};
+  return {std::move(chart), "Mean and deviation of the timed steps." + remark};
+}
+
+// The run with most devices names them.
+Figure peak_figure(std::vector<SetRow> rows, const std::string& remark) {
+  std::stable_sort(rows.begin(), rows.end(), [](const SetRow& a, const SetRow& b) {
+    return a.first().devices.size() < b.first().devices.size();
+  });
+  return {peak_chart(rows), "The most bytes that were live at once in the timed steps." + remark};
+}
+
+Timeline bucket_timeline(const SetRow& row) {
+  const RunRecord& run = row.first();
+  Timeline chart{.title = fmt::format("Buckets of one step of {}", row.name),
+                 .rows = {{.label = "backward",
+                           .spans = {{.name = format_ms(run.backward_ms),
+                                      .begin_ms = 0,
+                                      .end_ms = run.backward_ms,
+                                      .colour = 0}}}}};
+  for (const auto& bucket : run.buckets) {
+    chart.rows.push_back({.label = fmt::format("bucket {}", bucket.index),
+                          .spans = {{.name = format_bytes(bucket.bytes),
+                                     .begin_ms = bucket.launched_ms,
+                                     .end_ms = bucket.finished_ms,
+                                     .colour = 1}}});
+    if (chart.rows.size() > kMostInChart) break;
+  }
+  return chart;
+}
+
+Timeline pipeline_timeline(const SetRow& row) {
+  Timeline chart{.title = fmt::format("One step of {}", row.name),
+                 .legend = {"forward", "backward", "synchronisation"}};
+  std::map<std::string, std::vector<TimelineSpan>> spans;
+  for (const auto& action : pipeline_of(*row.set_up).actions) {
+    const bool sync = action.kind == "S";
+    spans[fmt::format("rank {} {}", action.rank, action.device)].push_back(
+        {.name = sync ? "S" : action.kind + std::to_string(action.micro_batch),
+         .begin_ms = action.begin_ms,
+         .end_ms = action.end_ms,
+         .colour = sync                 ? 2
+                   : action.kind == "F" ? 0
+                                        : 1});
+  }
+  for (auto& [label, of_device] : spans) chart.rows.push_back({label, std::move(of_device)});
+  return chart;
+}
+
+std::vector<Figure> figures_of(const std::vector<SetRow>& all) {
+  const std::vector<SetRow> rows(
+      all.begin(), all.begin() + static_cast<long>(std::min(all.size(), kMostInChart)));
+  const std::string remark = rows.size() < all.size()
+                                 ? fmt::format(" The first {} of {} runs.", rows.size(), all.size())
+                                 : "";
+  std::vector<Figure> figures = {step_figure(rows, remark), peak_figure(rows, remark)};
+  const auto trained = rows_where(rows, [](const RunRecord& run) { return run.losses.size() > 1; });
+  if (!trained.empty()) {
+    figures.push_back(
+        {loss_chart("Loss", trained), "The loss after each optimizer step." + remark});
+  }
+  for (const auto& row : rows) {
+    const RunRecord& run = row.first();
+    if (run.pipeline && !run.pipeline->actions.empty()) {
+      figures.push_back({pipeline_timeline(row), "The last step of the first run."});
+    } else if (!run.buckets.empty() && run.world_size > 1) {
+      figures.push_back({bucket_timeline(row), "Rank 0's last step in the first run."});
+    }
+  }
+  return figures;
+}
+
+}  // namespace
+
+LabReport report_on_runs(const std::string& title, const std::vector<NamedRuns>& runs) {
+  std::vector<SetRow> rows;
+  for (const auto& each : runs) rows.push_back({each.name, &each.set_up});
+  LabReport report{.title = title,
+                   .stamp = rows.front().first(),
+                   .trained = common_options(rows),
+                   .tables = {{"runs", setup_table(rows)},
+                              {"time", time_table(rows)},
+                              {"devices", devices_table(rows)}},
+                   .figures = figures_of(rows),
+                   .answers = {}};
+  const auto add = [&](const std::string& name, bool (*says)(const RunRecord&),
+                       Table (*make)(const std::vector<SetRow>&)) {
+    const auto chosen = rows_where(rows, says);
+    if (!chosen.empty()) report.tables.push_back({name, make(chosen)});
+  };
+  add("communication", communicates, communication_table);
+  add(
+      "ranks", [](const RunRecord& run) { return run.ranks.size() > 1; }, ranks_table);
+  add("precision", accumulates_or_rounds, precision_table);
+  add(
+      "memory", [](const RunRecord& run) { return run.memory.has_value(); }, memory_table);
+  add(
+      "stages", [](const RunRecord& run) { return run.pipeline.has_value(); }, stages_table);
+  int number = 0;
+  for (const auto& row : rows) {
+    const RunRecord& run = row.first();
+    if (run.world_size < 2 || run.buckets.empty()) continue;
+    if (++number > static_cast<int>(kMostInChart)) break;
+    report.tables.push_back({fmt::format("buckets-{}", number), buckets_table(row)});
+  }
+  return report;
+}
+
+}  // namespace lockstep::cli
