@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <poll.h>
 #include <sched.h>
 #include <signal.h>
@@ -295,15 +296,20 @@ ChildResult run_child_or_throw(const ChildCommand& command, const Interrupts& in
       result.exit_code);
 }
 
-std::string sibling_path(const std::string& name) {
+std::vector<std::string> program_folders() {
   const auto folder = std::filesystem::read_symlink("/proc/self/exe").parent_path();
-  const auto path = folder / name;
-  if (::access(path.c_str(), X_OK) != 0) {
-    throw Error(Code::kProgramFailed,
-                fmt::format("there is no program {} beside lockstep, in {}", name, folder.string()),
-                "build and install lockstep's programs together");
+  return {folder.string(), (folder / LOCKSTEP_PROGRAMS_FROM_BIN).lexically_normal().string()};
+}
+
+std::string sibling_path(const std::string& name) {
+  const auto folders = program_folders();
+  for (const auto& folder : folders) {
+    const std::string path = folder + "/" + name;
+    if (::access(path.c_str(), X_OK) == 0) return path;
   }
-  return path.string();
+  throw Error(Code::kProgramFailed,
+              fmt::format("there is no program {} in {}", name, fmt::join(folders, " or ")),
+              "build and install lockstep's programs together");
 }
 
 }  // namespace lockstep::cli

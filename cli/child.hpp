@@ -68,7 +68,11 @@ ChildResult run_child(const ChildCommand& command, const Interrupts& interrupts)
 /// of its output if it wrote no errors.
 ChildResult run_child_or_throw(const ChildCommand& command, const Interrupts& interrupts);
 
-/// The path of a program that is installed beside this one; an Error if it is missing.
+/// Where lockstep's other programs are: beside the command in a build folder, in libexec/lockstep
+/// once installed.
+std::vector<std::string> program_folders();
+
+/// The path of one of lockstep's other programs; an Error if it is missing.
 std::string sibling_path(const std::string& name);
 
 }  // namespace lockstep::cli

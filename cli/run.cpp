@@ -14,6 +14,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/process.hpp"
+#include "cli/child.hpp"
 #include "cli/nvml.hpp"
 #include "launch/flags.hpp"
 #include "launch/launcher.hpp"
@@ -220,7 +221,7 @@ int run_launch(const RunFlags& flags, const std::vector<std::string>& program,
     if (!start.srun.empty()) return start_by_srun(std::move(start), settings, words);
   }
   const LaunchPlan plan = make_plan(settings, program, gather_facts());
-  const std::string path = find_program(plan, lookup);
+  const std::string path = find_program(plan, lookup, program_folders());
   if (plan.dry_run) {
     fmt::print("{}", describe_plan(plan));
     return 0;

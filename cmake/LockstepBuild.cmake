@@ -68,3 +68,13 @@ if(LOCKSTEP_SANITIZE)
     "-fsanitize=${LOCKSTEP_SANITIZE}" -fno-omit-frame-pointer -fno-sanitize-recover=all -O1)
   target_link_options(lockstep_flags INTERFACE "-fsanitize=${LOCKSTEP_SANITIZE}")
 endif()
+
+# lockstep_compile_with(<target> <libraries>): compiles with the headers and flags of libraries that only its .cpp files
+# use. Unlike a private link of a static library this is no dependency of the installed package.
+function(lockstep_compile_with target)
+  foreach(library ${ARGN})
+    target_include_directories(${target} SYSTEM PRIVATE "$<TARGET_PROPERTY:${library},INTERFACE_INCLUDE_DIRECTORIES>")
+    target_compile_definitions(${target} PRIVATE "$<TARGET_PROPERTY:${library},INTERFACE_COMPILE_DEFINITIONS>")
+    target_compile_options(${target} PRIVATE "$<TARGET_PROPERTY:${library},INTERFACE_COMPILE_OPTIONS>")
+  endforeach()
+endfunction()

@@ -63,9 +63,9 @@ function(lockstep_add_toolkit_headers target include_dir toolkit_includes)
   message(STATUS "lockstep: CUDA's headers are from ${include_dir}, what it lacks from ${completing}")
 endfunction()
 
-# CUDA's headers and libraries for `target`: from the pip packages beside torch, else from a toolkit. NCCL is optional.
-# toolkit_includes: the include folders of the toolkit that nvcc belongs to.
-function(lockstep_add_cuda_runtime target torch_root toolkit_includes)
+# CUDA's libraries for `target`: from the pip packages beside torch, else from a toolkit. NCCL is optional. Sets
+# include_dir, the folder of the runtime's headers.
+function(lockstep_link_cuda_runtime target torch_root)
   file(GLOB header_candidates "${torch_root}/../nvidia/*/include/cuda_runtime_api.h")
   file(GLOB library_candidates "${torch_root}/../nvidia/*/lib/libcudart.so*")
   if(NOT header_candidates OR NOT library_candidates)
@@ -83,8 +83,8 @@ function(lockstep_add_cuda_runtime target torch_root toolkit_includes)
   endif()
   get_filename_component(include_dir "${header}" DIRECTORY)
   get_filename_component(library_dir "${library}" DIRECTORY)
+  set(include_dir "${include_dir}" PARENT_SCOPE)
   target_include_directories(${target} SYSTEM INTERFACE "${include_dir}")
-  lockstep_add_toolkit_headers(${target} "${include_dir}" "${toolkit_includes}")
   file(GLOB blas_lt "${library_dir}/libcublasLt.so*")
   if(NOT blas_lt)
     message(FATAL_ERROR "${library_dir} holds no libcublasLt.so.\n"
@@ -107,3 +107,30 @@ function(lockstep_add_cuda_runtime target torch_root toolkit_includes)
       "memory.\nhelp: install nccl.h and libnccl.so beside the CUDA runtime, then configure again")
   endif()
 endfunction()
+
+# The same, with the headers that the pip packages lack. toolkit_includes: the include folders of the toolkit that nvcc
+# belongs to.
+function(lockstep_add_cuda_runtime target torch_root toolkit_includes)
+  lockstep_link_cuda_runtime(${target} "${torch_root}")
+  lockstep_add_toolkit_headers(${target} "${include_dir}" "${toolkit_includes}")
+endfunction()
+
+# Links lockstep::torch with the CUDA half of libtorch and with lockstep::cuda_runtime.
+function(lockstep_link_torch_cuda library_dir)
+  # Without --no-as-needed the linker drops libtorch_cuda, and with it every CUDA kernel.
+  target_link_libraries(lockstep::torch INTERFACE
+    "-Wl,--push-state,--no-as-needed" "${library_dir}/libtorch_cuda.so" "-Wl,--pop-state"
+    "${library_dir}/libc10_cuda.so" lockstep::cuda_runtime)
+endfunction()
+
+# For the build: the compiler of the kernels, then lockstep::cuda_runtime, linked by lockstep::torch.
+macro(lockstep_enable_cuda)
+  lockstep_choose_cuda_compiler()
+  set(CMAKE_CUDA_STANDARD 20)
+  set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+  set(CMAKE_CUDA_RUNTIME_LIBRARY None)  # lockstep::cuda_runtime names the one that libtorch uses
+  enable_language(CUDA)
+  add_library(lockstep::cuda_runtime INTERFACE IMPORTED GLOBAL)
+  lockstep_add_cuda_runtime(lockstep::cuda_runtime "${LOCKSTEP_TORCH_ROOT}" "${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES}")
+  lockstep_link_torch_cuda("${LOCKSTEP_TORCH_LIB_DIR}")
+endmacro()

@@ -154,7 +154,8 @@ constexpr int64_t kLittleSharedMemory = 256_MiB;
 constexpr int64_t kFewOpenFiles = 1024;
 constexpr int64_t kFewProcesses = 512;
 constexpr const char* kInstallBlas =
-    "apt-get install libopenblas0-openmp, then build lockstep again";
+    "apt-get install libopenblas0-openmp; if another BLAS is installed too, choose that one with "
+    "update-alternatives --config libblas.so.3-$(uname -m)-linux-gnu";
 
 Finding check_lockstep(const json& facts) {
   const auto command = fact<std::string>(facts, "/lockstep").value_or("?");

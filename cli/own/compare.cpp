@@ -35,7 +35,8 @@ constexpr const char* kCompareExamples =
 std::string program_of(const ComparedSide& side) {
   const std::string& word = side.command.front();
   if (word == "lockstep") return fs::read_symlink("/proc/self/exe").string();
-  return find_program(word, [](const char* name) { return std::getenv(name); });
+  return find_program(
+      word, [](const char* name) { return std::getenv(name); }, program_folders());
 }
 
 ChildCommand child_of(const ComparedSide& side, const fs::path& record) {

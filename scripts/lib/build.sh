@@ -61,8 +61,9 @@ check_tools() {
     fail "cmake $version is too old: 3.25 is needed" "python3 -m pip install cmake"
 }
 
+with_tests=ON
 configure() {
-  local options=()
+  local options=("-DLOCKSTEP_BUILD_TESTS=$with_tests")
   check_tools
   [[ -z $torch_dir ]] || options+=("-DLOCKSTEP_TORCH=$torch_dir")
   say "Configuring: preset $preset, in $build_dir"

@@ -20,10 +20,10 @@ phase_name='' phase_begun=0
 phases=''
 phase() {
   [[ -z $phase_name ]] || phases+="$phase_name $((SECONDS - phase_begun))"$'\n'
-  phase_name=${1:-} phase_begun=$SECONDS
+  phase_name=$1 phase_begun=$SECONDS
 }
 print_phases() {
-  phase
+  phase ''
   [[ -z ${LOCKSTEP_PHASES:-} ]] || { printf '%s' "$phases" >>"$LOCKSTEP_PHASES" && phases=$(<"$LOCKSTEP_PHASES"); }
   awk '{ if (!($1 in seconds)) order[++parts] = $1; seconds[$1] += $2; total += $2 }
     END {
@@ -38,7 +38,7 @@ usage_error() {
 }
 
 # The flags' values, before parse_options has read any.
-torch='' preset=release label='' install=yes part=all
+torch='' preset=release label='' prefix='' install=yes part=all
 
 # parse_options "FLAGS" "$@": FLAGS names those the calling script takes. The script defines usage().
 parse_options() {

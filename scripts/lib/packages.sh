@@ -21,9 +21,65 @@ system_torch_packages=(
   libopenblas0-openmp  # libtorch-dev alone may bring the reference BLAS, 30 times slower; and only
                        # the OpenMP build keeps thread budgets
 )
+deb_packages=(
+  dpkg-dev  # dpkg-shlibdeps finds what the packages depend on
+  file      # and tells programs from scripts for cpack
+)
 oracle_packages=(
   python3-torch  # the parity tests train the same model in PyTorch; brings python3-numpy
 )
+
+# What building needs, by other names than Debian's: a header, its Debian package, its conda-forge package.
+needed_headers=(
+  'CLI/CLI.hpp libcli11-dev cli11'
+  'fmt/format.h libfmt-dev fmt'
+  'nlohmann/json.hpp nlohmann-json3-dev nlohmann_json'
+  'cairo/cairo-pdf.h libcairo2-dev cairo'
+  'fontconfig/fontconfig.h libfontconfig-dev fontconfig'
+  'openssl/hmac.h libssl-dev openssl'
+  'xxhash.h libxxhash-dev xxhash'
+)
+
+# has_header HEADER: whether it is where compilers and CMake look for headers.
+has_header() {
+  local folder folders
+  IFS=: read -ra folders <<<"/usr:/usr/local:${CMAKE_PREFIX_PATH:-}"
+  for folder in "${folders[@]}"; do
+    [[ ! -e $folder/include/$1 ]] || return 0
+  done
+  IFS=: read -ra folders <<<"${CPATH:-}:${CPLUS_INCLUDE_PATH:-}"
+  for folder in "${folders[@]}"; do
+    [[ -z $folder || ! -e $folder/$1 ]] || return 0
+  done
+  return 1
+}
+
+# require_parts: what lockstep is built from must be there already. Names all that is missing, with remedies for those
+# who are root here and for those who are not.
+require_parts() {
+  local entry header debian conda missing=() debian_missing=() conda_missing=() version remedies=()
+  version=$("${CXX:-g++}" -dumpfullversion 2>/dev/null) || version=0
+  if ((${version%%.*} < 12)); then
+    missing+=("GCC 12 or newer (${CXX:-g++} is ${version/#0/not there})") debian_missing+=(g++) conda_missing+=(gxx)
+  fi
+  for entry in "${needed_headers[@]}"; do
+    read -r header debian conda <<<"$entry"
+    has_header "$header" || { missing+=("$header") debian_missing+=("$debian") conda_missing+=("$conda"); }
+  done
+  if ! command -v cmake >/dev/null; then missing+=(cmake) debian_missing+=(cmake) conda_missing+=(cmake); fi
+  if ! command -v ninja >/dev/null; then missing+=(ninja) debian_missing+=(ninja-build) conda_missing+=(ninja); fi
+  if [[ -z $torch_dir && ! -e /usr/include/torch/csrc/api/include/torch/torch.h ]]; then
+    missing+=(libtorch) debian_missing+=(libtorch-dev libopenblas0-openmp)
+    remedies=("libtorch without root: python3 -m pip install torch, then scripts/${0##*/} --torch python with the rest of your flags")
+  fi
+  ((${#missing[@]})) || return 0
+  if ((${#conda_missing[@]})); then
+    remedies+=("without root: conda create -p ~/lockstep-parts -c conda-forge ${conda_missing[*]}; then export \
+PATH=~/lockstep-parts/bin:\$PATH CMAKE_PREFIX_PATH=~/lockstep-parts and run this again")
+  fi
+  fail "missing for the build: $(printf '%s, ' "${missing[@]}" | sed 's/, $//')" \
+    "an administrator: apt-get install ${debian_missing[*]}" "${remedies[@]}"
+}
 
 is_installed() {
   [[ $(dpkg-query -W -f '${db:Status-Abbrev}' "$1" 2>/dev/null) == ii* ]]

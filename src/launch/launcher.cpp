@@ -54,13 +54,18 @@ std::string check_path(const std::string& path) {
   return path;
 }
 
-std::string search_path(const std::string& name, std::string_view path_variable) {
+std::string search_path(const std::string& name, std::string_view path_variable,
+                        const std::vector<std::string>& more_folders) {
   for (size_t begin = 0; begin <= path_variable.size();) {
     const size_t end = std::min(path_variable.find(':', begin), path_variable.size());
     const std::string folder(path_variable.substr(begin, end - begin));
     const std::string path = (folder.empty() ? "." : folder) + "/" + name;
     if (look_at_path(path) == Found::kExecutable) return path;
     begin = end + 1;
+  }
+  for (const auto& folder : more_folders) {
+    const std::string path = folder + "/" + name;
+    if (look_at_path(path) == Found::kExecutable) return path;
   }
   if (look_at_path("./" + name) == Found::kExecutable) {
     fail_program(fmt::format("there is no program {} in PATH", name),
@@ -197,19 +202,22 @@ void report(const AttemptResult& result, LogFolder& logs, Console& console) {
 
 }  // namespace
 
-std::string find_program(const LaunchPlan& plan, const VariableLookup& lookup) {
+std::string find_program(const LaunchPlan& plan, const VariableLookup& lookup,
+                         const std::vector<std::string>& more_folders) {
   if (!plan.script.empty() && ::access(plan.script.c_str(), R_OK) != 0) {
     fail_program(fmt::format("cannot read {}: {}", plan.script, std::strerror(errno)),
                  "check the path");
   }
-  return find_program(plan.command[0], lookup);
+  return find_program(plan.command[0], lookup, more_folders);
 }
 
-std::string find_program(const std::string& name, const VariableLookup& lookup) {
+std::string find_program(const std::string& name, const VariableLookup& lookup,
+                         const std::vector<std::string>& more_folders) {
   if (name.find('/') != std::string::npos) return check_path(name);
   const char* path_variable = lookup("PATH");
   return search_path(name,
-                     path_variable == nullptr ? "/usr/local/bin:/usr/bin:/bin" : path_variable);
+                     path_variable == nullptr ? "/usr/local/bin:/usr/bin:/bin" : path_variable,
+                     more_folders);
 }
 
 int launch(const LaunchPlan& plan, const std::string& program) {

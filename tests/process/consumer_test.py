@@ -14,16 +14,31 @@ import sys
 import tempfile
 import unittest
 
+from building_page import page_project
+
 CMAKE, BUILD, REPO = sys.argv[1], pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[3])
 LABS = ("5", "6", "7", "10", "homework2")
-
-
-def page_project(which):
-    """The CMakeLists.txt that docs/building.md prints, chosen by a word that is in it."""
-    page = (REPO / "docs" / "building.md").read_text(encoding="utf-8")
-    found = [body for body in re.findall(r"^```cmake\n(.*?)^```$", page, re.MULTILINE | re.DOTALL) if which in body]
-    assert len(found) == 1, f"docs/building.md has {len(found)} CMake blocks with {which}"
-    return found[0]
+CACHE = (BUILD / "CMakeCache.txt").read_text()
+SANITIZE = [f"-fsanitize={names}" for names in re.findall(r"^LOCKSTEP_SANITIZE:STRING=(.+)$", CACHE, re.MULTILINE)]
+TORCH = re.search(r"^LOCKSTEP_TORCH:PATH=(.*)$", CACHE, re.MULTILINE).group(1)
+HIDDEN = [f"-DCMAKE_DISABLE_FIND_PACKAGE_{name}=ON" for name in ("CLI11", "fmt", "OpenSSL", "Cairo", "GTest", "Torch")]
+VERSION_PROGRAM = r"""
+#include <cstdio>
+#include <lockstep/version.hpp>
+#if !LOCKSTEP_VERSION_CHECK(0, 0, 9) || !LOCKSTEP_VERSION_CHECK(0, 1, 0)
+#error "this is older than it is"
+#endif
+static_assert(!LOCKSTEP_VERSION_CHECK(LOCKSTEP_VERSION_MAJOR + 1, 0, 0));
+static_assert(!LOCKSTEP_VERSION_CHECK(LOCKSTEP_VERSION_MAJOR, LOCKSTEP_VERSION_MINOR + 1, 0));
+static_assert(!LOCKSTEP_VERSION_CHECK(LOCKSTEP_VERSION_MAJOR, LOCKSTEP_VERSION_MINOR, LOCKSTEP_VERSION_PATCH + 1));
+static_assert(LOCKSTEP_VERSION_CHECK(LOCKSTEP_VERSION_MAJOR, LOCKSTEP_VERSION_MINOR, LOCKSTEP_VERSION_PATCH));
+int main() {
+  std::printf("%d.%d.%d %s", LOCKSTEP_VERSION_MAJOR, LOCKSTEP_VERSION_MINOR, LOCKSTEP_VERSION_PATCH, lockstep::kVersion);
+#ifdef WITH_TORCH
+  std::printf(" %s", lockstep::describe_versions().at("libtorch").c_str());
+#endif
+}
+"""
 
 
 def run(*command, **more):
@@ -62,10 +77,10 @@ class Installed(Scratch):
         cls.lockstep = cls.prefix / "bin" / "lockstep"
         project = cls.folder / "project"
         project.mkdir()
-        (project / "CMakeLists.txt").write_text(page_project("find_package(lockstep"), encoding="utf-8")
+        (project / "CMakeLists.txt").write_text(page_project(REPO, "find_package(lockstep"), encoding="utf-8")
         shutil.copy(REPO / "examples" / "tutorial_distributed.cpp", project / "train.cpp")
         for command in ([CMAKE, "-S", project, "-B", project / "build", "-G", "Ninja",
-                         f"-DCMAKE_PREFIX_PATH={cls.prefix}"],
+                         f"-DCMAKE_PREFIX_PATH={cls.prefix}", *HIDDEN],
                         [CMAKE, "--build", project / "build"]):
             built = run(*command)
             if built.returncode != 0:
@@ -117,7 +132,7 @@ class Installed(Scratch):
     def test_every_lab_finds_its_programs(self):
         """A lab looks for its programs before it makes its folder, which it cannot make inside a file."""
         course = {path.name for pattern in ("practical*", "homework*") for path in (BUILD / "bin").glob(pattern)}
-        self.assertLessEqual(course, {path.name for path in (self.prefix / "bin").iterdir()})
+        self.assertLessEqual(course, {path.name for path in (self.prefix / "libexec" / "lockstep").iterdir()})
         a_file = self.folder / "file"
         a_file.touch()
         for lab in LABS:
@@ -129,8 +144,92 @@ class Installed(Scratch):
 
     def test_a_program_of_the_course_runs_over_gloo(self):
         self.need_gloo()
-        self.done(run(self.lockstep, "run", "-n", "2", "--backend", "gloo", self.prefix / "bin" / "practical6_ddp",
+        self.done(run(self.lockstep, "run", "-n", "2", "--backend", "gloo", "practical6_ddp",
                       "--steps", "2", "--batch", "4", "--dim", "4", "--hidden", "4"))
+
+    def test_bin_holds_the_command_alone(self):
+        """Other programs have generic names, which belong to no package."""
+        self.assertEqual([path.name for path in (self.prefix / "bin").iterdir()], ["lockstep"])
+
+    def test_no_run_path_leaves_the_prefix(self):
+        """Except to a libtorch that is not the system's, and to the right BLAS where the system prefers another."""
+        allowed = [re.escape(str(pathlib.Path(TORCH) / "lib"))] if TORCH else []
+        if not re.search("openblas-openmp", os.path.realpath(next(pathlib.Path("/usr/lib").glob("*/libblas.so.3"), "/"))):
+            allowed.append(r"/usr/lib/[^/]+/openblas-openmp")
+        checked = 0
+        for path in sorted(self.prefix.glob("**/*")):
+            if not path.is_file() or path.read_bytes()[:4] != b"\x7fELF":
+                continue
+            checked += 1
+            listed = self.done(run("readelf", "-d", path))
+            for folder in ":".join(re.findall(r"\((?:RPATH|RUNPATH)\).*\[(.*)\]", listed)).split(":"):
+                self.assertRegex(folder, "|".join([r"^$", r"^\$ORIGIN(/|$)", *allowed]), path)
+        self.assertGreater(checked, 8)
+
+    def test_the_exported_targets_name_no_path_of_this_machine(self):
+        found = list(self.prefix.glob("**/lockstep*Targets*.cmake"))
+        self.assertGreaterEqual(len(found), 4)
+        for path in found:
+            self.assertNotRegex(path.read_text(), r'["; ]/[a-z]|fmt::|CLI11::|OpenSSL::', path)
+
+    def configure(self, name, text, *flags):
+        """Another small project that looks for the installed lockstep."""
+        project = self.folder / name
+        project.mkdir()
+        (project / "CMakeLists.txt").write_text(
+            f"cmake_minimum_required(VERSION 3.25)\nproject({name} LANGUAGES CXX)\n{text}\n")
+        (project / "version.cpp").write_text(VERSION_PROGRAM)
+        return run(CMAKE, "-S", project, "-B", project / "build", "-G", "Ninja", f"-DCMAKE_PREFIX_PATH={self.prefix}",
+                   *HIDDEN, *flags)
+
+    def other_torch(self, version):
+        """A folder that looks like a libtorch of that version."""
+        root = self.folder / f"torch-{version}"
+        api = root / "include" / "torch" / "csrc" / "api" / "include" / "torch"
+        api.mkdir(parents=True)
+        (root / "lib").mkdir()
+        (api / "torch.h").touch()
+        major, minor, patch = version.split(".")
+        (api / "version.h").write_text(f"#define TORCH_VERSION_MAJOR {major}\n#define TORCH_VERSION_MINOR {minor}\n"
+                                       f"#define TORCH_VERSION_PATCH {patch}\n")
+        for library in ("torch", "torch_cpu", "c10"):
+            (root / "lib" / f"lib{library}.so").touch()
+        return root
+
+    def test_another_libtorch_is_refused_with_a_remedy(self):
+        other = self.other_torch("1.99.7")
+        failed = self.configure("other", "find_package(lockstep REQUIRED)", f"-DLOCKSTEP_TORCH={other}")
+        self.assertNotEqual(failed.returncode, 0)
+        said = " ".join(failed.stderr.split())
+        self.assertIn("is 1.99.7", said)
+        self.assertIn("help: name a libtorch", said)
+        optional = self.configure("optional", 'find_package(lockstep QUIET)\nmessage(STATUS "found: ${lockstep_FOUND}")',
+                                  f"-DLOCKSTEP_TORCH={other}")
+        self.assertRegex(self.done(optional), r"found: (0|FALSE)")
+
+    def test_the_core_needs_no_libtorch(self):
+        self.done(self.configure("core", "find_package(lockstep REQUIRED COMPONENTS core)\nadd_executable(v version.cpp)\n"
+                                 "target_link_libraries(v PRIVATE lockstep::core)", "-DLOCKSTEP_TORCH=/nowhere"))
+        build = self.folder / "core" / "build"
+        self.done(run(CMAKE, "--build", build))
+        header, library = self.done(run(build / "v")).split()
+        self.assertEqual(header, library)
+        self.assertNotIn("libtorch", self.done(run("readelf", "-d", build / "v")))
+
+    def test_pkg_config_is_enough_for_a_command_line(self):
+        if shutil.which("pkg-config") is None:
+            self.skipTest("pkg-config is not installed")
+        source = self.folder / "version.cpp"
+        source.write_text(VERSION_PROGRAM)
+        folder = next(self.prefix.glob("lib*/**/pkgconfig"))
+        for package, macro in (("lockstep-core", "WITHOUT_TORCH"), ("lockstep", "WITH_TORCH")):
+            flags = self.done(run("pkg-config", "--cflags", "--libs", package,
+                                  env=dict(os.environ, PKG_CONFIG_PATH=str(folder)))).split()
+            program = self.folder / package
+            self.done(run("g++", f"-D{macro}", source, *SANITIZE, "-o", program, *flags))
+            versions = self.done(run(program)).split()
+            self.assertEqual(versions[0], versions[1])
+            self.assertEqual(len(versions), 3 if macro == "WITH_TORCH" else 2)
 
 
 class Subproject(Scratch):
@@ -140,16 +239,14 @@ class Subproject(Scratch):
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
-        (cls.folder / "CMakeLists.txt").write_text(page_project("add_subdirectory(lockstep"), encoding="utf-8")
+        (cls.folder / "CMakeLists.txt").write_text(page_project(REPO, "add_subdirectory(lockstep"), encoding="utf-8")
         (cls.folder / "lockstep").symlink_to(REPO)
         (cls.folder / "train.cpp").write_text("#include <lockstep/error.hpp>\n"
                                               "static_assert(__cplusplus >= 202002L);\n"
                                               "int main() {}\n")
 
     def configure(self, name, *flags):
-        cache = (BUILD / "CMakeCache.txt").read_text()
-        torch = re.search(r"^LOCKSTEP_TORCH:PATH=(.*)$", cache, re.MULTILINE).group(1)
-        self.done(run(CMAKE, "-S", self.folder, "-B", self.folder / name, "-G", "Ninja", f"-DLOCKSTEP_TORCH={torch}",
+        self.done(run(CMAKE, "-S", self.folder, "-B", self.folder / name, "-G", "Ninja", f"-DLOCKSTEP_TORCH={TORCH}",
                       "-DLOCKSTEP_CUDA=OFF", *flags))
         return self.folder / name
 
@@ -157,12 +254,12 @@ class Subproject(Scratch):
         """The programs, libraries and modules of a build."""
         listed = self.done(run("ninja", "-C", build, "-t", "targets", "all"))
         return {pathlib.Path(path).name for path in
-                re.findall(r"^(\S+): CXX_(?:EXECUTABLE|STATIC_LIBRARY|MODULE_LIBRARY)_LINKER", listed, re.MULTILINE)}
+                re.findall(r"^(\S+): CXX_(?:EXECUTABLE|STATIC_LIBRARY|SHARED_LIBRARY|MODULE_LIBRARY)_LINKER", listed, re.MULTILINE)}
 
     def test_it_brings_the_library_and_nothing_else(self):
         build = self.configure("alone")
         brought = self.targets(build) - {"lockstep-gloo.so"}  # where libgloo-dev is installed
-        self.assertEqual(brought, {"train", "liblockstep.a", "liblockstep_core.a"})
+        self.assertEqual(brought, {"train", "liblockstep.a", "liblockstep-core.a"})
         self.assertFalse((build / "CTestTestfile.cmake").exists(), "the parent project got tests")
         installed = self.done(run(CMAKE, "--install", build, "--prefix", self.folder / "nothing"))
         self.assertEqual(list((self.folder / "nothing").glob("**/*.*")), [], installed)
@@ -170,6 +267,12 @@ class Subproject(Scratch):
     def test_its_users_are_compiled_as_cpp20(self):
         build = self.configure("flags", "-DCMAKE_CXX_STANDARD=17")
         self.done(run(CMAKE, "--build", build, "--target", "CMakeFiles/train.dir/train.cpp.o"))
+
+    def test_a_shared_library_has_a_soname(self):
+        build = self.configure("shared", "-DBUILD_SHARED_LIBS=ON")
+        linked = self.done(run("ninja", "-C", build, "-t", "commands", "train"))
+        for name in ("liblockstep.so.0", "liblockstep-core.so.0"):
+            self.assertIn(f"-Wl,-soname,{name} ", linked)
 
     def test_it_brings_the_command_where_asked(self):
         build = self.configure("command", "-DLOCKSTEP_BUILD_PROGRAMS=ON")

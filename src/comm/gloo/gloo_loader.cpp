@@ -26,14 +26,21 @@ constexpr int kLoadFlags = RTLD_NOW | RTLD_LOCAL;
 constexpr int kLoadFlags = RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND;
 #endif
 
+// The file that this code was linked into: the program or a shared library. "" where that is
+// unknown.
+std::filesystem::path this_binary() {
+  Dl_info about{};
+  if (::dladdr(&kGlooModule, &about) == 0 || about.dli_fname == nullptr) return {};
+  return about.dli_fname;
+}
+
 // Where the dynamic loader looks for libraries of the program, or of the shared library, that this
-// code was linked into. The run path of a program built with the installed package names the
+// code was linked into. The run path of a program built with an installed static library names the
 // module's folder.
 std::vector<std::filesystem::path> loader_folders() {
-  Dl_info about{};
   void* self = nullptr;
-  if (::dladdr(&kGlooModule, &about) != 0 && about.dli_fname != nullptr) {
-    self = ::dlopen(about.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+  if (const auto binary = this_binary(); !binary.empty()) {
+    self = ::dlopen(binary.c_str(), RTLD_LAZY | RTLD_NOLOAD);
   }
   if (self == nullptr) self = ::dlopen(nullptr, RTLD_LAZY);  // in the program itself
   std::vector<std::filesystem::path> folders;
@@ -68,10 +75,16 @@ std::vector<std::filesystem::path> module_folders() {
   std::error_code ignored;
   const auto program = std::filesystem::read_symlink("/proc/self/exe", ignored);
   if (!program.empty()) {
-    const auto prefix = program.parent_path().parent_path();
     add(program.parent_path());
-    add(prefix / "lib" / "lockstep");
-    add(prefix / LOCKSTEP_INSTALL_LIBDIR / "lockstep");
+    // The prefix of PREFIX/bin/lockstep, then that of PREFIX/libexec/lockstep/practical6_ddp.
+    auto prefix = program.parent_path().parent_path();
+    for (int up = 0; up < 2; ++up, prefix = prefix.parent_path()) {
+      add(prefix / "lib" / "lockstep");
+      add(prefix / LOCKSTEP_INSTALL_LIBDIR / "lockstep");
+    }
+  }
+  if (const auto binary = this_binary(); binary.has_parent_path()) {
+    add(binary.parent_path() / "lockstep");  // beside a shared library
   }
   for (const auto& folder : loader_folders()) add(folder);
   add(std::filesystem::path(LOCKSTEP_INSTALL_PREFIX) / LOCKSTEP_INSTALL_LIBDIR / "lockstep");

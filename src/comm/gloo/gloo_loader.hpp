@@ -8,9 +8,9 @@
 namespace lockstep {
 
 /// The file of a module that is loaded at run time, such as "lockstep-gloo.so". It is looked for in
-/// the folders of LOCKSTEP_MODULE_PATH, beside the program, in ../lib/lockstep from there, along
-/// the program's run path, and in the prefix that lockstep was configured with. "" where there is
-/// none.
+/// the folders of LOCKSTEP_MODULE_PATH, beside the program, in lib/lockstep of its prefix, in
+/// lockstep/ beside a shared lockstep, along the program's run path, and in the prefix that
+/// lockstep was configured with. "" where there is none.
 std::string find_module(std::string_view file_name);
 
 /// Loads the Gloo module once. kBackend where it is missing, cannot be loaded, or is of another
