@@ -21,6 +21,7 @@ class FileRemoval;
 /// The most logical devices that one rank can show.
 inline constexpr int kBoardDevices = 256;
 
+/// What a rank is doing.
 enum class Phase : uint32_t {
   kStarting,
   kLoading,
@@ -141,7 +142,7 @@ class Board {
   /// Opens an existing board for reading. Throws if it is truncated, of another user or version.
   static Board open(const std::string& path);
 
-  /// /dev/shm/lockstep-<uid>-<run_name>. A name has 1 to 63 letters, digits, '.', '_' or '-'.
+  /// `/dev/shm/lockstep-<uid>-<run_name>`. A name has 1 to 63 letters, digits, '.', '_' or '-'.
   static std::string default_path(const std::string& run_name);
 
   const std::string& path() const;
@@ -162,6 +163,7 @@ class Board {
   std::shared_ptr<const FileRemoval> removal_;  // null unless this Board came from create()
 };
 
+/// Whether a board belongs to a running job.
 enum class BoardState { kLive, kStale, kUnusable };
 
 /// A board file found in /dev/shm.
