@@ -15,6 +15,8 @@ LAYERS = {"clock": "base", "version": "base", "gradients": "gradients", "device_
           "optim": "optim", "reduce_op": "world", "schedule": "schedule", "lockstep": "train", "task": "device",
           "tensor_tree": "parallel", "tensor_text": "train"}
 
+MAIN_PAGE = "index"  # Doxygen labels it so itself
+
 
 def layer_of(header):
     name = os.path.basename(header).removesuffix(".hpp")
@@ -44,6 +46,10 @@ def anchor(heading, taken):
     return f"{name}-{taken[name]}" if taken[name] else name
 
 
+def label_of(page):
+    return page if page == MAIN_PAGE else f"page-{page}"
+
+
 def filtered_page(path, text):
     page = os.path.basename(path).removesuffix(".md")
     lines, fenced, taken = [], False, {}
@@ -51,9 +57,16 @@ def filtered_page(path, text):
         fenced ^= line.startswith("```")
         heading = re.match(r"#+ (.*)$", line)
         if heading and not fenced:
-            line += f" {{#{page}-{anchor(heading[1], taken)}}}"
+            first = not taken
+            label = f"{page}-{anchor(heading[1], taken)}"
+            if not first:
+                line += f" {{#{label}}}"
+            elif page != MAIN_PAGE:
+                line += f" {{#{label_of(page)}}}"
         elif not fenced:
             line = re.sub(r"\]\((?:[\w./]*?(\w+)\.md)?#([\w-]+)\)", lambda m: f"](#{m[1] or page}-{m[2]})", line)
+            line = line.replace("](images/", "](")  # Doxygen looks for images by name
+            line = re.sub(r"\]\([\w./]*?(\w+)\.md\)", lambda m: f"](#{label_of(m[1])})", line)
         lines.append(line)
     return "\n".join(lines)
 
