@@ -7,8 +7,10 @@
 
 namespace lockstep {
 
+/// The side on which cells of a column line up.
 enum class Align { kLeft, kRight };
 
+/// Title and alignment of a column.
 struct Column {
   std::string header;
   Align align = Align::kLeft;

@@ -24,6 +24,7 @@ inline constexpr int kBoardDevices = 256;
 /// How many of its last collectives a rank's page keeps.
 inline constexpr int kBoardCollectives = 16;
 
+/// What a rank is doing.
 enum class Phase : uint32_t {
   kStarting,
   kLoading,
@@ -169,6 +170,7 @@ class Board {
   std::shared_ptr<const FileRemoval> removal_;  // null unless this Board came from create()
 };
 
+/// Whether a board belongs to a running job.
 enum class BoardState { kLive, kStale, kUnusable };
 
 /// A board file found in /dev/shm.
