@@ -152,6 +152,9 @@ Document lab_document(const LabReport& report, const std::string& command, std::
     document.facts.push_back({name == "name" ? "host" : name, value});
   }
   for (const auto& [name, value] : report.stamp.versions) document.facts.push_back({name, value});
+  for (const auto& [name, value] : report.trained) document.trained.push_back({name, value});
+  for (const auto& [name, text] : report.code) document.code.push_back({name, text});
+  document.warning = report.warning;
 
   std::vector<Section> questions;
   std::vector<std::string> topics;
@@ -177,6 +180,7 @@ Document lab_document(const LabReport& report, const std::string& command, std::
 
 void print_lab(const LabReport& report) {
   const bool style = may_style(STDOUT_FILENO);
+  if (!report.warning.empty()) fmt::print("\n{}\n", wrap_text(report.warning, kAnswerWidth));
   for (const auto& [name, table] : report.tables) fmt::print("\n{}", table.terminal(style));
   for (const auto& drawing : report.drawings) fmt::print("\n{}", drawing);
   print_answers(report.answers, style);

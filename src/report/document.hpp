@@ -57,6 +57,7 @@ struct Document {
   std::vector<Fact> facts = {};    ///< host and versions
   std::string author = {};         ///< who hands it in; may be empty
   std::vector<Fact> trained = {};  ///< what was trained; empty: the report does not say
+  std::string warning = {};        ///< why the figures cannot be relied on; may be empty
   Words notes = {};                ///< the author's, before everything else
   std::vector<Section> sections = {};
   std::vector<RecordLink> records = {};

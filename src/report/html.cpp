@@ -38,6 +38,7 @@ border-radius:.4rem}
 .trained h2{font-size:1rem;margin:0;padding:0;border:0}
 .trained dl{border:0;padding:.5rem 0}
 .trained dt{flex-basis:7.5rem}
+.warning{margin:1.2rem 0;padding:.6rem 1rem;border-left:3px solid #d55e00}
 .own{margin:.4rem 0 1.2rem;padding:.5rem 0 .1rem 1rem;border-left:3px solid #0072b2;
 max-width:52rem}
 .own .label{color:var(--muted);font-size:.82rem;margin:0 0 .2rem}
@@ -219,8 +220,11 @@ std::string render_html(const Document& document) {
   if (!document.author.empty()) {
     html += fmt::format("<p class=\"author\">{}</p>\n", escape_xml(document.author));
   }
-  html += facts_html(document) + "</header>\n<main>\n" + trained_html(document.trained) +
-          words_html(document.notes, document.author);
+  html += facts_html(document) + "</header>\n<main>\n" + trained_html(document.trained);
+  if (!document.warning.empty()) {
+    html += fmt::format("<p class=\"warning\">{}</p>\n", escape_xml(document.warning));
+  }
+  html += words_html(document.notes, document.author);
   size_t tables = 0;
   size_t figures = 0;
   for (const auto& section : document.sections) {

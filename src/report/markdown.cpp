@@ -60,6 +60,9 @@ std::string render_markdown(const Document& document) {
   for (const auto& [name, value] : document.trained) {
     text += fmt::format("- {}: {}\n", markdown_text(name), markdown_text(value));
   }
+  if (!document.warning.empty()) {
+    text += fmt::format("\n**{}**\n", markdown_text(document.warning));
+  }
   text += markdown_words(document.notes, document.author);
   size_t figure_number = 0;
   for (const auto& section : document.sections) {

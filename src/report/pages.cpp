@@ -334,6 +334,10 @@ std::vector<Drawing> lay_out_pages(const Document& document) {
   flow.advance(6);
   draw_stamp(flow, document);
   draw_trained(flow, document.trained);
+  if (!document.warning.empty()) {
+    flow.space(8);
+    flow.paragraph(document.warning, kQuestion);
+  }
   draw_words(flow, document.notes, document.author);
   Numbers numbers;
   for (const auto& section : document.sections) {

@@ -50,6 +50,8 @@ border-radius:.3rem;min-width:2rem;padding:.15rem .5rem;cursor:pointer}
 .viewer button:focus-visible,.viewer .view:focus-visible{outline:2px solid #0072b2;
 outline-offset:1px}
 .viewer .range{margin-left:.3rem;font-variant-numeric:tabular-nums}
+.viewer .kinds{display:flex;flex-wrap:wrap;gap:.2rem .9rem;margin-left:auto;color:var(--ink)}
+.viewer .kinds svg{display:inline-block;width:18px;height:10px;min-width:0}
 .viewer .view{display:block;cursor:grab;touch-action:pan-y;border-radius:.2rem;overflow:hidden}
 .viewer .view:active{cursor:grabbing}
 .viewer .view svg{min-width:0}
@@ -194,6 +196,14 @@ function view_timeline(figure) {
       .addEventListener("click", act);
   }
   const range = html(tools, "span", {class: "range"});
+  const kinds = new Map(spans.filter(span => span.kind).map(span => [span.kind, span.colour]));
+  const legend = html(tools, "span", {class: "kinds"});
+  kinds.forEach((colour, kind) => {
+    const entry = html(legend, "span", {});
+    svg(svg(entry, "svg", {width: 18, height: 10, "aria-hidden": "true"}), "rect",
+      {class: "c" + colour, width: 18, height: 10});
+    entry.append(" " + kind);
+  });
 
   const share_at = event =>
     (event.clientX - view.getBoundingClientRect().left - plot.left) / plot.width;

