@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 
 #include "base/file.hpp"
@@ -12,13 +13,13 @@ namespace {
 
 constexpr size_t kAnswerWidth = 100;
 
-void print_answers(const std::vector<Answer>& answers, bool style) {
+void print_answers(const std::vector<Answer>& answers, bool style, size_t width) {
   std::string topic;
   for (const auto& answer : answers) {
     if (answer.topic != topic) fmt::print("\nQuestions: {}\n", answer.topic);
     topic = answer.topic;
-    fmt::print("\n{}{}{}\n{}\n", style ? "\033[1m" : "", answer.question, style ? "\033[0m" : "",
-               wrap_text(answer.text, kAnswerWidth, "  "));
+    fmt::print("\n{}{}{}\n{}\n", style ? "\033[1m" : "", wrap_text(answer.question, width),
+               style ? "\033[0m" : "", wrap_text(answer.text, std::min(width, kAnswerWidth), "  "));
   }
 }
 
@@ -53,12 +54,13 @@ Document lab_document(const LabReport& report, const std::string& command, std::
 
 void print_lab(const LabReport& report, const std::string& folder) {
   const bool style = may_style(STDOUT_FILENO);
+  const size_t width = terminal_width(STDOUT_FILENO);
   for (const auto& [name, table] : report.tables) {
-    fmt::print("\n{}", table.terminal(style));
+    fmt::print("\n{}", table.terminal(style, width));
     write_file_atomically((std::filesystem::path(folder) / (name + ".csv")).string(), table.csv());
   }
   for (const auto& drawing : report.drawings) fmt::print("\n{}", drawing);
-  print_answers(report.answers, style);
+  print_answers(report.answers, style, width);
 }
 
 }  // namespace lockstep::cli

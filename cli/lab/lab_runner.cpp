@@ -5,16 +5,15 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
 #include <ctime>
 #include <filesystem>
 #include <nlohmann/json.hpp>
-#include <string_view>
 
 #include "base/process.hpp"
 #include "cli/child.hpp"
 #include "cli/doctor/facts.hpp"
 #include "cli/lab/lab_report.hpp"
+#include "cli/terminal.hpp"
 #include "lockstep/units.hpp"
 #include "report/text.hpp"
 
@@ -22,13 +21,6 @@ namespace lockstep::cli {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr int kBarWidth = 24;
-
-bool can_redraw_errors() {
-  const char* term = std::getenv("TERM");
-  return ::isatty(STDERR_FILENO) == 1 && term != nullptr && std::string_view(term) != "dumb";
-}
 
 // Shows on standard error how far the experiments have come: a bar with the time left on a
 // terminal, otherwise one line per experiment.
@@ -49,14 +41,14 @@ class Progress {
     tick();
   }
 
-  void tick() {  // redraws the bar
+  void tick() {  // redraws the bar, on one line whatever the window's width
     if (!bar_) return;
-    const int filled = static_cast<int>(kBarWidth * done_weight_ / total_weight_);
-    std::string bar;
-    for (int i = 0; i < kBarWidth; ++i) bar += i < filled ? "█" : "░";
-    const double left = seconds_left();
-    print_error(fmt::format("\r\033[K{} {}/{}  {}{}", bar, done_ + 1, experiments_, title_,
-                            left > 0 ? fmt::format("  about {:.0f} s left", left) : ""));
+    print_error("\r\033[K" + progress_line({.done = done_,
+                                            .all = experiments_,
+                                            .share = done_weight_ / total_weight_,
+                                            .title = title_,
+                                            .seconds_left = seconds_left()},
+                                           terminal_width(STDERR_FILENO) - 1, utf8_));
   }
 
   void end() {  // the experiment that began last is done
@@ -79,7 +71,8 @@ class Progress {
     return std::max(0.0, spent_s_ / done_weight_ * (total_weight_ - done_weight_) - running_s());
   }
 
-  const bool bar_ = can_redraw_errors();
+  const bool bar_ = can_redraw(STDERR_FILENO);
+  const bool utf8_ = locale_is_utf8();
   const size_t experiments_;
   const double total_weight_;
   Clock::time_point begun_;
