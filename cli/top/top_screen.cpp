@@ -230,8 +230,9 @@ std::vector<std::string> TopScreen::draw(const TopView& view, size_t height,
                                          const DrawStyle& style) {
   const auto runs = chosen_runs(view);
   room_ = height > 2 ? height - 2 : 1;
+  const bool marked = runs.size() > 1 && style.width > kMarkWidth;  // one run needs no selection
   DrawStyle inner = style;
-  inner.width = style.width > kMarkWidth ? style.width - kMarkWidth : style.width;
+  if (marked) inner.width = style.width - kMarkWidth;
 
   const std::vector<std::string> gpus = draw_gpus(view, style);
   std::vector<std::vector<std::string>> drawn;  // [run], unfolded
@@ -258,11 +259,10 @@ std::vector<std::string> TopScreen::draw(const TopView& view, size_t height,
   }
   lines.insert(lines.end(), gpus.begin(), gpus.end());
   entries_.clear();
-  const bool marked = runs.size() > 1;  // one run needs no selection
   for (size_t i = 0; i < runs.size(); ++i) {
     const std::string id = id_of(*runs[i]);
     const auto by_user = open_by_user_.find(id);
-    const bool open = by_user != open_by_user_.end() ? by_user->second : fits || !marked;
+    const bool open = by_user != open_by_user_.end() ? by_user->second : fits || runs.size() == 1;
     // Unfolded runs stand apart.
     const bool apart = open || (i > 0 && entries_.back().open);
     if (!lines.empty() && apart) lines.emplace_back();
@@ -271,7 +271,7 @@ std::vector<std::string> TopScreen::draw(const TopView& view, size_t height,
     for (auto& line : drawn[i]) lines.push_back(std::move(line));
     entries_.back().end = lines.size();
   }
-  if (marked && style.width > kMarkWidth) {
+  if (marked) {
     const size_t chosen = selected_index();
     for (size_t i = 0; i < entries_.size(); ++i) {
       for (size_t at = entries_[i].begin; at < entries_[i].end; ++at) {

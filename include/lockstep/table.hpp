@@ -35,7 +35,7 @@ class Table {
 
   /// With rules, aligned by display width. `bold` sets title and header in bold by ANSI codes. A
   /// table that is wider than `width` breaks headers and texts between words; if that is not
-  /// enough, each row becomes a block with a line for each column.
+  /// enough, rows become columns, or else each row a block with a line for each column.
   std::string terminal(bool bold, size_t width = kAnyWidth) const;
 
   /// A pipe table under a `###` title, with Markdown's special characters escaped.

@@ -177,6 +177,40 @@ std::optional<size_t> columns_of_variable(const char* name) {
   return columns;
 }
 
+std::vector<ColumnRange> column_ranges(const std::vector<Column>& columns,
+                                       const std::vector<std::vector<std::string>>& rows) {
+  std::vector<ColumnRange> ranges;
+  for (size_t column = 0; column < columns.size(); ++column) {
+    const std::string header = one_line(columns[column].header);
+    const size_t word = longest_word(header);
+    ColumnRange range{word, word, display_width(header)};
+    for (const auto& row : rows) {
+      const std::string cell = one_line(row[column]);
+      const size_t own = display_width(cell);
+      const bool number = columns[column].align == Align::kRight;
+      range.least = std::max(range.least, number ? own : longest_word(cell));
+      range.cells = std::max(range.cells, own);
+      range.widest = std::max(range.widest, own);
+    }
+    ranges.push_back(range);
+  }
+  return ranges;
+}
+
+// The table with a column for each row: few rows can still be compared side by side.
+Table flip(const Table& table) {
+  std::vector<Column> columns = {{table.columns()[0].header}};
+  for (const auto& row : table.rows()) columns.push_back({row[0], Align::kRight});
+  Table flipped(table.title(), std::move(columns));
+  for (size_t column = 1; column < table.columns().size(); ++column) {
+    std::vector<std::string> cells = {table.columns()[column].header};
+    for (const auto& row : table.rows()) cells.push_back(row[column]);
+    flipped.add_row(std::move(cells));
+  }
+  for (const auto& note : table.notes()) flipped.add_note(note);
+  return flipped;
+}
+
 // One row as a block: the first column as its heading, then a line for each other column.
 template <class Strong>
 std::string block_of(const std::vector<Column>& columns, const std::vector<std::string>& row,
@@ -224,22 +258,13 @@ void Table::add_note(std::string note) {
 }
 
 std::string Table::terminal(bool bold, size_t width) const {
-  std::vector<ColumnRange> ranges;  // [column]
-  for (size_t column = 0; column < columns_.size(); ++column) {
-    const std::string header = one_line(columns_[column].header);
-    const size_t word = longest_word(header);
-    ColumnRange range{word, word, display_width(header)};
-    for (const auto& row : rows_) {
-      const std::string cell = one_line(row[column]);
-      const size_t own = display_width(cell);
-      const bool number = columns_[column].align == Align::kRight;
-      range.least = std::max(range.least, number ? own : longest_word(cell));
-      range.cells = std::max(range.cells, own);
-      range.widest = std::max(range.widest, own);
+  const auto widths = divide_width(column_ranges(columns_, rows_), width);
+  if (!widths && columns_.size() > 1) {
+    const Table flipped = flip(*this);
+    if (divide_width(column_ranges(flipped.columns_, flipped.rows_), width)) {
+      return flipped.terminal(bold, width);
     }
-    ranges.push_back(range);
   }
-  const auto widths = divide_width(ranges, width);
   const size_t total = widths ? total_width(*widths) : width;
   const auto strong = [bold](const std::string& text) {
     return bold ? "\033[1m" + text + "\033[0m\n" : text + "\n";

@@ -97,11 +97,11 @@ TEST_F(Commands, ManualPagesHaveTheUsualSections) {
 }
 
 TEST(HelpText, StartsWithExamplesAndTakesEightyColumns) {
-  CLI::App app("What it is for, in a sentence that goes on for so long that it needs two lines.",
+  CLI::App app("What it is for, in a sentence that goes on for a while but not too long.",
                "program");
   app.footer(format_examples(
       {{"program --steps 3", "three"},
-       {"program --a-very-long-flag with-a-value --and-another-one of-them", "both flags"}}));
+       {"program --a-very-long-flag with-a-value --and-another-one of-them --yes", "both flags"}}));
   int steps = 20;
   std::string long_text;
   app.add_option("--steps", steps,
@@ -115,10 +115,10 @@ TEST(HelpText, StartsWithExamplesAndTakesEightyColumns) {
   EXPECT_EQ(help,
             "Examples:\n"
             "  program --steps 3  three\n"
-            "  program --a-very-long-flag with-a-value --and-another-one of-them\n"
+            "  program --a-very-long-flag with-a-value --and-another-one of-them --yes\n"
             "                     both flags\n"
             "\n"
-            "What it is for, in a sentence that goes on for so long that it needs two lines.\n"
+            "What it is for, in a sentence that goes on for a while but not too long.\n"
             "\n"
             "Usage: program [OPTIONS]\n"
             "\n"
@@ -137,8 +137,8 @@ TEST(ProgressLine, FitsEveryWidth) {
                             .title = "DataParallel on cpu:2, 4 ranks, run 1 of 3, and more words",
                             .seconds_left = 42};
   EXPECT_EQ(progress_line(state, 79, true),
-            "████████████░░░░░░░░░░░░ 3/12  DataParallel on cpu:2, 4 ranks,…  about 42 s left");
-  EXPECT_EQ(progress_line(state, 40, true), "3/12  DataParallel o…  about 42 s left");
+            "████████████░░░░░░░░░░░░ 3/12  DataParallel on cpu:2, 4 ranks…  about 42 s left");
+  EXPECT_EQ(progress_line(state, 40, true), "3/12  DataParallel on …  about 42 s left");
   for (size_t width = 0; width < 140; ++width) {
     EXPECT_LE(display_width(progress_line(state, width, true)), width);
   }

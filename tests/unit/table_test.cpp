@@ -98,42 +98,62 @@ TEST(Table, AWindowThatIsWideEnoughChangesNothing) {
 }
 
 TEST(Table, ANarrowWindowBreaksTextsButNoFigures) {
-  const std::string text = wide().terminal(false, 80);
-  EXPECT_EQ(text,
+  EXPECT_EQ(wide().terminal(false, 80),
             "Speed of all set-ups on this machine, with a title that is long as well\n"
             "────────────────────────────────────────────────────────────────────────────────\n"
-            "set-up             step time    range of the  proportional to the          bytes\n"
-            "                                       steps  devices?\n"
+            "set-up              step time    range of the  proportional to the         bytes\n"
+            "                                        steps  devices?\n"
             "────────────────────────────────────────────────────────────────────────────────\n"
-            "DataParallel   77.8 ± 5.1 ms  70.1 … 90.2 ms  no: 71 % of twice the     12.0 MiB\n"
-            "on cpu:2                                      speed of one\n"
-            "one device        110 ± 2 ms    108 … 113 ms  one device                     0 B\n"
+            "DataParallel    77.8 ± 5.1 ms  70.1 … 90.2 ms  no: 71 % of twice the    12.0 MiB\n"
+            "on cpu:2                                       speed of one\n"
+            "one device         110 ± 2 ms    108 … 113 ms  one device                    0 B\n"
             "────────────────────────────────────────────────────────────────────────────────\n"
             "A note that is longer than the window is wide, so it has to be broken too.\n");
 }
 
 TEST(Table, AVeryNarrowWindowGetsABlockForEachRow) {
-  EXPECT_EQ(wide().terminal(false, 40),
-            "Speed of all set-ups on this machine,\n"
-            "with a title that is long as well\n"
-            "────────────────────────────────────────\n"
+  EXPECT_EQ(wide().terminal(false, 50),
+            "Speed of all set-ups on this machine, with a title\n"
+            "that is long as well\n"
+            "──────────────────────────────────────────────────\n"
             "set-up: DataParallel on cpu:2\n"
-            "  step time             77.8 ± 5.1 ms\n"
-            "  range of the steps    70.1 … 90.2 ms\n"
-            "  proportional to the   no: 71 % of\n"
-            "  devices?              twice the speed\n"
-            "                        of one\n"
-            "  bytes                 12.0 MiB\n"
-            "────────────────────────────────────────\n"
+            "  step time                  77.8 ± 5.1 ms\n"
+            "  range of the steps         70.1 … 90.2 ms\n"
+            "  proportional to the        no: 71 % of twice the\n"
+            "  devices?                   speed of one\n"
+            "  bytes                      12.0 MiB\n"
+            "──────────────────────────────────────────────────\n"
             "set-up: one device\n"
-            "  step time             110 ± 2 ms\n"
-            "  range of the steps    108 … 113 ms\n"
-            "  proportional to the   one device\n"
+            "  step time                  110 ± 2 ms\n"
+            "  range of the steps         108 … 113 ms\n"
+            "  proportional to the        one device\n"
             "  devices?\n"
-            "  bytes                 0 B\n"
-            "────────────────────────────────────────\n"
-            "A note that is longer than the window is\n"
-            "wide, so it has to be broken too.\n");
+            "  bytes                      0 B\n"
+            "──────────────────────────────────────────────────\n"
+            "A note that is longer than the window is wide, so\n"
+            "it has to be broken too.\n");
+}
+
+TEST(Table, RowsBecomeColumnsWhereThoseFit) {
+  Table table("Speed", {{"set-up"},
+                        {"step time", Align::kRight},
+                        {"range", Align::kRight},
+                        {"total time", Align::kRight},
+                        {"speed-up", Align::kRight}});
+  table.add_row({"single", "842 ± 698 µs", "246 … 1851 µs", "10.1 ms", "1"});
+  table.add_row({"DataParallel", "6.95 ± 5.09 ms", "933 … 12116 µs", "29.9 ms", "0.12 ± 0.02"});
+  table.add_note("A note.");
+  EXPECT_EQ(table.terminal(false, 50),
+            "Speed\n"
+            "─────────────────────────────────────────\n"
+            "set-up             single    DataParallel\n"
+            "─────────────────────────────────────────\n"
+            "step time    842 ± 698 µs  6.95 ± 5.09 ms\n"
+            "range       246 … 1851 µs  933 … 12116 µs\n"
+            "total time        10.1 ms         29.9 ms\n"
+            "speed-up                1     0.12 ± 0.02\n"
+            "─────────────────────────────────────────\n"
+            "A note.\n");
 }
 
 TEST(Table, NoLineIsWiderThanTheWindow) {
