@@ -92,12 +92,14 @@ std::vector<std::string> TrainingVariant::arguments() const {
 
 std::vector<LabFlag> accumulation_flags() {
   using Kind = LabFlag::Kind;
-  return {
-      {.name = "--accum-steps",
-       .kind = Kind::kList,
-       .help = "micro-steps in an optimizer step (default: 4,8 and 4,8,16,32)",
-       .first = 2},
-      {.name = "--amp", .kind = Kind::kText, .help = "bf16 or fp16 (default: bf16, fp16 on GPUs)"}};
+  return {{.name = "--accum-steps",
+           .kind = Kind::kList,
+           .help = "micro-steps in an optimizer step (default: 4,8 and 4,8,16,32)",
+           .first = 2},
+          {.name = "--amp",
+           .kind = Kind::kText,
+           .help = "lower precision (default: bf16, fp16 on GPUs)",
+           .values = "bf16|fp16"}};
 }
 
 AccumulationConfig choose_config(const LabOptions& options, const Hardware& hardware,

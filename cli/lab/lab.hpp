@@ -24,6 +24,7 @@ struct LabFlag {
   std::string help;
   int64_t first = 1;  ///< smallest value of a count or of a list's elements
   int64_t last = 256;
+  std::string values = "TEXT";  ///< of a text, in --help: "bf16|fp16"
 };
 
 /// The command line of `lockstep lab`. The lab chooses a size that is not given.

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <limits>
@@ -590,6 +591,7 @@ std::vector<std::string> drawings(const AnswerContext& context) {
   std::vector<std::string> all;
   for (const auto& [schedule, simulation] : simulate_schedules(context.gpipe)) {
     GridOptions options;
+    options.width = static_cast<int>(std::min(size_t{120}, terminal_width(STDOUT_FILENO)));
     if (static_cast<int>(names.size()) == schedule.ranks()) options.rank_names = names;
     all.push_back(fmt::format("{}, simulated with the stage times of gpipe's runs, in ms\n{}",
                               schedule.name, format_grid(schedule, simulation, options)));

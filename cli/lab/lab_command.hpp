@@ -2,6 +2,7 @@
 
 #include <string>
 
+#include "cli/command_info.hpp"
 #include "cli/lab/lab.hpp"
 #include "cli/lab/lab_report.hpp"
 
@@ -22,6 +23,12 @@ struct LabRequest {
 const Lab& lab_named(const std::string& name);
 
 CLI::App* add_lab_command(CLI::App& app, LabRequest& request);
+
+/// Narrows the help of `lockstep lab` to the lab that was named on the command line, if one was.
+void show_flags_of_named_lab(CLI::App& command);
+
+/// `lockstep lab` with a command for each lab, and the flags that all of them have.
+CommandInfo describe_lab_command(CLI::App& command);
 
 /// Runs the lab of that name, or all of them. `command` is the line that the user typed.
 int run_lab_command(const LabRequest& request, const std::string& command);

@@ -25,13 +25,13 @@ constexpr size_t kAnswerWidth = 100;
 constexpr const char* kNotesFile = "notes.md";
 constexpr const char* kZipFile = "hand-in.zip";
 
-void print_answers(const std::vector<Answer>& answers, bool style) {
+void print_answers(const std::vector<Answer>& answers, bool style, size_t width) {
   std::string topic;
   for (const auto& answer : answers) {
     if (answer.topic != topic) fmt::print("\nQuestions: {}\n", answer.topic);
     topic = answer.topic;
-    fmt::print("\n{}{}{}\n{}\n", style ? "\033[1m" : "", answer.question, style ? "\033[0m" : "",
-               wrap_text(answer.text, kAnswerWidth, "  "));
+    fmt::print("\n{}{}{}\n{}\n", style ? "\033[1m" : "", wrap_text(answer.question, width),
+               style ? "\033[0m" : "", wrap_text(answer.text, std::min(width, kAnswerWidth), "  "));
   }
 }
 
@@ -86,7 +86,8 @@ std::vector<ReportFile> table_files(const std::vector<NamedTable>& tables) {
 }
 
 std::string remake_help(const std::string& why, const std::string& folder) {
-  return fmt::format("{}; then `lockstep report {}` makes the report from the records", why, folder);
+  return fmt::format("{}; then `lockstep report {}` makes the report from the records", why,
+                     folder);
 }
 
 // Files are replaced one by one, so a disk that would fill up half-way is refused before the first.
@@ -180,10 +181,15 @@ Document lab_document(const LabReport& report, const std::string& command, std::
 
 void print_lab(const LabReport& report) {
   const bool style = may_style(STDOUT_FILENO);
-  if (!report.warning.empty()) fmt::print("\n{}\n", wrap_text(report.warning, kAnswerWidth));
-  for (const auto& [name, table] : report.tables) fmt::print("\n{}", table.terminal(style));
+  const size_t width = terminal_width(STDOUT_FILENO);
+  if (!report.warning.empty()) {
+    fmt::print("\n{}\n", wrap_text(report.warning, std::min(width, kAnswerWidth)));
+  }
+  for (const auto& [name, table] : report.tables) {
+    fmt::print("\n{}", table.terminal(style, width));
+  }
   for (const auto& drawing : report.drawings) fmt::print("\n{}", drawing);
-  print_answers(report.answers, style);
+  print_answers(report.answers, style, width);
 }
 
 void require_notes(const HandIn& hand_in) {

@@ -8,7 +8,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
+#include <string_view>
 #include <unordered_set>
 #include <utility>
 
@@ -17,6 +19,7 @@
 #include "course/report.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/table.hpp"
 #include "lockstep/tensor_file.hpp"
 #include "lockstep/tensor_text.hpp"
 #include "lockstep/units.hpp"
@@ -185,6 +188,17 @@ lockstep::ModelRecord describe_net(const torch::nn::Module& net, const Options& 
   return model;
 }
 
+// Whether a line on this stream can be written over.
+bool can_rewrite(std::FILE* stream) {
+  const char* term = std::getenv("TERM");
+  return ::isatty(fileno(stream)) == 1 && term != nullptr && std::string_view(term) != "dumb";
+}
+
+std::string for_terminal(const lockstep::Table& table, std::FILE* stream) {
+  const int descriptor = fileno(stream);
+  return table.terminal(lockstep::may_style(descriptor), lockstep::terminal_width(descriptor));
+}
+
 // A run whose last loss is not finite has learnt nothing, which must not go unnoticed.
 void warn_of_losses(const std::vector<double>& losses) {
   const auto finite = [](double loss) { return std::isfinite(loss); };
@@ -212,6 +226,7 @@ Run::Run(const Options& options, const lockstep::Devices& devices, const lockste
       devices_(devices),
       world_(world),
       rank_(world != nullptr ? world->rank() : 0),
+      rewrites_(can_rewrite(options.out())),
       capture_(capture_options(options, devices[0])),
       meter_(options.program, devices, options.steps,
              world != nullptr ? world->board_page() : std::nullopt) {
@@ -349,6 +364,7 @@ void Run::after_pipeline_step(int64_t micro_step) {
 // After the step: what ranks send each other for it must not count as the step's time.
 void Run::print_calls() {
   if (options_.quiet || static_cast<int64_t>(meter_.losses().size()) > options_.print_steps) return;
+  close_line();
   print_from_all_ranks(*world_, options_, std::exchange(calls_text_, ""));
 }
 
@@ -388,7 +404,8 @@ void Run::end_step(const torch::Tensor& loss) {
   if (scaler_ != nullptr) print_skipped_steps();
   const auto done = static_cast<int64_t>(meter_.losses().size());
   const int64_t now_ns = lockstep::monotonic_ns();
-  const int64_t pause_ns = isatty(fileno(options_.out())) != 0 ? 100'000'000 : 2'000'000'000;
+  const int64_t pause_ns = rewrites_ ? 100'000'000 : 2'000'000'000;
+  if (done == 1) first_step_ended_ns_ = now_ns;
   if (done == 1 || done == options_.steps || now_ns - last_print_ns_ > pause_ns) {
     print_progress();
     last_print_ns_ = now_ns;
@@ -429,21 +446,43 @@ void Run::trace_wait() {
               .end_ns = averaged_ns});
 }
 
-void Run::print_progress() const {
+// A line that rewrites itself on a terminal, and a line of its own elsewhere.
+void Run::print_progress() {
   const auto done = static_cast<int64_t>(meter_.losses().size());
-  const bool live = isatty(fileno(options_.out())) != 0;
   const bool of_one = world_ == nullptr || world_->size() == 1;
-  fmt::print(options_.out(), "{}step {}/{} | loss{} {:.6f} | {}{}", live ? "\r" : "", done,
-             options_.steps, of_one ? "" : " of rank 0", meter_.losses().back(),
-             lockstep::format_seconds(meter_.last_step_ms() * 1e-3),
-             live && done < options_.steps ? "   " : "\n");
+  std::string line = fmt::format("step {}/{} | loss{} {:.6f} | {}", done, options_.steps,
+                                 of_one ? "" : " of rank 0", meter_.losses().back(),
+                                 lockstep::format_seconds(meter_.last_step_ms() * 1e-3));
+  const bool last = done == options_.steps;
+  if (rewrites_ && !last && done > 1) {
+    const double step_s = static_cast<double>(lockstep::monotonic_ns() - first_step_ended_ns_) *
+                          1e-9 / static_cast<double>(done - 1);
+    line +=
+        fmt::format(" | {:.3g} steps/s | {} left", 1 / step_s,
+                    lockstep::format_seconds(step_s * static_cast<double>(options_.steps - done)));
+  }
+  if (!rewrites_) {
+    fmt::print(options_.out(), "{}\n", line);
+  } else {
+    const size_t width = lockstep::terminal_width(fileno(options_.out()));
+    fmt::print(options_.out(), "\r\033[K{}{}", lockstep::clip_text(line, width - 1),
+               last ? "\n" : "");
+  }
+  line_is_open_ = rewrites_ && !last;
   std::fflush(options_.out());
+}
+
+// Ends the line that rewrites itself, before other text.
+void Run::close_line() {
+  if (line_is_open_) fmt::print(options_.out(), "\n");
+  line_is_open_ = false;
 }
 
 void Run::print_skipped_steps() {
   const auto skipped = scaler_->skipped_steps();
   for (; skipped_printed_ < skipped.size(); ++skipped_printed_) {
     const auto& each = skipped[skipped_printed_];
+    close_line();
     fmt::print(options_.out(),
                "step {} skipped: the gradient of {} is not finite; scale {:g} -> {:g}\n", each.step,
                each.parameter, each.scale_before, each.scale_after);
@@ -515,8 +554,7 @@ void Run::finish_process(const torch::nn::Module& net) {
   if (!options_.save.empty()) lockstep::save_weights(net, options_.save);
   if (!options_.trace.empty()) trace_.write(options_.trace);
   if (prints()) {
-    fmt::print(options_.out(), "{}",
-               device_table(record_).terminal(lockstep::may_style(fileno(options_.out()))));
+    fmt::print(options_.out(), "{}", for_terminal(device_table(record_), options_.out()));
   }
   if (!options_.json.empty()) lockstep::write_record(record_, options_.json);
   warn_of_losses(record_.losses);
@@ -541,11 +579,11 @@ void Run::finish_job(const torch::nn::Module& net) {
     whole.write(options_.trace);
   }
   if (prints()) {
-    const bool bold = lockstep::may_style(fileno(options_.out()));
-    fmt::print(options_.out(), "{}", rank_table(job, reports).terminal(bold));
+    std::FILE* out = options_.out();
+    fmt::print(out, "{}", for_terminal(rank_table(job, reports), out));
     if (job.pipeline) {
-      fmt::print(options_.out(), "{}{}", stage_table(*job.pipeline).terminal(bold),
-                 axis_table(*job.pipeline).terminal(bold));
+      fmt::print(out, "{}{}", for_terminal(stage_table(*job.pipeline), out),
+                 for_terminal(axis_table(*job.pipeline), out));
     }
   }
   if (!options_.json.empty()) lockstep::write_record(job, options_.json);

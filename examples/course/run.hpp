@@ -101,7 +101,8 @@ class Run {
   bool prints() const { return rank_ == 0 && !options_.quiet; }
   void start_trace();
   void print_start_line() const;
-  void print_progress() const;
+  void print_progress();
+  void close_line();
   torch::Tensor train_on(const std::vector<torch::Tensor>& inputs, const StepFunction& train);
   void end_step(const torch::Tensor& loss);
   void begin_forward();
@@ -126,6 +127,9 @@ class Run {
   const lockstep::Devices& devices_;
   const lockstep::World* world_;  // null: a program of one process
   int rank_;
+  bool rewrites_;                    // progress is a line that is written over
+  bool line_is_open_ = false;        // that line is on the screen
+  int64_t first_step_ended_ns_ = 0;  // the first step has warm-up in it
   lockstep::CaptureOptions capture_;
   const StepFunction* train_ = nullptr;             // of the step that runs
   std::optional<lockstep::CapturedStep> captured_;  // none: the program's step is never captured
