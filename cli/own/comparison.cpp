@@ -139,7 +139,7 @@ struct Ranking {
   }
 };
 
-Table wall_table(const Ranking& ranking, double others_busy_cores) {
+Table wall_table(const Ranking& ranking) {
   Table table("Wall time", {{"command"},
                             {"time", Align::kRight},
                             {"range", Align::kRight},
@@ -155,13 +155,6 @@ Table wall_table(const Ranking& ranking, double others_busy_cores) {
   table.add_note(
       "From start to end of the program, mean ± deviation. The runs took turns, after one of each "
       "that does not count. Relative: to the fastest.");
-  const std::string doubt = ranking.doubt(others_busy_cores);
-  if (!doubt.empty()) {
-    table.add_note(fmt::format(
-        "Warning: {}; close other programs and compare again, with more --runs, before you rely on "
-        "this.",
-        doubt));
-  }
   return table;
 }
 
@@ -354,7 +347,7 @@ LabReport comparison_report(const SavedComparison& comparison, const fs::path& f
     report = report_on_runs(comparison.title, measured);
   }
   report.title = comparison.title;
-  Table wall = wall_table(by_wall, comparison.others_busy_cores);
+  Table wall = wall_table(by_wall);
   if (!unmeasured.empty()) {
     wall.add_note(
         fmt::format("Without a record, which a program leaves by lockstep::save_record, only the "
@@ -366,16 +359,20 @@ LabReport comparison_report(const SavedComparison& comparison, const fs::path& f
                        {{"wall", wall}, {"commands", commands_table(comparison)}});
   report.figures.insert(report.figures.begin(), wall_figure(by_wall));
 
-  const auto answer = [&comparison](const Ranking& ranking) {
-    const std::string doubt = ranking.doubt(comparison.others_busy_cores);
-    return ranking.sentences() +
-           (doubt.empty() ? "" : fmt::format(" But {}, so this is a rough figure.", doubt));
-  };
-  report.answers = {{"comparison", "Which is faster, from start to end?", answer(by_wall)}};
+  std::string doubt = by_wall.doubt(comparison.others_busy_cores);
+  report.answers = {{"comparison", "Which is faster, from start to end?", by_wall.sentences()}};
   if (measured.size() == comparison.sides.size()) {
     const Ranking by_step(rows_of_all(measured));
-    report.answers.push_back({"comparison", "Which takes less time for a step?", answer(by_step)});
+    if (doubt.empty()) doubt = by_step.doubt(comparison.others_busy_cores);
+    report.answers.push_back(
+        {"comparison", "Which takes less time for a step?", by_step.sentences()});
     report.answers.push_back({"comparison", "Do they train equally well?", last_losses(measured)});
+  }
+  if (!doubt.empty()) {
+    report.warning = fmt::format(
+        "Warning: {}. Close other programs and compare again, with more --runs, before you rely on "
+        "these times.",
+        doubt);
   }
   return report;
 }
