@@ -338,7 +338,7 @@ TEST(Top, ManyRunsFoldScrollAndAreFoundByName) {
   terminal.type("\r");
   ASSERT_TRUE(terminal.expect("rank 7")) << "unfolded: " << terminal.seen();
   terminal.forget();
-  terminal.type("/-133\r");
+  terminal.type("/" + std::to_string(::getpid()) + "-133\r");
   ASSERT_TRUE(terminal.expect("1 of 50 runs")) << terminal.seen();
   ASSERT_TRUE(terminal.expect("step 133")) << terminal.seen();
   terminal.type("q");
