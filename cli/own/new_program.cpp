@@ -220,14 +220,14 @@ void check_program_name(const std::string& name) {
   constexpr size_t kLongest = 64;
   const auto refuse = [&name](const std::string& why) {
     throw Error(Code::kUsage, fmt::format("\"{}\" cannot be the name of a program: {}", name, why),
-                "use letters, digits, - and _, and a letter first: lockstep new mine");
+                "begin with a letter, and use only letters, digits, - and _: lockstep new mine");
   };
   const auto letter = [](char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); };
   if (name.empty() || !letter(name.front())) refuse("it does not begin with a letter");
   if (name.size() > kLongest) refuse(fmt::format("it is longer than {} letters", kLongest));
   for (const char c : name) {
     if (!letter(c) && !(c >= '0' && c <= '9') && c != '-' && c != '_') {
-      refuse(fmt::format("it contains \"{}\"", std::string(1, c)));
+      refuse("it contains another character than letters, digits, - and _");
     }
   }
   for (const char* taken : {"all", "clean", "help", "install", "package", "test", "CMakeFiles"}) {

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import unittest
 
-BUILD = pathlib.Path(sys.argv[1])
+BUILD = pathlib.Path(sys.argv[1]).resolve()
 BIN = BUILD / "bin"
 LOCKSTEP = BIN / "lockstep"
 TINY = ["--steps", "4", "--batch", "4", "--dim", "8", "--hidden", "8"]
