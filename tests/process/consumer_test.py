@@ -179,6 +179,11 @@ class Installed(Scratch):
                 self.assertRegex(folder, "|".join([r"^$", r"^\$ORIGIN(/|$)", *allowed]), path)
         self.assertGreater(checked, 8)
 
+    def test_no_link_leads_out_of_the_prefix(self):
+        for path in self.prefix.glob("**/*"):
+            if path.is_symlink():
+                self.assertTrue(path.resolve().is_relative_to(self.prefix.resolve()), f"{path} -> {os.readlink(path)}")
+
     def test_the_exported_targets_name_no_path_of_this_machine(self):
         found = list(self.prefix.glob("**/lockstep*Targets*.cmake"))
         self.assertGreaterEqual(len(found), 4)
