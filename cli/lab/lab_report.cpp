@@ -183,8 +183,10 @@ void print_lab(const LabReport& report) {
   const bool style = may_style(STDOUT_FILENO);
   const size_t width = terminal_width(STDOUT_FILENO);
   if (!report.warning.empty()) {
-    fmt::print("\n{}\n", wrap_text(report.warning, std::min(width, kAnswerWidth)));
+    fmt::print("\n{}\n", wrap_text("Warning: " + report.warning, std::min(width, kAnswerWidth)));
   }
+  fmt::print("\nWhat was trained\n");
+  for (const auto& [name, value] : report.trained) fmt::print("  {:<10} {}\n", name, value);
   for (const auto& [name, table] : report.tables) {
     fmt::print("\n{}", table.terminal(style, width));
   }
