@@ -167,7 +167,6 @@ Document lab_document(const LabReport& report, const std::string& command, std::
     questions.back().questions.push_back({answer.question, answer.text});
   }
   number_questions(questions, topics);
-
   Section& measurements = document.sections.emplace_back();
   measurements.heading = "Measurements";
   for (const auto& [name, table] : report.tables) measurements.tables.push_back(table);
