@@ -14,6 +14,7 @@
 #include "cli/own/comparison.hpp"
 #include "cli/own/report_folder.hpp"
 #include "launch/launcher.hpp"
+#include "lockstep/cli_parse.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
 #include "report/text.hpp"
@@ -26,10 +27,10 @@ namespace fs = std::filesystem;
 constexpr int kMostRuns = 1000;
 constexpr std::chrono::hours kNoDeadline{24 * 365};
 
-constexpr const char* kCompareExamples =
-    "Examples:\n"
-    "  lockstep compare -- ./mine --batch 64 vs ./mine --batch 256\n"
-    "  lockstep compare --runs 10 --names dp,ddp -- ./dp vs lockstep run -n 2 ./ddp\n";
+const std::vector<Example> kCompareExamples = {
+    {"lockstep compare -- ./mine --batch 64 vs ./mine --batch 256", "which is faster"},
+    {"lockstep compare --runs 10 --names dp,ddp -- ./dp vs lockstep run -n 2 ./ddp",
+     "one process against two ranks"}};
 
 // `lockstep` as a side is this very command, also where PATH does not lead to it.
 std::string program_of(const ComparedSide& side) {
@@ -88,7 +89,7 @@ void measure(SavedComparison& comparison, int runs, const fs::path& folder,
 
 CLI::App* add_compare_command(CLI::App& app, CompareOptions& options) {
   auto* command = app.add_subcommand("compare", "measure commands against each other, in turns");
-  command->footer(kCompareExamples);
+  command->footer(format_examples(kCompareExamples));
   command->add_option("--runs", options.runs, "of each command, after one that does not count")
       ->check(CLI::Range(2, kMostRuns).description(""))
       ->type_name("N")

@@ -10,6 +10,7 @@
 #include <system_error>
 
 #include "base/file.hpp"
+#include "lockstep/cli_parse.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::cli {
@@ -202,11 +203,10 @@ void write_folder(const fs::path& folder,
   }
 }
 
-constexpr const char* kNewExamples =
-    "Examples:\n"
-    "  lockstep new mine                       a DDP program in ./mine\n"
-    "  lockstep new mine --template amp        the same in mixed precision\n"
-    "  lockstep new ~/course/mine --template plain\n";
+const std::vector<Example> kNewExamples = {
+    {"lockstep new mine", "a DDP program in ./mine"},
+    {"lockstep new mine --template amp", "the same in mixed precision"},
+    {"lockstep new ~/course/mine --template plain", "without the course's helpers"}};
 
 }  // namespace
 
@@ -237,7 +237,7 @@ void check_program_name(const std::string& name) {
 
 CLI::App* add_new_command(CLI::App& app, NewOptions& options) {
   auto* command = app.add_subcommand("new", "make a folder with a program of your own");
-  command->footer(kNewExamples);
+  command->footer(format_examples(kNewExamples));
   command->add_option("NAME", options.path, "of the program and its folder")
       ->required()
       ->type_name("");
@@ -249,7 +249,7 @@ CLI::App* add_new_command(CLI::App& app, NewOptions& options) {
       ->add_option(
           "--template", options.program_template,
           fmt::format("what it starts from (default: ddp). {}", fmt::join(templates, "; ")))
-      ->type_name("KIND");
+      ->type_name(fmt::format("{}", fmt::join(template_names(), "|")));
   return command;
 }
 

@@ -16,6 +16,7 @@
 #include "cli/own/comparison.hpp"
 #include "cli/own/report_folder.hpp"
 #include "cli/own/run_report.hpp"
+#include "lockstep/cli_parse.hpp"
 #include "lockstep/error.hpp"
 #include "report/text.hpp"
 
@@ -25,12 +26,10 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kRecordsFolder = "reports/own";
-constexpr const char* kReportExamples =
-    "Examples:\n"
-    "  lockstep report reports/lab5                    the lab's report again, from its records\n"
-    "  lockstep report run.json --out today            tables and charts of a run of your own\n"
-    "  lockstep report before-*.json after-*.json      before-run1.json, before-run2.json ... are\n"
-    "                                                  repeated runs of one set-up\n";
+const std::vector<Example> kReportExamples = {
+    {"lockstep report reports/lab5", "the lab's report again, from its records"},
+    {"lockstep report run.json --out today", "a run of your own"},
+    {"lockstep report a-run1.json a-run2.json b.json", "two runs of one set-up, and another"}};
 
 // A file with a record, and the name that it gets in the report.
 struct NamedRecord {
@@ -157,7 +156,7 @@ int report_records(const ReportOptions& options, const std::string& command) {
 
 CLI::App* add_report_command(CLI::App& app, ReportOptions& options) {
   auto* command = app.add_subcommand("report", "make a report from records");
-  command->footer(kReportExamples);
+  command->footer(format_examples(kReportExamples));
   command
       ->add_option("RECORDS", options.paths,
                    "the folder of a lab or of lockstep compare, or records and folders of them")
