@@ -159,7 +159,7 @@ TEST(Practical6, TheConsoleShowsWhereEveryRankIsWithoutBeingAsked) {
     const size_t second = result.output.find("Rank: 1 | Local Rank: 1 | Device: cpu:1 (");
     ASSERT_NE(second, std::string::npos) << result.output;
     EXPECT_LT(first, second) << "by rank";
-    EXPECT_EQ(count(result.output, "Rank: 1 | "), 1U) << result.output;
+    EXPECT_EQ(count(result.output, "Rank: 1 | Local Rank: 1 | "), 1U) << result.output;
   }
 }
 
