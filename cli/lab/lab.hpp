@@ -5,6 +5,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/device_plan.hpp"
@@ -87,6 +88,7 @@ struct RunSet {
 struct LabRuns {
   std::map<std::string, std::vector<RunSet>> sets;  ///< [RunKey::what], ascending by size
   double others_busy_cores = 0;  ///< cores that other programs kept busy when the lab began
+  LabOptions options = {};       ///< what the lab was asked for
 
   void add(const Experiment& experiment, const RunRecord& record);
 
@@ -110,10 +112,15 @@ struct NamedTable {
   Table table;
 };
 
+/// Names and values, such as {"seed", "0"}.
+using LabFacts = std::vector<std::pair<std::string, std::string>>;
+
 /// What a lab found out.
 struct LabReport {
   std::string title;
-  RunRecord stamp;  ///< a run whose host and versions are those of all
+  RunRecord stamp;           ///< a run whose host and versions are those of all
+  LabFacts trained = {};     ///< what was trained, and the command that repeats the lab
+  std::string warning = {};  ///< why times cannot be judged, said once; empty: they can
   std::vector<NamedTable> tables;
   std::vector<Figure> figures;
   std::vector<Answer> answers;

@@ -9,6 +9,7 @@
 #include "cli/lab/lab10.hpp"
 #include "cli/lab/lab_charts.hpp"
 #include "cli/lab/lab_plan.hpp"
+#include "cli/lab/lab_trained.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
 
@@ -596,10 +597,27 @@ std::vector<std::string> drawings(const AnswerContext& context) {
   return all;
 }
 
+LabFacts trained(const AnswerContext& context) {
+  TrainedBox box{.lab = "10", .pinned = {"steps", "dim", "hidden", "depth", "stages"}};
+  // --batch would also change the rows of the schedules, so it is repeated only if it was given.
+  if (context.runs.options.batch) box.pinned.insert(box.pinned.begin() + 1, "batch");
+  std::vector<std::string> others;
+  for (const auto& set_up : context.batches) {
+    if (set_up.size != rows_of(context.base)) others.push_back(std::to_string(set_up.size));
+  }
+  box.more["batch"] =
+      fmt::format("10.3: {}; schedules: {}", others.empty() ? "no other" : "also " + listed(others),
+                  rows_of(context.gpipe));
+  box.more["steps"] = fmt::format("of each part; {} of each schedule",
+                                  plural(static_cast<int64_t>(context.gpipe.runs.size()), "run"));
+  return what_was_trained(context.runs, context.base, box);
+}
+
 LabReport report(const LabRuns& runs) {
   const AnswerContext context{runs};
   return {.title = "Practical 10: hybrid parallelism",
           .stamp = context.base.first(),
+          .trained = trained(context),
           .tables = {{"placement", placement_table(context)},
                      {"synchronisation", synchronisation_table(context)},
                      {"actions", actions_table(context)},

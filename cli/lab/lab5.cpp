@@ -11,6 +11,7 @@
 #include "cli/lab/lab_plan.hpp"
 #include "cli/lab/lab_tables.hpp"
 #include "cli/lab/lab_text.hpp"
+#include "cli/lab/lab_trained.hpp"
 #include "lockstep/split.hpp"
 #include "lockstep/units.hpp"
 
@@ -496,6 +497,7 @@ LabReport report(const LabRuns& runs) {
   return {
       .title = "Practical 5: one device, then DataParallel",
       .stamp = context.single.first(),
+      .trained = what_was_trained(runs, context.full, {.lab = "5"}),
       .tables = {{"speed", speed_table(context)},
                  {"memory", memory_table(context)},
                  {"split", split_table(context)},

@@ -10,6 +10,7 @@
 #include "cli/lab/lab_plan.hpp"
 #include "cli/lab/lab_tables.hpp"
 #include "cli/lab/lab_text.hpp"
+#include "cli/lab/lab_trained.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
 
@@ -529,10 +530,20 @@ std::string answer_why(const AnswerContext& context) {
       100 * exposed_share(context.ddp));
 }
 
+LabFacts trained(const AnswerContext& context) {
+  const auto& sets = context.runs.all("ddp");
+  std::vector<int> ranks;
+  for (const auto& set_up : sets) ranks.push_back(set_up.devices);
+  return what_was_trained(
+      context.runs, sets.back(),
+      {.lab = "6", .own = {{"--ranks", fmt::format("{}", fmt::join(ranks, ","))}}});
+}
+
 LabReport report(const LabRuns& runs) {
   const AnswerContext context(runs);
   return {.title = "Practical 6: DistributedDataParallel",
           .stamp = context.single.first(),
+          .trained = trained(context),
           .tables = {{"methods", methods_table(context)},
                      {"balance", balance_table(context)},
                      {"overlap", overlap_table(context)},

@@ -129,11 +129,11 @@ ChildCommand command_for(const Experiment& experiment, const std::string& record
   return command;
 }
 
-LabRuns run_experiments(const LabPlan& plan, const fs::path& records,
+LabRuns run_experiments(const LabPlan& plan, const LabOptions& options, const fs::path& records,
                         const Interrupts& interrupts) {
   double weight = 0;
   for (const auto& experiment : plan.experiments) weight += experiment.weight;
-  LabRuns runs{.sets = {}, .others_busy_cores = busy_cores()};
+  LabRuns runs{.sets = {}, .others_busy_cores = busy_cores(), .options = options};
   Progress progress(plan.experiments.size(), weight);
   for (const auto& experiment : plan.experiments) {
     const std::string record = (records / (experiment.name + ".json")).string();
@@ -156,7 +156,7 @@ int run_lab(const Lab& lab, const LabOptions& options, const std::string& comman
   require_programs(plan);
   const fs::path out = options.out.empty() ? lab.folder : options.out;
   make_folder(out / "records");
-  const LabReport report = lab.report(run_experiments(plan, out / "records", interrupts));
+  const LabReport report = lab.report(run_experiments(plan, options, out / "records", interrupts));
   print_lab(report, out.string());
 
   std::vector<std::string> record_names;

@@ -99,6 +99,14 @@ std::string signed_bytes(int64_t bytes) {
   return (bytes > 0 ? "+" : "") + format_bytes(bytes);
 }
 
+std::string format_count(int64_t count) {
+  std::string digits = std::to_string(count);
+  for (auto at = static_cast<int64_t>(digits.size()) - 3; at > 0; at -= 3) {
+    digits.insert(static_cast<size_t>(at), ",");
+  }
+  return digits;
+}
+
 std::string plural(int64_t count, const std::string& what) {
   return fmt::format("{} {}{}", count, what, count == 1 ? "" : "s");
 }

@@ -47,6 +47,9 @@ std::string format_rows(const std::vector<int64_t>& rows);
 /// "+10.0 MiB", "-10.0 MiB".
 std::string signed_bytes(int64_t bytes);
 
+/// "4,198,400".
+std::string format_count(int64_t count);
+
 /// "1 device", "3 devices".
 std::string plural(int64_t count, const std::string& what);
 

@@ -1,5 +1,6 @@
 #include "course/course.hpp"
 
+#include <fmt/format.h>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -18,6 +19,23 @@ namespace {
 
 constexpr std::chrono::seconds kPatience{2};
 
+void send_text(const lockstep::Communicator& comm, std::string text, int to) {
+  const auto bytes = torch::from_blob(text.data(), {static_cast<int64_t>(text.size())},
+                                      torch::TensorOptions(torch::kUInt8));
+  comm.send(torch::tensor({bytes.numel()}, torch::kInt64), to, {.label = "size of a text"});
+  comm.send(bytes, to, {.label = "text"});
+}
+
+std::string receive_text(const lockstep::Communicator& comm, int from) {
+  const auto size = torch::zeros({1}, torch::kInt64);
+  comm.recv(size, from, {.label = "size of a text"});
+  std::string text(static_cast<size_t>(size.item<int64_t>()), '\0');
+  comm.recv(torch::from_blob(text.data(), {static_cast<int64_t>(text.size())},
+                             torch::TensorOptions(torch::kUInt8)),
+            from, {.label = "text"});
+  return text;
+}
+
 int own_rank() {
   try {
     return lockstep::RankEnvironment::from_env().rank;
@@ -33,12 +51,30 @@ void let_rank_0_speak(const lockstep::Error& error) {
   if (same_on_all_ranks && own_rank() != 0) std::this_thread::sleep_for(kPatience);
 }
 
+std::vector<std::string> gather_texts(const lockstep::Communicator& comm, std::string text) {
+  std::vector<std::string> texts;
+  if (comm.rank() == 0) {
+    texts.push_back(std::move(text));
+    for (int rank = 1; rank < comm.size(); ++rank) texts.push_back(receive_text(comm, rank));
+  } else {
+    send_text(comm, std::move(text), 0);
+  }
+  return texts;
+}
+
+void print_from_all_ranks(const lockstep::World& world, const Options& options, std::string text) {
+  for (const auto& each : gather_texts(world.comm(), std::move(text))) {
+    std::fputs(each.c_str(), options.out());
+  }
+  std::fflush(options.out());
+}
+
 void print_rank(const lockstep::World& world, const Options& options) {
   if (options.quiet) return;
   const auto& device = world.device();
-  std::fprintf(options.out(), "Rank: %d | Local Rank: %d | Device: %s (%s)\n", world.rank(),
-               world.local_rank(), device.name().c_str(), device.plan().physical().c_str());
-  std::fflush(options.out());
+  print_from_all_ranks(world, options,
+                       fmt::format("Rank: {} | Local Rank: {} | Device: {} ({})\n", world.rank(),
+                                   world.local_rank(), device.name(), device.plan().physical()));
 }
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(

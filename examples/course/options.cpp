@@ -299,7 +299,7 @@ void add_pipeline_flags(CLI::App& app, Options& options) {
 
 std::string host_work_of_steps(const Options& options) {
   if (!options.trace.empty()) return "--trace";
-  if (options.print_shapes) return "--print-shapes";
+  if (options.shapes != nullptr) return "--print-shapes";
   if (options.check_replicas > 0) return "--check-replicas";
   if (options.overflow_at > 0) return "--overflow-at";
   return "";
@@ -318,8 +318,9 @@ Options parse_options(const Program& program, int argc, char** argv) {
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   const auto* lr = add_shared_flags(app, options);
   if (program.has_print_shapes) {
-    app.add_flag("--print-shapes", options.print_shapes,
-                 "print the device and shape each replica sees");
+    app.add_flag_callback(
+        "--print-shapes", [&options] { options.shapes = std::make_shared<SeenShapes>(); },
+        "print the device and shape each replica sees");
   }
   if (program.has_ranks) add_rank_flags(app, options);
   if (options.has_accumulation) add_accumulation_flags(app, options);

@@ -3,10 +3,21 @@
 #include <cstdint>
 #include <cstdio>
 #include <map>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
+
+#include "lockstep/record.hpp"
 
 namespace course {
+
+/// What the replicas of a model saw in their first forward, in the order in which they ran.
+struct SeenShapes {
+  std::mutex mutex;  // guards replicas: they run at the same time
+  std::vector<lockstep::ReplicaRecord> replicas;
+};
 
 /// All flags of the course's programs; each program has those that its Program names. One step is
 /// one optimizer update.
@@ -27,8 +38,8 @@ struct Options {
   std::string save;
   std::string data;
   bool quiet = false;
-  std::string capture = "auto";  // whether a step becomes a CUDA graph: auto, on or off
-  bool print_shapes = false;     // practical5_dp only
+  std::string capture = "auto";             // whether a step becomes a CUDA graph: auto, on or off
+  std::shared_ptr<SeenShapes> shapes = {};  // with --print-shapes: what the replicas saw
 
   // Programs that are started once for each rank.
   std::string backend = "auto";

@@ -87,23 +87,6 @@ RankReport from_text(const std::string& text) {
   return report;
 }
 
-void send_text(const Communicator& comm, std::string text, int to) {
-  const auto bytes = torch::from_blob(text.data(), {static_cast<int64_t>(text.size())},
-                                      torch::TensorOptions(torch::kUInt8));
-  comm.send(torch::tensor({bytes.numel()}, torch::kInt64), to, {.label = "size of a report"});
-  comm.send(bytes, to, {.label = "report"});
-}
-
-std::string receive_text(const Communicator& comm, int from) {
-  const auto size = torch::zeros({1}, torch::kInt64);
-  comm.recv(size, from, {.label = "size of a report"});
-  std::string text(static_cast<size_t>(size.item<int64_t>()), '\0');
-  comm.recv(torch::from_blob(text.data(), {static_cast<int64_t>(text.size())},
-                             torch::TensorOptions(torch::kUInt8)),
-            from, {.label = "report"});
-  return text;
-}
-
 double rows_of(const RankReport& report) {
   const auto& split = report.record.split;
   return static_cast<double>(std::accumulate(split.begin(), split.end(), int64_t{0}));
@@ -138,14 +121,7 @@ std::vector<double> mean_losses(const std::vector<RankReport>& reports) {
 
 std::vector<RankReport> gather_reports(const Communicator& comm, const RankReport& mine) {
   std::vector<RankReport> reports;
-  if (comm.rank() == 0) {
-    reports.push_back(mine);
-    for (int rank = 1; rank < comm.size(); ++rank) {
-      reports.push_back(from_text(receive_text(comm, rank)));
-    }
-  } else {
-    send_text(comm, to_text(mine), 0);
-  }
+  for (const auto& text : gather_texts(comm, to_text(mine))) reports.push_back(from_text(text));
   comm.barrier({.label = "reports"});  // no rank leaves before all reports have arrived
   return reports;
 }

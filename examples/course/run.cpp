@@ -12,11 +12,13 @@
 #include <unordered_set>
 #include <utility>
 
+#include "course/course.hpp"
 #include "course/pipeline_meter.hpp"
 #include "course/report.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_file.hpp"
+#include "lockstep/tensor_text.hpp"
 #include "lockstep/units.hpp"
 #include "lockstep/version.hpp"
 
@@ -167,6 +169,20 @@ lockstep::MemorySplit split_memory(const torch::nn::Module& net,
       split.weights + split.gradients + split.optimizer_state + split.low_precision;
   split.activations = std::max<int64_t>(0, peak_bytes - known);
   return split;
+}
+
+// `net` may hold low-precision copies of the masters' weights.
+lockstep::ModelRecord describe_net(const torch::nn::Module& net, const Options& options,
+                                   const std::optional<lockstep::MasterWeights>& masters) {
+  lockstep::ModelRecord model{.description = describe_model(options), .parameters = 0, .dtype = {}};
+  for (const auto& parameter : net.parameters()) {
+    if (parameter.requires_grad()) model.parameters += parameter.numel();
+  }
+  const auto parameters = net.parameters();
+  if (parameters.empty()) return model;
+  const std::string dtype = lockstep::dtype_text(parameters.front().scalar_type());
+  model.dtype = masters ? fmt::format("float32, copied to {}", dtype) : dtype;
+  return model;
 }
 
 // A run whose last loss is not finite has learnt nothing, which must not go unnoticed.
@@ -325,10 +341,15 @@ void Run::after_pipeline_step(int64_t micro_step) {
   if (trace_.enabled()) trace_pipeline_step();
   const auto step = static_cast<int64_t>(meter_.losses().size());
   if (options_.quiet || step >= options_.print_steps) return;
-  fmt::print(options_.out(), "{}",
-             describe_call(stages_->pipeline(), stages_->facts().plan, rank_, {step, micro_step},
-                           options_.accum_steps, meter_.last_step_started_ns()));
-  std::fflush(options_.out());
+  calls_text_ +=
+      describe_call(stages_->pipeline(), stages_->facts().plan, rank_, {step, micro_step},
+                    options_.accum_steps, meter_.last_step_started_ns());
+}
+
+// After the step: what ranks send each other for it must not count as the step's time.
+void Run::print_calls() {
+  if (options_.quiet || static_cast<int64_t>(meter_.losses().size()) > options_.print_steps) return;
+  print_from_all_ranks(*world_, options_, std::exchange(calls_text_, ""));
 }
 
 void Run::trace_pipeline_step() {
@@ -359,7 +380,10 @@ void Run::end_step(const torch::Tensor& loss) {
   meter_.end_step(loss);
   end_phase(meter_.last_step_ended_ns());
   if (trace_.enabled() && sync_ != nullptr) trace_wait();
-  if (stages_) stages_->end_step(/*timed=*/!meter_.step_ms().empty());
+  if (stages_) {
+    stages_->end_step(/*timed=*/!meter_.step_ms().empty());
+    print_calls();
+  }
   if (!prints()) return;
   if (scaler_ != nullptr) print_skipped_steps();
   const auto done = static_cast<int64_t>(meter_.losses().size());
@@ -446,7 +470,19 @@ void Run::note_capture() {
                      .memory_bytes = stats.memory_bytes};
 }
 
-void Run::complete_record() {
+void Run::note_replicas() {
+  if (options_.shapes == nullptr) return;
+  for (size_t i = 0; i < devices_.size(); ++i) {
+    for (const auto& replica : options_.shapes->replicas) {
+      if (replica.device == devices_[i].name()) record_.replicas.push_back(replica);
+    }
+  }
+}
+
+void Run::complete_record(const torch::nn::Module& net,
+                          const std::optional<lockstep::MasterWeights>& masters) {
+  record_.model = describe_net(net, options_, masters);
+  note_replicas();
   meter_.fill(record_);
   if (stages_) stages_->fill(record_);
   note_precision();
@@ -454,13 +490,13 @@ void Run::complete_record() {
 }
 
 void Run::finish(const torch::nn::Module& net) {
-  complete_record();
+  complete_record(net, std::nullopt);
   write_results(net);
 }
 
 void Run::finish(torch::nn::Module& net, const torch::optim::Optimizer& optimizer,
                  const std::optional<lockstep::MasterWeights>& masters) {
-  complete_record();
+  complete_record(net, masters);
   record_.memory = split_memory(net, optimizer, low_precision_bytes_.value_or(0),
                                 record_.devices.front().peak_bytes, masters);
   if (masters) masters->restore(net);  // float32 weights are saved

@@ -81,8 +81,8 @@ class Run {
   /// gradients, if the program accumulates them or computes in a lower precision.
   void before_update();
 
-  /// Called after each Pipeline::step: prints every forward, backward and synchronisation of the
-  /// first --print-steps steps.
+  /// Called after each Pipeline::step. In the first --print-steps steps, rank 0 prints every
+  /// forward, backward and synchronisation of all ranks when the step has ended.
   void after_pipeline_step(int64_t micro_step);
 
   /// Prints and writes everything, after the loop. Collective. With an optimizer the record says
@@ -111,10 +111,13 @@ class Run {
   void end_phase(int64_t at_ns);
   void trace_wait();
   void trace_pipeline_step();
+  void print_calls();
   void print_skipped_steps();
   void note_precision();
   void note_capture();
-  void complete_record();
+  void note_replicas();
+  void complete_record(const torch::nn::Module& net,
+                       const std::optional<lockstep::MasterWeights>& masters);
   void write_results(const torch::nn::Module& net);
   void finish_process(const torch::nn::Module& net);
   void finish_job(const torch::nn::Module& net);
@@ -130,6 +133,7 @@ class Run {
   const torch::nn::Module* net_ = nullptr;          // that sync_ trains
   lockstep::GradScaler* scaler_ = nullptr;          // null: none
   std::unique_ptr<PipelineMeter> stages_;           // null: the model is not in stages
+  std::string calls_text_;                          // of the step's Pipeline::step calls
   int64_t losses_computed_ = 0;                     // by MseLoss
   size_t skipped_printed_ = 0;
   std::optional<int64_t> low_precision_bytes_;  // autocast's copies of weights
