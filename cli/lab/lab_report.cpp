@@ -32,6 +32,9 @@ Document lab_document(const LabReport& report, const std::string& command, std::
   }
   for (const auto& [name, value] : report.stamp.versions) document.facts.push_back({name, value});
 
+  for (const auto& [name, value] : report.trained) document.facts.push_back({name, value});
+  if (!report.warning.empty()) document.facts.push_back({"warning", report.warning});
+
   Section& measurements = document.sections.emplace_back();
   measurements.heading = "Measurements";
   for (const auto& [name, table] : report.tables) measurements.tables.push_back(table);
@@ -53,6 +56,11 @@ Document lab_document(const LabReport& report, const std::string& command, std::
 
 void print_lab(const LabReport& report, const std::string& folder) {
   const bool style = may_style(STDOUT_FILENO);
+  if (!report.warning.empty()) {
+    fmt::print("\n{}\n", wrap_text("Warning: " + report.warning, kAnswerWidth, ""));
+  }
+  fmt::print("\nWhat was trained\n");
+  for (const auto& [name, value] : report.trained) fmt::print("  {:<10} {}\n", name, value);
   for (const auto& [name, table] : report.tables) {
     fmt::print("\n{}", table.terminal(style));
     write_file_atomically((std::filesystem::path(folder) / (name + ".csv")).string(), table.csv());

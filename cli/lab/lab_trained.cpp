@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <set>
+
 #include "cli/lab/lab_text.hpp"
 #include "lockstep/units.hpp"
 
@@ -27,11 +29,11 @@ std::string batch_text(const RunRecord& run) {
   return fmt::format("{} micro-steps of {} per step", run.accum_steps, rows);
 }
 
-std::string steps_text(const RunSet& set_up) {
+std::string steps_text(const RunSet& set_up, const std::string& runs) {
   const RunRecord& run = set_up.first();
   return fmt::format("{} per run: {} to warm up, {} measured; {}", run.warmup_steps + run.step_ms.n,
                      run.warmup_steps, run.step_ms.n,
-                     plural(static_cast<int64_t>(set_up.runs.size()), "run"));
+                     runs.empty() ? plural(static_cast<int64_t>(set_up.runs.size()), "run") : runs);
 }
 
 std::string optimizer_text(const RunRecord& run) {
@@ -45,12 +47,18 @@ std::string data_text(const RunRecord& run) {
   return file.empty() ? "batches generated from the seed" : file;
 }
 
-std::string devices_text(const RunRecord& run) {
+// "cpu:0 (core 0), cpu:1 (core 1)"; "cpu:0, cpu:1, cpu:2 (all cores, shared by 3)".
+std::string trained_on(const RunRecord& run) {
   std::vector<std::string> names;
+  std::vector<std::string> with_hardware;
+  std::set<std::string> hardware;
   for (const auto& device : run.devices) {
-    names.push_back(fmt::format("{} ({})", device.name, hardware_of(device)));
+    names.push_back(device.name);
+    with_hardware.push_back(fmt::format("{} ({})", device.name, hardware_of(device)));
+    hardware.insert(hardware_of(device));
   }
-  return fmt::format("{}", fmt::join(names, ", "));
+  if (hardware.size() != 1) return fmt::format("{}", fmt::join(with_hardware, ", "));
+  return fmt::format("{} ({})", fmt::join(names, ", "), *hardware.begin());
 }
 
 std::string command_text(const LabRuns& runs, const RunRecord& run, const TrainedBox& box) {
@@ -85,11 +93,11 @@ LabFacts what_was_trained(const LabRuns& runs, const RunSet& set_up, const Train
   }
   add("precision", precision_text(run));
   add("batch", batch_text(run));
-  add("steps", steps_text(set_up));
+  add("steps", steps_text(set_up, box.runs));
   add("optimizer", optimizer_text(run));
   add("seed", option_of(run, "seed"));
   add("data", data_text(run));
-  add("devices", devices_text(run));
+  add("devices", trained_on(run));
   add("command", command_text(runs, run, box));
   return facts;
 }

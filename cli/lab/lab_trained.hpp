@@ -19,6 +19,9 @@ struct TrainedBox {
   /// Flags of this lab that are repeated with these values, as in LabOptions::own.
   std::map<std::string, std::string> own = {};
 
+  /// How often what ran; empty: how many runs the set-up has.
+  std::string runs = {};
+
   /// More about a fact, set after its value in parentheses: {"batch", "10.3: also 32 and 128"}.
   std::map<std::string, std::string> more = {};
 };

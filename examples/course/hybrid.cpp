@@ -276,8 +276,10 @@ void print_placement(const lockstep::Pipeline& pipeline, const HybridPlan& plan,
   if (world.rank() != 0) return;
   const int64_t rows = options.batch / plan.data + (options.batch % plan.data > 0 ? 1 : 0);
   fmt::print(options.out(), "Processes: {} | {}\n", world.size(), axes_text(plan));
-  fmt::print(options.out(), "Micro-batches: {} of {} rows\n", options.micro_batches,
-             fmt::join(lockstep::tensor_split_rows(rows, options.micro_batches), ", "));
+  const auto of_each = lockstep::tensor_split_rows(rows, options.micro_batches);
+  fmt::print(options.out(), "Micro-batches: {} of {}\n", options.micro_batches,
+             of_each.front() == of_each.back() ? fmt::format("{} rows each", of_each.front())
+                                               : fmt::format("{} rows", fmt::join(of_each, ", ")));
   fmt::print(options.out(), "Schedule: {}\n{}\n", plan.schedule.name, unit_grid(plan, world));
   std::fflush(options.out());
 }

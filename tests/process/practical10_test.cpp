@@ -22,13 +22,13 @@ namespace {
 const Arguments kModel = {"--steps",  "10", "--batch", "24", "--dim", "32",
                           "--hidden", "48", "--depth", "6",  "--lr",  "0.05"};
 
-// The program alone where `ranks` is 0, otherwise under `lockstep run`.
+// The program alone where `ranks` is 0, otherwise under `lockstep run`, whose console shows rank 0.
 ChildResult run_hybrid(int ranks, const Arguments& arguments) {
   const Arguments whole = join(kModel, arguments);
   if (ranks == 0) return run("practical10_hybrid", whole);
   const ScratchFolder logs;  // kept after failures: not in the user's folder
-  return run("lockstep", join({"run", "-n", std::to_string(ranks), "--ranks", "all", "--log-dir",
-                               logs.file("logs"), kBin + "practical10_hybrid"},
+  return run("lockstep", join({"run", "-n", std::to_string(ranks), "--log-dir", logs.file("logs"),
+                               kBin + "practical10_hybrid"},
                               whole));
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -52,6 +53,17 @@ struct LabOf {
 /// A set-up of made-up runs, to change it.
 inline cli::RunSet& set_up(cli::LabRuns& runs, const std::string& what, size_t index = 0) {
   return runs.sets.at(what).at(index);
+}
+
+/// Columns that the rows of a table take on a terminal, two between cells.
+inline size_t width_of(const Table& table) {
+  size_t width = 0;
+  for (size_t column = 0; column < table.columns().size(); ++column) {
+    size_t widest = display_width(table.columns()[column].header);
+    for (const auto& row : table.rows()) widest = std::max(widest, display_width(row[column]));
+    width += widest + (column > 0 ? 2 : 0);
+  }
+  return width;
 }
 
 /// The cells of the table's row that begins with this one.

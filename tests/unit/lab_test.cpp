@@ -90,6 +90,48 @@ TEST(Lab5Tables, StepTimesHaveOneUnit) {
   EXPECT_EQ(format_step_ms(1234, 50), "1.23 ± 0.05 s");
 }
 
+TEST(LabText, ReadsAsAPersonWouldWriteIt) {
+  EXPECT_EQ(percent_range(0.853, 0.848), "85 %") << "not \"85 to 85 %\"";
+  EXPECT_EQ(percent_range(0.853, 0.914), "85 to 91 %");
+  EXPECT_EQ(plural(1, "warm-up step"), "1 warm-up step");
+  EXPECT_EQ(plural(2, "process", "processes"), "2 processes");
+  EXPECT_EQ(rows_text({64}), "64 rows");
+  EXPECT_EQ(rows_text({1}), "1 row");
+  EXPECT_EQ(rows_text({32, 32}), "32 rows each");
+  EXPECT_EQ(rows_text({22, 22, 20}), "22, 22 and 20 rows");
+  EXPECT_EQ(against_text(0), "as much as");
+  EXPECT_EQ(against_text(-1024), "1.00 KiB less than");
+  EXPECT_EQ(format_count(999), "999");
+  EXPECT_EQ(format_count(1234567), "1,234,567");
+  EXPECT_EQ(format_step_s({.mean = 41.23, .stddev = 0.84}), "0.0412 ± 0.0008");
+  EXPECT_EQ(format_range_s({.min = 73.7, .max = 173.9}), "0.074 … 0.174");
+  EXPECT_EQ(format_s(12.34), "12.3");
+}
+
+TEST(LabText, LossesThatDifferByRoundingHaveNoExponent) {
+  const RunRecord one = test::made_run({});
+  RunRecord other = one;
+  EXPECT_EQ(loss_parity(one, other, "fp32's"), " All 4 losses equal fp32's exactly.");
+  other.losses[1] *= 1 + 1e-7;
+  EXPECT_EQ(loss_parity(one, other, "fp32's"),
+            " Over 4 steps the losses differ from fp32's by less than 0.001 %, which is rounding.");
+  other.losses[1] = 0.55;
+  EXPECT_EQ(loss_parity(one, other, "fp32's"),
+            " Over 4 steps the losses differ from fp32's by at most 10 %.");
+}
+
+TEST(LabText, TimesAreJudgedUnlessSomethingSpeaksAgainstIt) {
+  EXPECT_EQ(times_warning({}, {Comparison{}}), "");
+  EXPECT_TRUE(test::mentions(times_warning({.busy_cores = 0.3}, {}), "kept 0.3 cores busy"));
+  EXPECT_EQ(times_warning({.busy_cores = 3, .queued = 0.01}, {}), "")
+      << "the runs had their cores all the same";
+  EXPECT_TRUE(test::mentions(times_warning({.queued = 0.3}, {}), "had no core for up to 30 %"));
+  Comparison unsafe;
+  unsafe.unsafe = true;
+  unsafe.noise = 0.4;
+  EXPECT_TRUE(test::mentions(times_warning({}, {Comparison{}, unsafe}), "varied by 40 %"));
+}
+
 TEST(LabText, SharesAndChanges) {
   EXPECT_EQ(format_share(0), "0 %");
   EXPECT_EQ(format_share(1e-9), "< 0.001 %");
