@@ -112,6 +112,12 @@ struct NamedTable {
   Table table;
 };
 
+/// The source of a program that was run.
+struct SourceListing {
+  std::string name;  ///< of its file: "homework2_combined.cpp"
+  std::string text;
+};
+
 /// Names and values, such as {"seed", "0"}.
 using LabFacts = std::vector<std::pair<std::string, std::string>>;
 
@@ -125,6 +131,7 @@ struct LabReport {
   std::vector<Figure> figures;
   std::vector<Answer> answers;
   std::vector<std::string> drawings = {};  ///< for the terminal, instead of figures
+  std::vector<SourceListing> code = {};    ///< to hand in with the report
 };
 
 struct LabExample {

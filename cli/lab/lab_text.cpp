@@ -183,16 +183,6 @@ std::string proportionality(const Comparison& comparison, const RunSet& set_up) 
                      comparison.efficiency * 100, set_up.devices);
 }
 
-std::string noise_remark(const LabRuns& runs, const Comparison& comparison) {
-  if (runs.others_busy_cores >= kDisturbingCores) {
-    return fmt::format(" Other programs kept {:.1f} cores busy, so this proves little.",
-                       runs.others_busy_cores);
-  }
-  if (!comparison.unsafe) return "";
-  return fmt::format(" The runs varied by {:.0f} %, so take this as a rough figure.",
-                     comparison.noise * 100);
-}
-
 std::string times_warning(const Disturbance& disturbance, const std::vector<Comparison>& compared) {
   std::string reason;
   if (disturbance.disturbed()) {

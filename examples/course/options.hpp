@@ -19,6 +19,9 @@ struct SeenShapes {
   std::vector<lockstep::ReplicaRecord> replicas;
 };
 
+/// Steps that run on the host before one is captured, so that the timed ones are replayed.
+inline constexpr int64_t kCaptureWarmup = 2;
+
 /// All flags of the course's programs; each program has those that its Program names. One step is
 /// one optimizer update.
 struct Options {
@@ -51,6 +54,7 @@ struct Options {
 
   // Programs that accumulate gradients.
   int64_t accum_steps = 1;  // micro-steps in one optimizer step
+  int64_t print_steps = 0;  // first steps whose every micro-step or action is printed
   bool sync_every_step = false;
   bool no_divide = false;
 
@@ -69,8 +73,6 @@ struct Options {
   int64_t tensor_parallel = 1;  // ranks that divide a stage's matrices
   std::string cut = "count";    // count, time, or layers per stage
   bool recompute = false;
-  int64_t print_steps = 1;  // first steps whose every action is printed
-
   std::string program;
   bool has_ranks = false;
   bool has_accumulation = false;
