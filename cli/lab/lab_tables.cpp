@@ -144,20 +144,4 @@ void add_method_note(Table& table, const RunSet& set_up) {
       plural(run.warmup_steps, "warm-up step"), run.warmup_steps == 1 ? "is" : "are"));
 }
 
-void add_noise_notes(Table& table, const LabRuns& runs, const Comparison& comparison) {
-  if (runs.others_busy_cores >= kDisturbingCores) {
-    table.add_note(
-        fmt::format("Warning: other programs kept {:.1f} cores busy when the lab began, which can "
-                    "slow one set-up more than another; close them and run again before you rely "
-                    "on this.",
-                    runs.others_busy_cores));
-  }
-  if (comparison.unsafe) {
-    table.add_note(
-        fmt::format("Warning: step times varied by {:.0f} % between runs (speed-ups {:.2f} to "
-                    "{:.2f}); close other programs and run again before you rely on this.",
-                    comparison.noise * 100, comparison.speedup.min, comparison.speedup.max));
-  }
-}
-
 }  // namespace lockstep::cli

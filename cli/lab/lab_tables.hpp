@@ -86,7 +86,4 @@ void add_busy_note(Table& table, const RunSet& set_up);
 /// Says how the step times of a table were taken, with the figures of one set-up.
 void add_method_note(Table& table, const RunSet& set_up);
 
-/// Warns where other programs, or the runs' own noise, make a comparison unsafe.
-void add_noise_notes(Table& table, const LabRuns& runs, const Comparison& comparison);
-
 }  // namespace lockstep::cli

@@ -183,14 +183,29 @@ std::string proportionality(const Comparison& comparison, const RunSet& set_up) 
                      comparison.efficiency * 100, set_up.devices);
 }
 
-std::string noise_remark(const LabRuns& runs, const Comparison& comparison) {
-  if (runs.others_busy_cores >= kDisturbingCores) {
-    return fmt::format(" Other programs kept {:.1f} cores busy, so this proves little.",
-                       runs.others_busy_cores);
+std::string times_warning(const Disturbance& disturbance, const std::vector<Comparison>& compared) {
+  std::string reason;
+  if (disturbance.disturbed()) {
+    reason = disturbance.queued
+                 ? fmt::format(
+                       "devices were ready to compute but had no core for up to {} of the "
+                       "time, because other programs used the cores",
+                       format_percent(*disturbance.queued))
+                 : fmt::format("other programs kept {:.1f} cores busy when the lab began",
+                               disturbance.busy_cores);
   }
-  if (!comparison.unsafe) return "";
-  return fmt::format(" The runs varied by {:.0f} %, so take this as a rough figure.",
-                     comparison.noise * 100);
+  for (const auto& comparison : compared) {
+    if (!reason.empty() || !comparison.unsafe) continue;
+    reason = fmt::format(
+        "step times of the same set-up varied by {} between runs (speed-ups {:.2f} "
+        "to {:.2f})",
+        format_percent(comparison.noise), comparison.speedup.min, comparison.speedup.max);
+  }
+  if (reason.empty()) return "";
+  return fmt::format(
+      "The times in this report cannot be judged: {}. Close other programs and run "
+      "the lab again. Memory, splits, traffic and losses are not affected.",
+      reason);
 }
 
 std::string times_warning(const Disturbance& disturbance, const std::vector<Comparison>& compared) {

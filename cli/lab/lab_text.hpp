@@ -80,9 +80,10 @@ std::string device_count(const RunSet& set_up);
 /// Whether a speed-up is proportional to the devices: "yes: 96 % of 2×", "cannot tell".
 std::string proportionality(const Comparison& comparison, const RunSet& set_up);
 
-/// A sentence after a space, or nothing: other programs, or the runs' own noise, make a comparison
-/// unsafe.
-std::string noise_remark(const LabRuns& runs, const Comparison& comparison);
+/// Why the times of a lab cannot be judged, for LabReport::warning: other programs, or runs of the
+/// same set-up that differ too much. Empty if they can. `compared` are the comparisons that its
+/// answers rest on.
+std::string times_warning(const Disturbance& disturbance, const std::vector<Comparison>& compared);
 
 /// Why the times of a lab cannot be judged, for LabReport::warning: other programs, or runs of the
 /// same set-up that differ too much. Empty if they can. `compared` are the comparisons that its

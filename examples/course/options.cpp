@@ -150,7 +150,6 @@ void check_pipeline_flags(const Options& options) {
   require_range("--stages", options.stages, 1, kMost);
   require_range("--chunks", options.chunks, 1, kMost);
   require_range("--tensor-parallel", options.tensor_parallel, 1, kMost);
-  require_range("--print-steps", options.print_steps, 0, 100'000'000);
   require_one_of("--schedule", options.schedule, lockstep::schedule_names());
   if (options.tensor_parallel > 1 && options.place != "ranks") {
     throw Error(
@@ -180,7 +179,10 @@ void check(const Options& options) {
   }
   check_capture(options);
   if (options.has_ranks) check_ranks(options);
-  if (options.has_accumulation) require_range("--accum-steps", options.accum_steps, 1, 1 << 20);
+  if (options.has_accumulation) {
+    require_range("--accum-steps", options.accum_steps, 1, 1 << 20);
+    require_range("--print-steps", options.print_steps, 0, 100'000'000);
+  }
   if (options.has_amp) check_amp(options);
   if (options.has_pipeline) check_pipeline_flags(options);
   require_readable("--init", options.init);
@@ -271,7 +273,13 @@ void add_rank_flags(CLI::App& app, Options& options) {
 
 void add_accumulation_flags(CLI::App& app, Options& options) {
   options.accum_steps = options.has_pipeline ? 1 : 4;
+  options.print_steps = options.has_pipeline ? 1 : 2;
   app.add_option("--accum-steps", options.accum_steps, "micro-steps in one optimizer step")
+      ->capture_default_str();
+  app.add_option("--print-steps", options.print_steps,
+                 options.has_pipeline
+                     ? "first steps whose forwards, backwards and synchronisations are printed"
+                     : "first steps of which a line says what each micro-step did")
       ->capture_default_str();
   if (options.has_pipeline) return;
   app.add_flag("--sync-every-step", options.sync_every_step,
@@ -326,9 +334,6 @@ void add_pipeline_flags(CLI::App& app, Options& options) {
       ->capture_default_str();
   app.add_flag("--recompute", options.recompute,
                "keep a stage's inputs only and compute its activations again for backward");
-  app.add_option("--print-steps", options.print_steps,
-                 "first steps whose forwards, backwards and synchronisations are printed")
-      ->capture_default_str();
 }
 
 std::string examples_of(const Program& program) {
@@ -360,6 +365,9 @@ std::string host_work_of_steps(const Options& options) {
   if (options.shapes != nullptr) return "--print-shapes";
   if (options.check_replicas > 0) return "--check-replicas";
   if (options.overflow_at > 0) return "--overflow-at";
+  if (options.has_accumulation && !options.quiet && options.print_steps > kCaptureWarmup) {
+    return "--print-steps";
+  }
   return "";
 }
 
@@ -415,7 +423,10 @@ std::map<std::string, std::string> Options::as_text() const {
     text.insert({{"check-replicas", std::to_string(check_replicas)}, {"compress", compress}});
   }
   const auto yes_no = [](bool flag) { return flag ? "yes" : "no"; };
-  if (has_accumulation) text.insert({"accum-steps", std::to_string(accum_steps)});
+  if (has_accumulation) {
+    text.insert({{"accum-steps", std::to_string(accum_steps)},
+                 {"print-steps", std::to_string(print_steps)}});
+  }
   if (has_accumulation && !has_pipeline) {
     text.insert({{"sync-every-step", yes_no(sync_every_step)}, {"no-divide", yes_no(no_divide)}});
   }
@@ -433,8 +444,7 @@ std::map<std::string, std::string> Options::as_text() const {
                  {"place", place},
                  {"tensor-parallel", std::to_string(tensor_parallel)},
                  {"cut", cut},
-                 {"recompute", yes_no(recompute)},
-                 {"print-steps", std::to_string(print_steps)}});
+                 {"recompute", yes_no(recompute)}});
   }
   return text;
 }

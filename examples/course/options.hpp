@@ -51,6 +51,7 @@ struct Options {
 
   // Programs that accumulate gradients.
   int64_t accum_steps = 1;  // micro-steps in one optimizer step
+  int64_t print_steps = 0;  // first steps whose every micro-step or action is printed
   bool sync_every_step = false;
   bool no_divide = false;
 
@@ -69,8 +70,6 @@ struct Options {
   int64_t tensor_parallel = 1;  // ranks that divide a stage's matrices
   std::string cut = "count";    // count, time, or layers per stage
   bool recompute = false;
-  int64_t print_steps = 1;  // first steps whose every action is printed
-
   std::string program;
   bool has_ranks = false;
   bool has_accumulation = false;

@@ -28,8 +28,6 @@
 namespace course {
 namespace {
 
-// Two calls warm up, so that the third is captured before the timed steps begin.
-constexpr int64_t kWarmup = 2;
 constexpr int64_t kFewSteps = 12;
 
 // Why a step on a GPU is not captured, by --capture and the other flags; "" if it is.
@@ -51,7 +49,7 @@ lockstep::CaptureOptions capture_options(const Options& options, const lockstep:
                           fmt::format("--capture on: {} is not a GPU", device.name()),
                           "leave --capture out, or name a GPU with --devices");
   }
-  return {.enabled = on_gpu && why_not_captured(options).empty(), .warmup = kWarmup};
+  return {.enabled = on_gpu && why_not_captured(options).empty(), .warmup = kCaptureWarmup};
 }
 
 // From now on the gradient that flows back through `out` has one infinite element, as if fp16 had
@@ -351,11 +349,43 @@ void Run::before_update() {
   begin_phase("optimizer");
 }
 
+bool Run::prints_micro_steps(int64_t step) const {
+  return options_.has_accumulation && !options_.quiet && step < options_.print_steps;
+}
+
+void Run::after_micro_step(int64_t micro) {
+  const auto step = static_cast<int64_t>(meter_.losses().size());
+  if (!prints_micro_steps(step)) return;
+  const lockstep::DdpStats stats = sync_->stats();
+  const int64_t all_reduces =
+      stats.all_reduces - std::exchange(printed_reduces_, stats.all_reduces);
+  const int64_t bytes = stats.bytes - std::exchange(printed_bytes_, stats.bytes);
+  const std::string what =
+      world_->size() == 1 ? "one rank: there is nothing to synchronise"
+      : all_reduces == 0  ? "not synchronised: gradients are added up on this rank"
+                          : fmt::format("synchronised: {} all-reduce{}, {}", all_reduces,
+                                       all_reduces == 1 ? "" : "s", lockstep::format_bytes(bytes));
+  calls_text_ += fmt::format("step {} | rank {} | micro-step {} of {} | {}\n", step + 1, rank_,
+                             micro + 1, options_.accum_steps, what);
+}
+
+// What the optimizer did at the end of a step, as a line for people.
+std::string Run::update_line(int64_t step) const {
+  const bool skipped = scaler_ != nullptr && !scaler_->skipped_steps().empty() &&
+                       scaler_->skipped_steps().back().step == step + 1;
+  const std::string rows =
+      fmt::format("{} micro-step{} and {} rows", options_.accum_steps,
+                  options_.accum_steps == 1 ? "" : "s", options_.batch * options_.accum_steps);
+  return fmt::format("step {} | rank {} | update | {}\n", step + 1, rank_,
+                     skipped ? "skipped by the scaler: the weights stay as they were"
+                             : "the weights changed once, for " + rows);
+}
+
 void Run::after_pipeline_step(int64_t micro_step) {
   stages_->note_call();
   if (trace_.enabled()) trace_pipeline_step();
   const auto step = static_cast<int64_t>(meter_.losses().size());
-  if (options_.quiet || step >= options_.print_steps) return;
+  if (!prints_micro_steps(step)) return;
   calls_text_ +=
       describe_call(stages_->pipeline(), stages_->facts().plan, rank_, {step, micro_step},
                     options_.accum_steps, meter_.last_step_started_ns());
@@ -363,7 +393,9 @@ void Run::after_pipeline_step(int64_t micro_step) {
 
 // After the step: what ranks send each other for it must not count as the step's time.
 void Run::print_calls() {
-  if (options_.quiet || static_cast<int64_t>(meter_.losses().size()) > options_.print_steps) return;
+  const auto step = static_cast<int64_t>(meter_.losses().size()) - 1;
+  if (!prints_micro_steps(step)) return;
+  if (!stages_) calls_text_ += update_line(step);
   close_line();
   print_from_all_ranks(*world_, options_, std::exchange(calls_text_, ""));
 }
@@ -396,10 +428,8 @@ void Run::end_step(const torch::Tensor& loss) {
   meter_.end_step(loss);
   end_phase(meter_.last_step_ended_ns());
   if (trace_.enabled() && sync_ != nullptr) trace_wait();
-  if (stages_) {
-    stages_->end_step(/*timed=*/!meter_.step_ms().empty());
-    print_calls();
-  }
+  if (stages_) stages_->end_step(/*timed=*/!meter_.step_ms().empty());
+  print_calls();
   if (!prints()) return;
   if (scaler_ != nullptr) print_skipped_steps();
   const auto done = static_cast<int64_t>(meter_.losses().size());

@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -81,6 +82,10 @@ class Run {
   /// gradients, if the program accumulates them or computes in a lower precision.
   void before_update();
 
+  /// Called after the backward of each micro-step. In the first --print-steps steps, rank 0 prints
+  /// which micro-steps of all ranks synchronised, and the update, when the step has ended.
+  void after_micro_step(int64_t micro);
+
   /// Called after each Pipeline::step. In the first --print-steps steps, rank 0 prints every
   /// forward, backward and synchronisation of all ranks when the step has ended.
   void after_pipeline_step(int64_t micro_step);
@@ -112,6 +117,8 @@ class Run {
   void end_phase(int64_t at_ns);
   void trace_wait();
   void trace_pipeline_step();
+  bool prints_micro_steps(int64_t step) const;
+  std::string update_line(int64_t step) const;
   void print_calls();
   void print_skipped_steps();
   void note_precision();
@@ -137,7 +144,9 @@ class Run {
   const torch::nn::Module* net_ = nullptr;          // that sync_ trains
   lockstep::GradScaler* scaler_ = nullptr;          // null: none
   std::unique_ptr<PipelineMeter> stages_;           // null: the model is not in stages
-  std::string calls_text_;                          // of the step's Pipeline::step calls
+  std::string calls_text_;                          // of the step's micro-steps
+  int64_t printed_reduces_ = 0;                     // of sync_, in calls_text_ so far
+  int64_t printed_bytes_ = 0;                       // as printed_reduces_
   int64_t losses_computed_ = 0;                     // by MseLoss
   size_t skipped_printed_ = 0;
   std::optional<int64_t> low_precision_bytes_;  // autocast's copies of weights
