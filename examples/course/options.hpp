@@ -13,6 +13,9 @@
 
 namespace course {
 
+/// Steps that run on the host before one is captured, so that the timed ones are replayed.
+inline constexpr int64_t kCaptureWarmup = 2;
+
 /// What the replicas of a model saw in their first forward, in the order in which they ran.
 struct SeenShapes {
   std::mutex mutex;  // guards replicas: they run at the same time
