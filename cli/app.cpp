@@ -1,6 +1,7 @@
 #include "cli/app.hpp"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -11,8 +12,10 @@
 
 #include "base/process.hpp"
 #include "cli/child.hpp"
+#include "cli/completion.hpp"
 #include "cli/doctor/doctor.hpp"
 #include "cli/lab/lab_command.hpp"
+#include "cli/manual.hpp"
 #include "cli/own/compare.hpp"
 #include "cli/own/new_program.hpp"
 #include "cli/own/report_command.hpp"
@@ -49,16 +52,60 @@ std::string list_codes() {
   return text + "\n`lockstep explain LS0002` tells more about one of them.\n";
 }
 
-constexpr const char* kAppExamples =
-    "Examples:\n"
-    "  lockstep doctor                     is this machine ready? what is slow or missing?\n"
-    "  lockstep lab 5                      practical 5: DataParallel, measured and explained\n"
-    "  lockstep lab 5 --devices cpu:4      the same on four logical devices\n"
-    "  lockstep lab 5 --quick --out today  a short version, its report in ./today\n"
-    "  lockstep lab 6                      practical 6: DDP against DataParallel\n"
-    "  lockstep top                        who is busy, who waits, whose memory is full\n"
-    "  lockstep run -n 4 ./train           four ranks of a program on this host\n"
-    "  lockstep explain LS0002             what an error code means\n";
+const std::vector<Example> kAppExamples = {
+    {"lockstep doctor", "is this machine ready? what is slow or missing?"},
+    {"lockstep lab 5", "practical 5: DataParallel, measured and explained"},
+    {"lockstep lab 5 --devices cpu:4", "the same on four logical devices"},
+    {"lockstep lab 6 --quick --out today", "a short practical 6, its report in ./today"},
+    {"lockstep run -n 4 ./train", "four ranks of a program on this host"},
+    {"lockstep top", "who is busy, who waits, whose memory is full"},
+    {"lockstep new mine", "a program of your own, ready to build"},
+    {"lockstep compare ./a vs ./b", "which is faster, with a report"},
+    {"lockstep explain LS0002", "what an error code means"},
+    {"lockstep help run", "everything about one command"}};
+
+const std::vector<Example> kDoctorExamples = {
+    {"lockstep doctor", "every check, with a remedy for what is wrong"},
+    {"lockstep doctor --json", "the same for a program to read"}};
+
+const std::vector<Example> kExplainExamples = {{"lockstep explain LS0002", "one code"},
+                                               {"lockstep explain 2", "the same"},
+                                               {"lockstep explain", "all codes"}};
+
+const std::vector<Example> kHelpExamples = {{"lockstep help", "all commands"},
+                                            {"lockstep help run", "the flags of one"},
+                                            {"lockstep help lab 5", "the flags of one lab"}};
+
+const std::vector<Example> kCompletionExamples = {
+    {"source <(lockstep completion bash)", "in ~/.bashrc"},
+    {"source <(lockstep completion zsh)", "in ~/.zshrc, after compinit"},
+    {"lockstep completion fish | source", "in ~/.config/fish/config.fish"}};
+
+std::string join_codes() {
+  std::string text;
+  for (const auto& info : all_codes()) text += (text.empty() ? "" : "|") + code_name(info.code);
+  return text;
+}
+
+// `lockstep help lab 5` is `lockstep lab --help 5`. An unknown command stays the parser's business.
+std::vector<std::string> expand_help(const CLI::App& app, std::vector<std::string> words) {
+  if (words.size() < 2 || words[1] != "help") return words;
+  words.erase(words.begin() + 1);
+  const bool named = words.size() > 1 && !words[1].starts_with("-");
+  if (!named) return {words[0], "--help"};
+  const auto is_named = [&words](const CLI::App* command) { return command->check_name(words[1]); };
+  if (!app.get_subcommands(is_named).empty()) words.insert(words.begin() + 2, "--help");
+  return words;
+}
+
+// Every command that is not hidden, and every lab.
+CommandInfo describe_all(const CLI::App& app, CLI::App& lab) {
+  CommandInfo info = describe_command(app);
+  for (auto& command : info.commands) {
+    if (command.name == lab.get_name()) command = describe_lab_command(lab);
+  }
+  return info;
+}
 
 // A child's exit code 2 means that the request was at fault, so it stays 2. Only lockstep's own
 // code runs in this process: an exception that is not an Error is a bug of lockstep, unless memory
@@ -90,7 +137,9 @@ std::string explain(const std::string& code) {
   for (const auto& info : all_codes()) {
     names.push_back(code_name(info.code));
     if (names.back() != wanted) continue;
-    return fmt::format("{}: {}\n\n{}\n", wanted, info.title, wrap_text(info.explanation, 80));
+    return fmt::format(
+        "{}: {}\n\n{}\n", wanted, info.title,
+        wrap_text(info.explanation, std::min<size_t>(80, terminal_width(STDOUT_FILENO))));
   }
   const std::string meant = did_you_mean(wanted, names);
   throw Error(Code::kUsage, fmt::format("there is no error code \"{}\"", code),
@@ -101,7 +150,7 @@ std::string explain(const std::string& code) {
 
 int run_command(int argc, char** argv) {
   CLI::App app("lockstep trains libtorch models in parallel, in C++.", "lockstep");
-  app.set_version_flag("--version", std::string("lockstep ") + kVersion);
+  app.set_version_flag("--version", std::string("lockstep ") + kVersion, "print the version");
   app.require_subcommand(0, 1);
 
   auto* doctor =
@@ -109,10 +158,13 @@ int run_command(int argc, char** argv) {
   bool as_json = false;
   doctor->add_flag("--json", as_json, "print facts and findings as one JSON object");
 
+  doctor->footer(format_examples(kDoctorExamples));
+
   auto* explain_command = app.add_subcommand("explain", "tell what an error code means");
+  explain_command->footer(format_examples(kExplainExamples));
   std::string code;
-  explain_command->add_option("code", code, "such as LS0002; without it, all codes are listed")
-      ->type_name("");
+  explain_command->add_option("CODE", code, "such as LS0002; without it, all codes are listed")
+      ->type_name(join_codes());
 
   LabRequest lab_request;
   auto* lab = add_lab_command(app, lab_request);
@@ -128,13 +180,34 @@ int run_command(int argc, char** argv) {
   ReportOptions report_options;
   auto* report = add_report_command(app, report_options);
 
-  for (auto* command : {doctor, explain_command, lab, top, run.command(), script, new_command,
-                        compare_command, report}) {
+  auto* help = app.add_subcommand("help", "show what a command or a lab takes");
+  help->footer(format_examples(kHelpExamples));
+  std::vector<std::string> help_words;
+  help->add_option("COMMAND", help_words, "a command; after lab also a lab");
+  auto* completion = app.add_subcommand("completion", "print a script that completes lockstep");
+  completion->footer(format_examples(kCompletionExamples));
+  std::string shell;
+  completion->add_option("SHELL", shell, "bash, zsh or fish")
+      ->required()
+      ->type_name("bash|zsh|fish");
+
+  std::string commands;
+  for (auto* command : app.get_subcommands([](const CLI::App*) { return true; })) {
     command->group("Commands");
+    commands += (commands.empty() ? "" : "|") + command->get_name();
   }
-  app.footer(kAppExamples);  // not before: a subcommand would inherit it
-  const ProgramLine line = cut_at_program(argc, argv, {run.command(), script, compare_command});
-  parse_or_throw(app, static_cast<int>(line.flags.size()), line.flag_pointers().data());
+  help->get_option("COMMAND")->type_name(commands);
+  // For the build: what is installed below share.
+  auto* share = app.add_subcommand("write-share")->group("");
+  std::string share_folder;
+  share->add_option("DIR", share_folder)->required()->type_name("DIR");
+
+  app.footer(format_examples(kAppExamples));  // not before: a subcommand would inherit it
+  const std::vector<std::string> words = expand_help(app, {argv, argv + argc});
+  const ProgramLine line = cut_at_program(words, {run.command(), script, compare_command});
+  parse_or_throw(app, static_cast<int>(line.flags.size()), line.flag_pointers().data(), [lab] {
+    if (lab->parsed()) show_flags_of_named_lab(*lab);
+  });
 
   if (doctor->parsed()) return run_doctor(as_json);
   if (explain_command->parsed()) {
@@ -153,7 +226,16 @@ int run_command(int argc, char** argv) {
     fmt::print("{}", slurm_script(script_options, line.program));
     return 0;
   }
-  fmt::print("{}", app.help());
+  if (completion->parsed()) {
+    fmt::print("{}", completion_script(describe_all(app, *lab), shell));
+    return 0;
+  }
+  if (share->parsed()) {
+    write_share(describe_all(app, *lab), share_folder);
+    return 0;
+  }
+  fmt::print("{}\n{}\n`lockstep help` lists all commands.\n", app.get_footer(),
+             app.get_description());
   return 0;
 }
 

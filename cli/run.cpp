@@ -22,6 +22,7 @@
 #include "launch/slurm.hpp"
 #include "lockstep/cli_parse.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/table.hpp"
 #include "net/secret.hpp"
 
 namespace lockstep::cli {
@@ -51,13 +52,12 @@ Flag split_flag(const std::string& word) {
   return flag;
 }
 
-constexpr const char* kRunExamples =
-    "Examples:\n"
-    "  lockstep run -n 4 ./train --steps 100         four ranks of ./train on this host\n"
-    "  lockstep run -n 2 train.py                    a Python program, as torchrun would\n"
-    "  lockstep run -n 4 --ranks all ./train         show the output of all ranks\n"
-    "  lockstep run -n 4 --dry-run ./train           what would be done, and why\n"
-    "  lockstep run -n 8 --nnodes 2 --rdzv-endpoint node0:29400 ./train    on both hosts\n";
+const std::vector<Example> kRunExamples = {
+    {"lockstep run -n 4 ./train --steps 100", "four ranks of ./train on this host"},
+    {"lockstep run -n 2 train.py", "a Python program, as torchrun would"},
+    {"lockstep run -n 4 --ranks all ./train", "show the output of all ranks"},
+    {"lockstep run -n 4 --dry-run ./train", "what would be done, and why"},
+    {"lockstep run -n 8 --nnodes 2 --rdzv-endpoint node0:29400 ./train", "on both hosts"}};
 
 const char* lookup(const char* name) {
   return std::getenv(name);
@@ -110,10 +110,10 @@ int start_by_srun(ClusterStart start, const Settings& settings,
       "only inherited SLURM's variables, unset SLURM_JOB_ID");
 }
 
-constexpr const char* kSlurmExamples =
-    "Examples:\n"
-    "  lockstep slurm-script --nodes 2 -n 8 --gpus 8 ./train --steps 1000 > job.sh\n"
-    "  sbatch job.sh\n";
+const std::vector<Example> kSlurmExamples = {
+    {"lockstep slurm-script --nodes 2 -n 8 --gpus 8 ./train --steps 1000 > job.sh",
+     "two hosts with eight ranks each"},
+    {"sbatch job.sh", "hand it to SLURM"}};
 
 CLI::Validator in_range(int64_t first, int64_t last) {
   return CLI::Range(first, last).description("");
@@ -147,9 +147,8 @@ std::vector<const char*> ProgramLine::flag_pointers() const {
   return pointers;
 }
 
-ProgramLine cut_at_program(int argc, const char* const* argv,
+ProgramLine cut_at_program(const std::vector<std::string>& words,
                            const std::vector<const CLI::App*>& commands) {
-  const std::vector<std::string> words(argv, argv + argc);
   const CLI::App* command = words.size() < 2 ? nullptr : find_command(words[1], commands);
   if (command == nullptr) return {words, {}};
   ProgramLine line{{words[0], words[1]}, {}};
@@ -184,7 +183,7 @@ ProgramLine cut_at_program(int argc, const char* const* argv,
 
 RunFlags::RunFlags(CLI::App& app)
     : command_(app.add_subcommand("run", "start a program as several ranks; none is left behind")) {
-  command_->footer(kRunExamples);
+  command_->footer(format_examples(kRunExamples));
   for (const FlagInfo& flag : run_flags()) {
     const std::string name(flag.name);
     std::string names = flag.letter.empty() ? "" : fmt::format("-{},", flag.letter);
@@ -228,12 +227,18 @@ int run_launch(const RunFlags& flags, const std::vector<std::string>& program,
   }
   if (!announcement.empty() && !plan.quiet)
     print_error(fmt::format("lockstep: {}\n", announcement));
+  // Ranks write to a pipe, and the launcher puts "[rank 0] " before each line of theirs.
+  constexpr size_t kPrefix = 9;
+  const size_t width = terminal_width(STDOUT_FILENO);
+  if (width != kAnyWidth && width > kPrefix) {
+    ::setenv("LOCKSTEP_COLUMNS", std::to_string(width - kPrefix).c_str(), 1);
+  }
   return launch(plan, path);
 }
 
 CLI::App* add_slurm_script_command(CLI::App& app, SlurmScriptOptions& options) {
   CLI::App* command = app.add_subcommand("slurm-script", "print a batch file for SLURM");
-  command->footer(kSlurmExamples);
+  command->footer(format_examples(kSlurmExamples));
   command->add_option("--nodes", options.nodes, "hosts")
       ->capture_default_str()
       ->check(in_range(1, 4096))

@@ -22,7 +22,7 @@ struct ProgramLine {
 
 /// Cuts at the first word that is neither a flag nor a flag's value, or after "--". Underscores in
 /// flags become dashes, as torchrun takes both. Lines of other commands stay as they are.
-ProgramLine cut_at_program(int argc, const char* const* argv,
+ProgramLine cut_at_program(const std::vector<std::string>& words,
                            const std::vector<const CLI::App*>& commands);
 
 /// The flags of `lockstep run` as texts: [name without dashes].

@@ -60,6 +60,7 @@ int train(int argc, char** argv) {
           loss = criterion(ddp(x), y);
         }
         scaler.scale(loss / divisor).backward();  // outside autocast; all-reduces if last
+        run.after_micro_step(micro);
         loss_sum = loss_sum.defined() ? loss_sum + loss.detach() : loss.detach();
       }
       run.before_update();

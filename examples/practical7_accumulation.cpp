@@ -50,6 +50,7 @@ int train(int argc, char** argv) {
         const auto [x, y] = micro_batches.get(micro);
         const auto loss = criterion(ddp(x), y);
         (loss / divisor).backward();  // adds to the gradients; all-reduces them if last
+        run.after_micro_step(micro);
         loss_sum = loss_sum.defined() ? loss_sum + loss.detach() : loss.detach();
       }
       run.before_update();

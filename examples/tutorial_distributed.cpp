@@ -37,6 +37,5 @@ int train(int, char**) {
 }
 
 int main(int argc, char** argv) {
-  return lockstep::run_program(train, argc,
-                               argv);  // errors say what to do; the launcher hears them
+  return lockstep::run_program(train, argc, argv);  // an error is printed with its remedy
 }

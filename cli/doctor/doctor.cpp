@@ -362,12 +362,12 @@ std::string coloured(Level level, bool style) {
 void print_findings(const std::vector<Finding>& findings) {
   const bool style = may_style(STDOUT_FILENO);
   const std::string indent(kFindingIndent, ' ');
+  const size_t width = std::min(kFindingWidth, terminal_width(STDOUT_FILENO));
   for (const auto& finding : findings) {
-    const std::string value =
-        wrap_text(finding.value, kFindingWidth, indent).substr(kFindingIndent);
+    const std::string value = wrap_text(finding.value, width, indent).substr(kFindingIndent);
     fmt::print("  {}  {:<14}{}\n", coloured(finding.level, style), finding.check, value);
     if (!finding.remedy.empty()) {
-      fmt::print("{}\n", wrap_text("help: " + finding.remedy, kFindingWidth, indent));
+      fmt::print("{}\n", wrap_text("help: " + finding.remedy, width, indent));
     }
   }
   fmt::print("\n{} checks: {} passed, {} warned, {} failed\n", findings.size(),

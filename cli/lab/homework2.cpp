@@ -1,10 +1,12 @@
 // Homework 2: code 1 accumulates gradients, code 2 trains in lower precision, code 3 does both.
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <cmath>
 
 #include "cli/lab/accumulation.hpp"
+#include "cli/lab/course_source.hpp"
 #include "cli/lab/lab_charts.hpp"
 #include "cli/lab/lab_tables.hpp"
 #include "lockstep/units.hpp"
@@ -29,9 +31,10 @@ LabPlan plan(const LabOptions& options, const Hardware& hardware) {
     timed.push_back({.accum_steps = micro_steps, .amp = config.amp});
   }
   timed.push_back({.accum_steps = first, .sync_every_step = true});
-  const std::vector<TrainingVariant> once = {{.row_factor = first},
-                                             {.accum_steps = first, .divide = false}};
-  return plan_variants(timed, once, options.repetitions(), config);
+  auto studies = divisor_study(config);
+  const auto memory = memory_study(config, 1);
+  studies.insert(studies.end(), memory.begin(), memory.end());
+  return plan_variants(timed, {{.row_factor = first}}, studies, options.repetitions(), config);
 }
 
 struct AnswerContext : AccumulationContext {
@@ -41,119 +44,158 @@ struct AnswerContext : AccumulationContext {
   bool several() const { return runs.all("accumulated").size() > 1; }
 };
 
-// ---- Tables
+// ---- Tables: the course's own, with its columns and units.
 
-// The base of a row is the run in fp32 with the same effective batch.
-std::string deviation_cell(const SetRow& row) {
-  if (row.base == nullptr) return "—";
-  const auto deviation = loss_deviation(row.base->first(), row.first());
-  return deviation ? format_share(*deviation) : "not finite";
+// A difference in time that the noise hides is "the same" only if the noise is small.
+constexpr double kSameTime = 0.05;
+
+// Step times that deviate by more than this share of their mean get a note beside them.
+constexpr double kNoisySteps = 0.10;
+
+// Losses further apart than this are no longer those of fp32.
+constexpr double kSameTraining = 0.05;
+
+constexpr double kRows = 1000;  // of the column "s per 1000 rows"
+
+double ms_for_rows(const RunSet& set_up) {
+  return ms_per_row(set_up) * kRows;
 }
 
-std::string finite_cell(const SetRow& row) {
-  const auto losses = static_cast<int64_t>(row.first().losses.size());
-  return fmt::format("{} of {}", losses - row.first().nonfinite, losses);
+// The base of a row is the run in fp32 with the same effective batch.
+std::string stability_cell(const SetRow& row) {
+  const RunRecord& run = row.first();
+  if (run.nonfinite > 0) {
+    return fmt::format("unstable: {} of {} losses not finite", run.nonfinite, run.losses.size());
+  }
+  if (run.losses.empty()) return "no losses recorded";
+  std::vector<std::string> parts;
+  const auto apart =
+      row.base == nullptr ? std::optional<double>() : loss_deviation(row.base->first(), run);
+  parts.emplace_back(apart && *apart > kSameTraining ? "differs from fp32" : "stable");
+  if (run.scale) {
+    parts.push_back(plural(static_cast<int64_t>(run.skipped_steps.size()), "step") + " skipped");
+  }
+  if (apart) {
+    parts.push_back(*apart == 0 ? "losses as in fp32"
+                                : "losses " + at_most(*apart) + " from fp32's");
+  }
+  return fmt::format("{}", fmt::join(parts, ", "));
+}
+
+// The time of the whole run, over its repetitions.
+SetColumn total_column(const std::string& title) {
+  return {title, [](const SetRow& row) {
+            std::vector<double> totals_ms;
+            for (const auto& run : row.set_up->runs) totals_ms.push_back(run.total_s * 1e3);
+            return format_step_s(summarize(totals_ms));
+          }};
+}
+
+SetColumn rows_time_column() {
+  return {"s per 1000 rows", [](const SetRow& row) {
+            Stats step = pooled_step_ms(*row.set_up);
+            const double scale =
+                kRows / static_cast<double>(std::max<int64_t>(1, rows_of(*row.set_up)));
+            step.mean *= scale;
+            step.stddev *= scale;
+            return format_step_s(step);
+          }};
+}
+
+SetColumn memory_column() {
+  return {"memory (GB)", [](const SetRow& row) {
+            return fmt::format("{:.3g}", static_cast<double>(peak_of(*row.set_up)) * 1e-9);
+          }};
 }
 
 Table codes_table(const AnswerContext& context) {
-  std::vector<SetColumn> lines = {
-      micro_rows_column(),
-      step_column("time: optimizer step"),
-      {"time: per row", [](const SetRow& row) { return format_ms(ms_per_row(*row.set_up)); }},
-      {"time: whole run",
-       [](const SetRow& row) { return format_seconds(mean_total_s(*row.set_up)); }},
-      {"speed per row",
-       [&context](const SetRow& row) {
-         return row.base == nullptr ? "1"
-                                    : format_speedup(compare_per_row(context.fp32, *row.set_up));
-       }},
-      {"memory: peak", peak_column().cell}};
-  for (const auto& part : kMemoryParts) {
-    lines.push_back({std::string("… ") + part.name, [bytes = part.bytes](const SetRow& row) {
-                       return part_cell(*row.set_up, bytes);
-                     }});
-  }
-  lines.push_back({"stability: finite losses", finite_cell});
-  lines.push_back({"… skipped steps", [](const SetRow& row) { return skipped_cell(row.first()); }});
-  lines.push_back({"… final scale", [](const SetRow& row) { return scale_cell(row.first()); }});
-  lines.push_back({"… largest loss deviation", deviation_cell});
-  Table table =
-      make_transposed_table("Codes 1, 2, 3: time, memory and stability", lines,
-                            {{"fp32 alone", &context.fp32},
-                             {"code 1: accumulation", &context.accumulated, &context.one_batch},
-                             {"code 2: AMP", &context.amp, &context.fp32},
-                             {"code 3: both", &context.combined, &context.one_batch}});
+  Table table = make_table<SetRow>("A. Codes 1, 2 and 3",
+                                   {name_column("code"),
+                                    total_column("time (s)"),
+                                    rows_time_column(),
+                                    memory_column(),
+                                    {"stability", stability_cell, Align::kLeft}},
+                                   {{"1: accumulation", &context.accumulated, &context.one_batch},
+                                    {"2: AMP", &context.amp, &context.fp32},
+                                    {"3: both", &context.combined, &context.one_batch},
+                                    {"fp32 alone", &context.fp32}});
+  const RunRecord& run = context.fp32.first();
   table.add_note(fmt::format(
-      "AMP: {} autocast and GradScaler. Loss: largest deviation from fp32 with the same rows per "
-      "update, in one batch. Mean ± deviation over {} runs of {} timed steps.",
-      context.precision, context.fp32.runs.size(), context.fp32.first().step_ms.n));
-  add_noise_notes(table, context.runs, context.faster_with_amp);
+      "Time: the whole run of {}, of {} rows each with codes 1 and 3 (ACCUM_STEPS {}) and of {} "
+      "with code 2, mean ± deviation over {}; per 1000 rows: over the {} of them. Memory: "
+      "the peak of a device, 1 GB = 10^9 bytes. AMP: {} autocast and GradScaler.",
+      plural(static_cast<int64_t>(run.losses.size()), "update"), context.rows, context.micro_steps,
+      context.micro_rows, plural(static_cast<int64_t>(context.fp32.runs.size()), "run"),
+      plural(run.step_ms.n, "timed step"), context.precision));
+  table.add_note(
+      "Stable: every loss is finite, and none is more than 5 % from that of fp32 with as many rows "
+      "per update.");
   return table;
 }
 
-// "20 % less time per row than 4"; equal where the difference is within the noise.
-std::string per_row_phrase(const Comparison& faster, const std::string& against) {
+// "20 % less time per row than 4".
+std::string time_phrase(const RunSet& base, const RunSet& set_up, const std::string& against) {
+  const Comparison faster = compare_rows(base, set_up);
   const double speedup = faster.speedup.mean;
-  if (!(speedup > 0) || std::abs(speedup - 1) <= faster.margin()) {
-    return fmt::format("as fast per row as {}", against);
+  if (!(speedup > 0)) return "no times recorded";
+  if (std::abs(speedup - 1) > faster.margin()) {
+    return fmt::format("{:.0f} % {} time per row than {}", std::abs(1 / speedup - 1) * 100,
+                       speedup > 1 ? "less" : "more", against);
   }
-  return fmt::format("{:.0f} % {} per row than {}", std::abs(1 / speedup - 1) * 100,
-                     speedup > 1 ? "less time" : "more time", against);
+  return faster.margin() <= kSameTime ? fmt::format("same time per row as {}", against)
+                                      : fmt::format("no clear difference in time from {}", against);
 }
 
-std::string peak_phrase(const RunSet& before, const RunSet& set_up) {
-  const double change = relative_change(peak_of(before), peak_of(set_up));
-  return std::abs(change) < 0.01 ? "same peak" : "peak " + format_change(change);
+std::string peak_phrase(const RunSet& base, const RunSet& set_up) {
+  const double change = relative_change(peak_of(base), peak_of(set_up));
+  return std::abs(change) < 0.005 ? "same peak" : "peak " + format_change(change);
 }
 
-// Code 1 against its first point.
-std::string observe_accumulated(const AnswerContext& context, const RunSet& set_up) {
-  if (&set_up == &context.accumulated) {
-    return per_row_phrase(compare_per_row(context.fp32, set_up), "fp32 alone");
-  }
-  return fmt::format("{}, {}",
-                     per_row_phrase(compare_per_row(context.accumulated, set_up),
-                                    std::to_string(context.micro_steps)),
-                     peak_phrase(context.accumulated, set_up));
-}
-
-// Code 3 against code 1.
-std::string observe_combined(const AnswerContext& context, const RunSet& set_up) {
-  const RunSet& accumulated = context.runs.of("accumulated", set_up.size);
-  return fmt::format("{:.2f} × code 1's speed, {}", compare(accumulated, set_up).speedup.mean,
-                     peak_phrase(accumulated, set_up));
+// What is to be seen in a row of table B, against another set-up.
+std::string observation(const AnswerContext& context, const RunSet& base, const RunSet& set_up,
+                        const std::string& against) {
+  if (!context.times_count())
+    return fmt::format("{} against {}", peak_phrase(base, set_up), against);
+  const Stats step = pooled_step_ms(set_up);
+  const double noise = step.mean > 0 ? step.stddev / step.mean : 0;
+  return fmt::format("{}, {}{}", time_phrase(base, set_up, against), peak_phrase(base, set_up),
+                     noise > kNoisySteps ? fmt::format("; noisy: ± {:.0f} %", noise * 100) : "");
 }
 
 Table accum_steps_table(const AnswerContext& context) {
   std::vector<SetRow> rows;  // each named by its code
-  for (const auto& set_up : context.runs.all("accumulated")) rows.push_back({"1", &set_up});
-  for (const auto& set_up : context.runs.all("combined")) rows.push_back({"3", &set_up});
+  for (const auto& set_up : context.runs.all("accumulated")) {
+    rows.push_back({"1", &set_up});
+    rows.push_back({"3", &context.runs.of("combined", set_up.size)});
+  }
   Table table = make_table<SetRow>(
-      "Codes 1 and 3 with ACCUM_STEPS",
-      {{"code, steps",
-        [](const SetRow& row) { return fmt::format("{}, {}", row.name, row.set_up->size); },
-        Align::kLeft},
-       {"rows", [](const SetRow& row) { return std::to_string(rows_of(*row.set_up)); }},
-       step_column("optimizer step"),
-       {"micro-step",
-        [](const SetRow& row) {
-          return format_ms(pooled_step_ms(*row.set_up).mean /
-                           static_cast<double>(row.set_up->size));
-        }},
-       peak_column(),
-       {"all-reduces",
-        [](const SetRow& row) {
-          const AllReduces& calls = row.first().all_reduces;
-          return fmt::format("{:g}, {}", calls.count, format_bytes(calls.bytes));
-        }},
-       {"observation",
+      "B. Codes 1 and 3 with other ACCUM_STEPS",
+      {{"ACCUM_STEPS", [](const SetRow& row) { return std::to_string(row.set_up->size); }},
+       {"code", [](const SetRow& row) { return row.name; }},
+       total_column("total time (s)"),
+       rows_time_column(),
+       memory_column(),
+       {"observations",
         [&context](const SetRow& row) {
-          return row.name == "1" ? observe_accumulated(context, *row.set_up)
-                                 : observe_combined(context, *row.set_up);
+          const RunSet& set_up = *row.set_up;
+          if (row.name == "3") {
+            return observation(context, context.runs.of("accumulated", set_up.size), set_up,
+                               "code 1");
+          }
+          if (set_up.size == context.micro_steps) {
+            return observation(context, context.fp32, set_up, "fp32 alone");
+          }
+          return observation(context, context.accumulated, set_up,
+                             std::to_string(context.micro_steps));
         },
         Align::kLeft}},
       rows);
-  table.add_note("Rows: effective batch. All-reduces: number and bytes in an optimizer step.");
+  table.add_note(fmt::format(
+      "Every run has {}, each of ACCUM_STEPS × {} rows. Code 1 is compared with fp32 alone and "
+      "with "
+      "ACCUM_STEPS {}, code 3 with code 1; a difference must exceed the deviations of both.",
+      plural(static_cast<int64_t>(context.accumulated.first().losses.size()), "update"),
+      context.micro_rows, context.micro_steps));
   return table;
 }
 
@@ -188,32 +230,42 @@ std::string synchronisation_text(const AnswerContext& context) {
     return " This run had one rank, so it cannot show the cost of synchronisation: what "
            "accumulation saves here are updates.";
   }
-  const AllReduces& calls = context.fp32.first().all_reduces;
-  return fmt::format(
-      " Synchronisation: without accumulation every {} rows cost {:g} all-reduces ({}), with "
-      "ACCUM_STEPS {} every {}; communication that nothing hid went from {:.0f} to {:.0f} % of the "
-      "step. Without no_sync, code 1 was {}.",
-      context.micro_rows, calls.count, format_bytes(calls.bytes), context.micro_steps, context.rows,
-      exposed_share(context.fp32) * 100, exposed_share(context.accumulated) * 100,
-      format_against(compare(context.accumulated, context.synced), "with it"));
+  std::string text = fmt::format(
+      " Synchronisation: without accumulation every {} rows cost {} ({}), with ACCUM_STEPS {} "
+      "every "
+      "{} rows do.",
+      context.micro_rows, count_all_reduces(context.fp32),
+      format_bytes(context.fp32.first().all_reduces.bytes), context.micro_steps, context.rows);
+  if (!context.times_count()) return text;
+  const std::string before = fmt::format("{:.0f}", exposed_share(context.fp32) * 100);
+  const std::string after = fmt::format("{:.0f}", exposed_share(context.accumulated) * 100);
+  text += " Communication that no computation hid ";
+  text += before == after ? fmt::format("stayed at {} % of the step.", after)
+                          : fmt::format("went from {} to {} % of the step.", before, after);
+  return text +
+         fmt::format(" Without no_sync, code 1 was {}.",
+                     format_against(compare_rows(context.accumulated, context.synced), "with it"));
 }
 
 std::string answer_time(const AnswerContext& context) {
-  const Comparison& amp = context.faster_with_amp;
-  const Comparison both = compare(context.accumulated, context.combined);
   std::string text = fmt::format(
-      "A row took {} with code 1, {} with code 2 and {} with code 3, against {} in plain fp32.",
-      format_ms(ms_per_row(context.accumulated)), format_ms(ms_per_row(context.amp)),
-      format_ms(ms_per_row(context.combined)), format_ms(ms_per_row(context.fp32)));
+      "1000 rows took {} with code 1, {} with code 2 and {} with code 3, against {} in plain fp32.",
+      format_ms(ms_for_rows(context.accumulated)), format_ms(ms_for_rows(context.amp)),
+      format_ms(ms_for_rows(context.combined)), format_ms(ms_for_rows(context.fp32)));
   text += synchronisation_text(context);
-  text += fmt::format(
-      " Precision: {} makes the matrix products cheaper in every micro-step; code 2 was {}, and "
-      "code 3 {}.",
-      context.precision, format_against(amp, "fp32"), format_against(both, "code 1"));
+  text += fmt::format(" Precision: {} makes the matrix products of every micro-step cheaper",
+                      context.precision);
+  if (!context.times_count()) {
+    return text + "; how much time either saves, the times of this run cannot tell.";
+  }
+  const Comparison both = compare_rows(context.accumulated, context.combined);
+  text +=
+      fmt::format("; code 2 was {}, and code 3 {}.",
+                  format_against(context.faster_with_amp, "fp32"), format_against(both, "code 1"));
   if (both.speedup.mean > 1 + both.margin()) {
     text += " The two combine: one shortens the computing, the other leaves out communication.";
   }
-  return text + sharing_sentence(context.fp32) + context.noise(amp);
+  return text + sharing_sentence(context.fp32);
 }
 
 std::string peaks_text(const AnswerContext& context) {
@@ -254,35 +306,22 @@ std::string answer_memory(const AnswerContext& context) {
   text += fmt::format(", and {} of low-precision weights came on top.",
                       format_bytes(amp->low_precision));
   if (peak_of(context.amp) >= peak_of(context.fp32)) {
-    text += " With so few rows these copies cost more than the activations save.";
+    text += " With so few rows these copies cost more than the activations save. " +
+            context.many_rows_text();
   }
   return text;
 }
 
-std::string undivided_text(const AnswerContext& context) {
-  const auto ratio = norm_ratio(context.accumulated, context.undivided);
-  if (!ratio) return " These runs did not record their gradients, so they cannot show the factor.";
-  std::string text = fmt::format(
-      " Undivided, the first gradient's norm was {:.4g} instead of {:.4g}: {:.2f} times as large, "
-      "as if "
-      "the learning rate had grown as much",
-      gradients_of(context.undivided)->norm, gradients_of(context.accumulated)->norm, *ratio);
-  const RunRecord& run = context.undivided.first();
-  const auto& divided = context.accumulated.first().losses;
-  if (run.nonfinite > 0) return text + ", and the loss did not stay finite.";
-  if (run.losses.empty() || divided.empty()) return text + ".";
-  return text + fmt::format(", and the loss ended at {:.3g} instead of {:.3g}.", run.losses.back(),
-                            divided.back());
-}
-
+// Whether accumulation gave what one large batch gives, after a space.
 std::string equivalence_text(const AnswerContext& context) {
   const auto ratio = norm_ratio(context.one_batch, context.accumulated);
   const auto deviation = loss_deviation(context.one_batch.first(), context.accumulated.first());
   if (!ratio || !deviation) return "";
   return fmt::format(
-      " Divided, it was {} that of one batch of {} rows, and the losses differed by {}.",
-      std::abs(*ratio - 1) <= kSameNorm ? "equal to" : fmt::format("{:.3f} times", *ratio),
-      rows_of(context.one_batch), at_most(*deviation));
+      " The first gradient's norm was {} one batch of {} rows, and the losses {}.",
+      std::abs(*ratio - 1) <= kSameNorm ? "that of" : fmt::format("{:.3f} times that of", *ratio),
+      rows_of(context.one_batch),
+      *deviation == 0 ? "were the same" : "differed by " + at_most(*deviation));
 }
 
 std::string answer_batch(const AnswerContext& context) {
@@ -296,7 +335,9 @@ std::string answer_batch(const AnswerContext& context) {
          ", with one update each. backward() adds to the gradients; a loss divided by ACCUM_STEPS "
          "turns the sum over micro-steps into the mean over all rows, which is what one large "
          "batch gives." +
-         undivided_text(context) + equivalence_text(context);
+         equivalence_text(context) +
+         " Undivided, the learning rate is in effect ACCUM_STEPS times what was chosen. " +
+         context.divisor_text();
 }
 
 LabReport report(const LabRuns& runs) {
@@ -304,13 +345,17 @@ LabReport report(const LabRuns& runs) {
   const std::string topic = "time, memory and batch";
   return {.title = "Homework 2: accumulation and mixed precision",
           .stamp = context.fp32.first(),
+          .trained = context.trained("homework2"),
+          .warning = context.warning,
           .tables = {{"codes", codes_table(context)}, {"accum_steps", accum_steps_table(context)}},
           .figures = figures(context),
-          .answers = {
-              {topic, "1. Execution time: synchronisation and precision", answer_time(context)},
-              {topic, "2. Memory: accumulation and precision", answer_memory(context)},
-              {topic, "3. Effective batch, and why the loss is divided", answer_batch(context)},
-          }};
+          .answers =
+              {
+                  {topic, "1. Execution time: synchronisation and precision", answer_time(context)},
+                  {topic, "2. Memory: accumulation and precision", answer_memory(context)},
+                  {topic, "3. Effective batch, and why the loss is divided", answer_batch(context)},
+              },
+          .code = {course_source("homework2_combined")}};
 }
 
 }  // namespace

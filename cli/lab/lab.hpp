@@ -5,6 +5,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lockstep/device_plan.hpp"
@@ -23,6 +24,7 @@ struct LabFlag {
   std::string help;
   int64_t first = 1;  ///< smallest value of a count or of a list's elements
   int64_t last = 256;
+  std::string values = "TEXT";  ///< of a text, in --help: "bf16|fp16"
 };
 
 /// The command line of `lockstep lab`. The lab chooses a size that is not given.
@@ -111,14 +113,26 @@ struct NamedTable {
   Table table;
 };
 
+/// The source of a program that was run.
+struct SourceListing {
+  std::string name;  ///< of its file: "homework2_combined.cpp"
+  std::string text;
+};
+
+/// Names and values, such as {"seed", "0"}.
+using LabFacts = std::vector<std::pair<std::string, std::string>>;
+
 /// What a lab found out.
 struct LabReport {
   std::string title;
-  RunRecord stamp;  ///< a run whose host and versions are those of all
+  RunRecord stamp;           ///< a run whose host and versions are those of all
+  LabFacts trained = {};     ///< what was trained, and the command that repeats the lab
+  std::string warning = {};  ///< why times cannot be judged, said once; empty: they can
   std::vector<NamedTable> tables;
   std::vector<Figure> figures;
   std::vector<Answer> answers;
   std::vector<std::string> drawings = {};  ///< for the terminal, instead of figures
+  std::vector<SourceListing> code = {};    ///< to hand in with the report
 };
 
 struct LabExample {

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <limits>
@@ -9,6 +10,7 @@
 #include "cli/lab/lab10.hpp"
 #include "cli/lab/lab_charts.hpp"
 #include "cli/lab/lab_plan.hpp"
+#include "cli/lab/lab_trained.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
 
@@ -193,6 +195,14 @@ const DeviceRecord* device_named(const RunSet& set_up, const std::string& name) 
   return nullptr;
 }
 
+// "core 0", "shared by 4", "GPU 0, shared by 2".
+std::string short_hardware(const DeviceRecord* device) {
+  if (device == nullptr) return "—";
+  const bool shared_cores =
+      device->shared_by > 1 && device->physical.find("core") != std::string::npos;
+  return shared_cores ? fmt::format("shared by {}", device->shared_by) : hardware_of(*device);
+}
+
 Table placement_table(const AnswerContext& context) {
   struct Row {
     std::string part;
@@ -200,9 +210,8 @@ Table placement_table(const AnswerContext& context) {
     const DeviceRecord* device;
   };
   std::vector<Row> rows;
-  for (const SetRow& part :
-       {SetRow{"10.1 base", &context.base}, SetRow{"10.4 one process", &context.one_process},
-        SetRow{"10.5 same device", &context.same_device}}) {
+  for (const SetRow& part : {SetRow{"10.1", &context.base}, SetRow{"10.4", &context.one_process},
+                             SetRow{"10.5", &context.same_device}}) {
     for (const auto& stage : pipeline_of(*part.set_up).stages) {
       rows.push_back({part.name, stage, device_named(*part.set_up, stage.device)});
     }
@@ -213,20 +222,19 @@ Table placement_table(const AnswerContext& context) {
        {"rank", [](const Row& row) { return std::to_string(row.stage.rank); }},
        {"stage", [](const Row& row) { return std::to_string(row.stage.stage); }},
        {"device", [](const Row& row) { return row.stage.device; }, Align::kLeft},
-       {"hardware",
-        [](const Row& row) { return row.device != nullptr ? hardware_of(*row.device) : "—"; },
-        Align::kLeft},
-       {"layers", [](const Row& row) { return std::to_string(row.stage.layers); }},
-       {"parameters", [](const Row& row) { return std::to_string(row.stage.parameters); }},
+       {"hardware", [](const Row& row) { return short_hardware(row.device); }, Align::kLeft},
+       {"weights", [](const Row& row) { return format_count(row.stage.parameters); }},
        {"forward", [](const Row& row) { return format_ms(row.stage.forward_ms); }},
        {"backward",
         [](const Row& row) { return format_ms(row.stage.backward_ms + row.stage.weight_ms); }},
-       {"device peak",
+       {"peak",
         [](const Row& row) {
           return row.device != nullptr ? format_bytes(row.device->peak_bytes) : "—";
         }}},
       rows);
-  table.add_note("Forward and backward: mean time of one micro-batch in that stage.");
+  table.add_note(
+      "10.1: the base. 10.4: one process. 10.5: all stages of a rank on one device. Forward and "
+      "backward: mean time of one micro-batch in that stage. Peak: of the device.");
   return table;
 }
 
@@ -243,7 +251,7 @@ Table synchronisation_table(const AnswerContext& context) {
         [](const Sync& sync) { return sync.hidden_ms > 0 ? format_ms(sync.hidden_ms) : "—"; }}},
       synchronisations_of(pipeline_of(context.base)));
   table.add_note(
-      "Times from the begin of the run's last step. Hidden: while other stages of the same rank "
+      "Times from the start of the run's last step. Hidden: while other stages of the same rank "
       "still went backward.");
   return table;
 }
@@ -290,54 +298,48 @@ std::string order_cell(const SetRow& row) {
 }
 
 Table actions_table(const AnswerContext& context) {
-  SetColumn micro_batches = trace_column("micro-batches × rows", micro_batch_rows);
+  SetColumn micro_batches = trace_column("micro × rows", micro_batch_rows);
   micro_batches.align = Align::kLeft;
   const auto losses_cell = [&context](const SetRow& row) -> std::string {
     const double apart = largest_deviation(context.single, {row.set_up});
     if (apart < 0) return "—";
-    return apart == 0 ? "equal" : at_most(apart) + " apart";
+    return apart == 0 ? "none" : format_share(apart);
   };
   Table table = make_table<SetRow>(
       "What a step does, counted in the trace",
       {name_column("part"),
-       {"processes", [](const SetRow& row) { return std::to_string(row.first().world_size); }},
+       {"ranks", [](const SetRow& row) { return std::to_string(row.first().world_size); }},
        micro_batches,
        count_column("forward", &ActionCounts::forwards),
        count_column("backward", &ActionCounts::backwards),
        count_column("sync", &ActionCounts::synchronisations),
-       {"all-reduces",
-        [](const SetRow& row) { return fmt::format("{:g}", row.first().all_reduces.count); }},
-       trace_column(
-           "devices",
-           [](const PipelineRecord& pipeline) { return std::to_string(devices_used(pipeline)); }),
        {"order", order_cell, Align::kLeft},
-       {"losses", losses_cell, Align::kLeft}},
+       {"loss gap", losses_cell}},
       parts_of(context));
   table.add_note(
-      "Actions of all ranks in the last step; rows of each micro-batch on rank 0; all-reduces per "
-      "step on a rank. Order: whether every rank's devices ran the same actions in the same order. "
-      "Losses: against one device with the same batch, where a part has that batch.");
+      "Actions of all ranks in the last step; micro-batches and rows of rank 0. Order: whether "
+      "every rank's devices ran the same actions in the same order. Loss gap: the largest in any "
+      "step against one device with the same batch, where a part has that batch.");
   return table;
 }
 
 Table timing_table(const AnswerContext& context) {
   Table table = make_table<SetRow>(
       "Time and memory of each part",
-      {name_column("part"), step_column(),
-       bubble_column("bubble, predicted", &PipelineRecord::predicted_bubble),
-       bubble_column("measured", &PipelineRecord::bubble),
+      {name_column("part"), step_column(), bubble_column("bubble", &PipelineRecord::bubble),
+       bubble_column("predicted", &PipelineRecord::predicted_bubble),
        trace_column(
            "overlap",
            [](const PipelineRecord& pipeline) { return format_share(overlap_of(pipeline)); }),
-       held_column(), peak_column(),
+       peak_column(),
        trace_column(
            "message",
            [](const PipelineRecord& pipeline) { return format_bytes(message_bytes(pipeline)); })},
       parts_of(context));
   table.add_note(
-      "One run each. Overlap: share of rank 0's computing time in which several of its devices "
-      "computed. Held: most micro-batches whose activations a stage kept at once. Peak: of the "
-      "fullest device. Message: the largest output that went to the next stage.");
+      "One run each. Bubble: measured, then predicted. Overlap: share of rank 0's computing time "
+      "in which several of its devices computed. Peak: of the fullest device. Message: the largest "
+      "output that went to the next stage.");
   if (sharing(context.base) > 1) table.add_note(shared_remark(context.base));
   return table;
 }
@@ -365,22 +367,31 @@ Table schedules_table(const AnswerContext& context) {
       {name_column("schedule"),
        step_column(),
        speedup_column(),
-       bubble_column("bubble, predicted", &PipelineRecord::predicted_bubble),
-       bubble_column("measured", &PipelineRecord::bubble),
-       span_column("span, predicted", &PipelineRecord::predicted_span_ms),
-       span_column("measured", &PipelineRecord::span_ms),
-       {"ratio", span_ratio_cell},
        held_column(),
        {"peak per device", peaks_cell}},
       schedules_of(context));
   table.add_note(
       "Sequential: the same stages, one micro-batch after the other. Zero-bubble: 1f1b with each "
       "backward in two, of the input and of the weights, but for the first stage, whose input "
-      "needs no gradient. Span: first action to last, without the update; ratio: predicted over "
-      "measured. Held: most micro-batches whose activations a stage kept at once.");
+      "needs no gradient. Held: most micro-batches whose activations a stage kept at once.");
   add_method_note(table, context.gpipe);
   if (sharing(context.gpipe) > 1) table.add_note(shared_remark(context.gpipe));
-  add_noise_notes(table, context.runs, noisiest_of(context));
+  return table;
+}
+
+Table prediction_table(const AnswerContext& context) {
+  Table table =
+      make_table<SetRow>("Schedules: predicted and measured",
+                         {name_column("schedule"),
+                          bubble_column("bubble", &PipelineRecord::bubble),
+                          bubble_column("predicted bubble", &PipelineRecord::predicted_bubble),
+                          span_column("span", &PipelineRecord::span_ms),
+                          span_column("predicted span", &PipelineRecord::predicted_span_ms),
+                          {"ratio", span_ratio_cell}},
+                         schedules_of(context));
+  table.add_note(
+      "Span: first action to last, without the update; ratio: predicted over measured. The "
+      "prediction plays the schedule with the mean time of each stage.");
   return table;
 }
 
@@ -423,21 +434,25 @@ Table communication_table(const AnswerContext& context) {
       if (axis.size >= 2 || axis.name == "data") rows.push_back({set_up.name, axis});
     }
   }
+  const auto unless_alone = [](const auto& cell) {
+    return [cell](const Row& row) -> std::string { return row.axis.size > 1 ? cell(row) : "—"; };
+  };
   Table table = make_table<Row>(
       "Communication per axis and step, on a rank",
       {{"part", [](const Row& row) { return row.part; }, Align::kLeft},
        {"axis", [](const Row& row) { return row.axis.name; }, Align::kLeft},
        {"size", [](const Row& row) { return std::to_string(row.axis.size); }},
        {"calls", [](const Row& row) { return fmt::format("{:g}", row.axis.calls); }},
-       {"bytes, predicted", [](const Row& row) { return format_bytes(row.axis.predicted_bytes); }},
-       {"counted", [](const Row& row) { return format_bytes(row.axis.bytes); }},
-       {"time, predicted", [](const Row& row) { return format_ms(row.axis.predicted_ms); }},
-       {"measured", [](const Row& row) { return format_ms(row.axis.ms); }}},
+       {"sent", unless_alone([](const Row& row) { return format_bytes(row.axis.bytes); })},
+       {"by shape",
+        unless_alone([](const Row& row) { return format_bytes(row.axis.predicted_bytes); })},
+       {"time", unless_alone([](const Row& row) { return format_ms(row.axis.ms); })},
+       {"by link", unless_alone([](const Row& row) { return format_ms(row.axis.predicted_ms); })}},
       rows);
   table.add_note(
-      "Bytes sent: predicted from the model's shapes, and counted. Time: predicted from those "
-      "bytes and a link measured before training, and measured, with the wait for the other side. "
-      "The pipeline's: messages times the median wait for one.");
+      "Sent: bytes counted; by shape: predicted from the model's shapes. Time: measured, with the "
+      "wait for the other side; by link: predicted from the bytes and a link measured before "
+      "training. The pipeline's time: messages times the median wait for one.");
   return table;
 }
 
@@ -589,6 +604,7 @@ std::vector<std::string> drawings(const AnswerContext& context) {
   std::vector<std::string> all;
   for (const auto& [schedule, simulation] : simulate_schedules(context.gpipe)) {
     GridOptions options;
+    options.width = static_cast<int>(std::min(size_t{120}, terminal_width(STDOUT_FILENO)));
     if (static_cast<int>(names.size()) == schedule.ranks()) options.rank_names = names;
     all.push_back(fmt::format("{}, simulated with the stage times of gpipe's runs, in ms\n{}",
                               schedule.name, format_grid(schedule, simulation, options)));
@@ -596,15 +612,35 @@ std::vector<std::string> drawings(const AnswerContext& context) {
   return all;
 }
 
+LabFacts trained(const AnswerContext& context) {
+  TrainedBox box{.lab = "10", .pinned = {"steps", "dim", "hidden", "depth", "stages"}};
+  // --batch would also change the rows of the schedules, so it is repeated only if it was given.
+  if (context.runs.options.batch) box.pinned.insert(box.pinned.begin() + 1, "batch");
+  std::vector<std::string> others;
+  for (const auto& set_up : context.batches) {
+    if (set_up.size != rows_of(context.base)) others.push_back(std::to_string(set_up.size));
+  }
+  box.more["batch"] =
+      fmt::format("10.3: {}; schedules: {}", others.empty() ? "no other" : "also " + listed(others),
+                  rows_of(context.gpipe));
+  box.runs = fmt::format("{} of each part, {} of each schedule",
+                         plural(static_cast<int64_t>(context.base.runs.size()), "run"),
+                         context.gpipe.runs.size());
+  return what_was_trained(context.runs, context.base, box);
+}
+
 LabReport report(const LabRuns& runs) {
   const AnswerContext context{runs};
   return {.title = "Practical 10: hybrid parallelism",
           .stamp = context.base.first(),
+          .trained = trained(context),
+          .warning = context.warning(),
           .tables = {{"placement", placement_table(context)},
                      {"synchronisation", synchronisation_table(context)},
                      {"actions", actions_table(context)},
                      {"timing", timing_table(context)},
                      {"schedules", schedules_table(context)},
+                     {"prediction", prediction_table(context)},
                      {"simulated", simulated_table(context)},
                      {"communication", communication_table(context)}},
           .figures = figures(context),
@@ -621,14 +657,14 @@ std::vector<SetRow> parts_of(const AnswerContext& context) {
   };
   const int64_t base_count = pipeline_of(context.base).micro_batches;
   for (const auto& set_up : context.micro_batches) {
-    if (set_up.size != base_count) add(fmt::format("10.2 {} micro-batches", set_up.size), set_up);
+    if (set_up.size != base_count) add(fmt::format("10.2 micro {}", set_up.size), set_up);
   }
   for (const auto& set_up : context.batches) {
     if (set_up.size != rows_of(context.base))
       add(fmt::format("10.3 batch {}", set_up.size), set_up);
   }
-  add("10.4 one process", context.one_process);
-  add("10.5 same device", context.same_device);
+  add("10.4 1 process", context.one_process);
+  add("10.5 1 device", context.same_device);
   return parts;
 }
 
@@ -637,6 +673,11 @@ std::vector<SetRow> schedules_of(const AnswerContext& context) {
           {"gpipe", &context.gpipe, &context.sequential},
           {"1f1b", &context.one_f_one_b, &context.sequential},
           {"zero-bubble", &context.zero_bubble, &context.sequential}};
+}
+
+std::string AnswerContext::warning() const {
+  return times_warning(disturbance_of(runs, {"sequential", "gpipe", "1f1b", "zero-bubble"}),
+                       {noisiest_of(*this)});
 }
 
 Comparison noisiest_of(const AnswerContext& context) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "cli/lab/lab_tables.hpp"
@@ -21,6 +22,10 @@ struct AnswerContext {
   const RunSet& gpipe = runs.of("gpipe");
   const RunSet& one_f_one_b = runs.of("1f1b");
   const RunSet& zero_bubble = runs.of("zero-bubble");
+
+  /// Why times cannot be judged; empty if they can.
+  std::string warning() const;
+  bool judged() const { return warning().empty(); }
 };
 
 /// Every set-up of parts 10.1 to 10.5, in their order.

@@ -43,24 +43,18 @@ std::string answer_processes(const AnswerContext& context) {
   const PipelineRecord& pipeline = pipeline_of(context.base);
   if (pipeline.stages.empty()) {
     return fmt::format(
-        "There were {} processes. This run recorded no stages, so it cannot show "
-        "where they lie.",
-        run.world_size);
+        "There were {}. This run recorded no stages, so it cannot show where they lie.",
+        plural(run.world_size, "process", "processes"));
   }
   std::vector<std::string> ranks;
   for (int rank = 0; rank < ranks_of(pipeline); ++rank) ranks.push_back(rank_text(pipeline, rank));
   return fmt::format(
-             "{} processes, one for each rank: {}. Ranks divide the batch (data parallel) and the "
+             "{}, one for each rank: {}. Ranks divide the batch (data parallel) and the "
              "stages of a rank divide the model (model parallel), so {} logical devices work on "
              "one step.",
-             run.world_size, fmt::join(ranks, "; "), devices_used(pipeline)) +
+             plural(run.world_size, "process", "processes"), fmt::join(ranks, "; "),
+             devices_used(pipeline)) +
          sharing_sentence(context.base);
-}
-
-// "8 rows each", "9 8 8 7 rows".
-std::string rows_text(const std::vector<int64_t>& rows) {
-  return all_equal(rows) ? fmt::format("{} rows each", rows.front())
-                         : fmt::format("{} rows", format_rows(rows));
 }
 
 std::string answer_count(const AnswerContext& context) {
@@ -97,8 +91,8 @@ std::string answer_when(const AnswerContext& context) {
   int64_t early = 0;
   double hidden = 0;
   for (const auto& sync : syncs) {
-    stages.push_back(fmt::format("stage {} from {} to {} after its last backward at {}", sync.stage,
-                                 format_ms(sync.begin_ms), format_ms(sync.end_ms),
+    stages.push_back(fmt::format("stage {} from {} to {}, its last backward having ended at {}",
+                                 sync.stage, format_ms(sync.begin_ms), format_ms(sync.end_ms),
                                  format_ms(sync.last_backward_ms)));
     if (sync.begin_ms < sync.last_backward_ms) ++early;
     hidden += sync.hidden_ms;
@@ -111,15 +105,15 @@ std::string answer_when(const AnswerContext& context) {
                          plural(static_cast<int64_t>(syncs.size()), "synchronisation"),
                          plural(trained, "stage")),
       fmt::join(stages, "; "));
+  if (hidden > 0) {
+    text +=
+        fmt::format(" {} of it was hidden: an earlier stage was still in its backward meanwhile.",
+                    format_ms(hidden));
+  }
   text += early > 0 ? fmt::format(" {} began before the stage's last backward had ended.",
                                   plural(early, "synchronisation"))
                     : fmt::format(" Until then gradients only add up over the {} micro-batches.",
                                   pipeline_of(context.base).micro_batches);
-  if (hidden > 0) {
-    text +=
-        fmt::format(" {} of it lay in the drain, while an earlier stage was still in its backward.",
-                    format_ms(hidden));
-  }
   return text;
 }
 
@@ -136,21 +130,24 @@ std::string answer_micro_batches(const AnswerContext& context) {
         all, [bubble](const RunSet& set_up) { return format_percent(mean_of(set_up, bubble)); });
   };
   std::string text = fmt::format(
-      "With {} micro-batches rank 0 prints {} forward and {} backward lines in a step: one of each "
-      "per micro-batch and stage. More micro-batches fill and drain the stages in smaller steps, "
-      "so the "
-      "bubble, in theory (stages - 1) / (micro-batches + stages - 1), was predicted as {} and "
-      "measured as {}.",
+      "With {} micro-batches rank 0 prints {} forward and {} backward lines in a step: one of "
+      "each per micro-batch and stage. In theory more micro-batches make the bubble smaller, "
+      "(stages - 1) / (micro-batches + stages - 1) of the time; it was predicted as {} and "
+      "measured as {}{}.",
       sizes_of(all), counted(&ActionCounts::forwards), counted(&ActionCounts::backwards),
-      bubbles(&PipelineRecord::predicted_bubble), bubbles(&PipelineRecord::bubble));
-  text += fmt::format(" A step took {}, and gpipe's stages held up to {} micro-batches at once.",
-                      listed_for(all, step_of), listed_for(all, [](const RunSet& set_up) {
-                        return std::to_string(most_held(pipeline_of(set_up)));
-                      }));
+      bubbles(&PipelineRecord::predicted_bubble), bubbles(&PipelineRecord::bubble),
+      sharing(context.base) > 1 ? ", on devices that share hardware" : "");
+  text +=
+      fmt::format(" A step took {}, and gpipe's stages held up to {} micro-batches at once.",
+                  listed_for(all, step_with_deviation), listed_for(all, [](const RunSet& set_up) {
+                    return std::to_string(most_held(pipeline_of(set_up)));
+                  }));
   const double first = mean_of(all.front(), &PipelineRecord::bubble);
   const double last = mean_of(all.back(), &PipelineRecord::bubble);
-  if (all.size() > 1 && last >= first) text += " Here the measured bubble did not shrink.";
-  return text + sharing_sentence(context.base);
+  if (context.judged() && all.size() > 1 && last >= first) {
+    text += " Here the measured bubble did not shrink.";
+  }
+  return text;
 }
 
 std::string answer_batches(const AnswerContext& context) {
@@ -179,7 +176,7 @@ std::string answer_batches(const AnswerContext& context) {
         return std::to_string(rows.empty() ? 0 : rows.front());
       }),
       of_each([](const RunSet& runs) { return format_bytes(message_bytes(pipeline_of(runs))); }),
-      of_each(step_of));
+      of_each(step_with_deviation));
   const int64_t first = all.front().first().all_reduces.bytes;
   const bool alike = std::all_of(all.begin(), all.end(), [first](const RunSet& set_up) {
     return set_up.first().all_reduces.bytes == first;
@@ -199,24 +196,25 @@ std::string answer_one_process(const AnswerContext& context) {
   const RunRecord& run = context.one_process.first();
   if (pipeline.actions.empty()) return kNoTrace;
   const ActionCounts others = counts_of(pipeline, 1);
-  std::string text =
-      others.forwards == 0
-          ? fmt::format(
-                "Rank 1 does not exist: rank 0 takes all {} rows on {}, and its trace has {} "
-                "forward and {} backward actions.",
-                rows_of(context.one_process), listed(devices_of(pipeline, 0)),
-                counts_of(pipeline).forwards, counts_of(pipeline).backwards)
-          : fmt::format("Against expectation the trace has {} forward actions of rank 1.",
-                        others.forwards);
+  std::string text = others.forwards == 0
+                         ? fmt::format(
+                               "Rank 1 does not exist, so no line begins with [Rank 1]: rank 0 "
+                               "takes all {} rows on {}, and its trace has {} forward and {} "
+                               "backward actions.",
+                               rows_of(context.one_process), listed(devices_of(pipeline, 0)),
+                               counts_of(pipeline).forwards, counts_of(pipeline).backwards)
+                         : fmt::format("Against expectation the trace has {} of rank 1.",
+                                       plural(others.forwards, "forward action"));
   const int64_t syncs = counts_of(pipeline).synchronisations;
   const AllReduces& calls = context.base.first().all_reduces;
   if (syncs == 0 && run.all_reduces.count == 0) {
-    return text + fmt::format(
-                      " There is no synchronisation: the trace has no such line, and there were 0 "
-                      "all-reduces, against {:g} of together {} per step with {} processes, since "
-                      "nobody else has gradients to average with. The stages still work as a "
-                      "pipeline.",
-                      calls.count, format_bytes(calls.bytes), context.base.first().world_size);
+    return text +
+           fmt::format(
+               " There is no synchronisation, since nobody else has gradients to average "
+               "with: the trace has no such line, and there were no all-reduces. With {} there "
+               "were {:g} per step, {} in all. The stages still work as a pipeline.",
+               plural(context.base.first().world_size, "process", "processes"), calls.count,
+               format_bytes(calls.bytes));
   }
   return text + fmt::format(
                     " Against expectation there was still a synchronisation: {} in the trace, "
@@ -251,8 +249,8 @@ std::string answer_same_device(const AnswerContext& context) {
                                     before > 0 ? ": the overlap is gone" : "");
   text += fmt::format(", {} with a device for each stage; a step took {} instead of {}.",
                       before > 0 ? "against " + format_share(before) : "nor did they",
-                      step_of(context.same_device), step_of(context.base));
-  return text + sharing_sentence(context.base);
+                      step_with_deviation(context.same_device), step_with_deviation(context.base));
+  return text;
 }
 
 // Bubbles, and spans as a fraction, this close together agree.
@@ -274,11 +272,15 @@ std::string of_pipelined(const AnswerContext& context, const Text& text_of) {
 }
 
 std::string answer_gain(const AnswerContext& context) {
+  const std::string figures =
+      fmt::format("A step of {} micro-batches took {} with one stage after the other, {}",
+                  pipeline_of(context.gpipe).micro_batches, step_with_deviation(context.sequential),
+                  of_pipelined(context, [](const std::string& name, const RunSet& set_up) {
+                    return step_with_deviation(set_up) + " with " + name;
+                  }));
+  if (!context.judged()) return "That cannot be judged from this run. " + figures + ".";
   std::string text = fmt::format(
-      "A step of {} micro-batches took {} with one stage after the other, {}: {}.",
-      pipeline_of(context.gpipe).micro_batches, step_of(context.sequential),
-      of_pipelined(context, [](const std::string& name,
-                               const RunSet& set_up) { return step_of(set_up) + " with " + name; }),
+      "{}. {}.", figures,
       of_pipelined(context, [&context](const std::string& name, const RunSet& set_up) {
         return name + " was " + format_against(compare(context.sequential, set_up), "sequential");
       }));
@@ -290,16 +292,18 @@ std::string answer_gain(const AnswerContext& context) {
         "the next works on the one before.",
         sequential / pipelined);
   }
-  return text + sharing_sentence(context.gpipe) + noise_remark(context.runs, noisiest_of(context));
+  return text + sharing_sentence(context.gpipe);
 }
 
-// "gpipe: bubble predicted as 11 %, measured as 13 %; span 80.0 ms and 84.0 ms".
+// "With gpipe the bubble was predicted as 11 % and measured as 13 %, the span as 80.0 ms and 84.0
+// ms."
 std::string prediction_of(const std::string& name, const RunSet& set_up) {
-  return fmt::format("{}: bubble predicted as {:.0f} %, measured as {:.0f} %; span {} and {}", name,
-                     mean_of(set_up, &PipelineRecord::predicted_bubble) * 100,
-                     mean_of(set_up, &PipelineRecord::bubble) * 100,
-                     format_ms(mean_of(set_up, &PipelineRecord::predicted_span_ms)),
-                     format_ms(mean_of(set_up, &PipelineRecord::span_ms)));
+  return fmt::format(
+      "With {} the bubble was predicted as {} and measured as {}, the span as {} and {}.", name,
+      format_percent(mean_of(set_up, &PipelineRecord::predicted_bubble)),
+      format_percent(mean_of(set_up, &PipelineRecord::bubble)),
+      format_ms(mean_of(set_up, &PipelineRecord::predicted_span_ms)),
+      format_ms(mean_of(set_up, &PipelineRecord::span_ms)));
 }
 
 bool agrees(const RunSet& set_up) {
@@ -319,15 +323,14 @@ std::string answer_bubble(const AnswerContext& context) {
   for (const auto& row : schedules_of(context)) {
     if (row.set_up == &context.sequential) continue;
     all = all && agrees(*row.set_up);
-    spans += prediction_of("With " + row.name, *row.set_up) + ". ";
+    spans += " " + prediction_of(row.name, *row.set_up);
   }
-  std::string text = fmt::format(
-      "{} {}", all ? "Yes, within 10 points and 10 % of the span." : "Not here.", spans);
-  text += all ? "The prediction plays the schedule with the mean time of each stage, so what is "
-                "left is the cost of handing over and the spread of those times."
-              : "The prediction plays the schedule with the mean time of each stage and knows "
-                "neither waits between devices nor slow single actions.";
-  return text + sharing_sentence(context.gpipe);
+  if (!context.judged()) return "That cannot be judged from this run." + spans;
+  return (all ? "Yes, bubbles within 10 percentage points and spans within 10 %." : "Not here.") +
+         spans +
+         " The prediction plays the schedule with the mean time of each stage; it knows neither "
+         "what handing over costs nor how much single actions vary." +
+         sharing_sentence(context.gpipe);
 }
 
 std::string answer_memory(const AnswerContext& context) {
@@ -345,13 +348,15 @@ std::string answer_memory(const AnswerContext& context) {
                                   format_change(change)));
   }
   return fmt::format(
-      "{} A backward that comes early frees its activations early: stages held at most {} "
-      "micro-batches with 1f1b and {} with gpipe, and the peak was {}. The bubbles were {:.0f} % "
-      "and {:.0f} %.",
-      lower > 0 && held < gpipe_held ? "Memory." : "Nothing that this run can show.", held,
-      gpipe_held, fmt::join(devices, "; "),
-      mean_of(context.one_f_one_b, &PipelineRecord::bubble) * 100,
-      mean_of(context.gpipe, &PipelineRecord::bubble) * 100);
+      "{} A backward that comes early frees its activations early: stages held at most {} with "
+      "1f1b and {} with gpipe, and the peak was {}.{}",
+      lower > 0 && held < gpipe_held ? "Memory." : "Nothing that this run can show.",
+      plural(held, "micro-batch", "micro-batches"), gpipe_held, fmt::join(devices, "; "),
+      context.judged()
+          ? fmt::format(" The bubble was {} with 1f1b and {} with gpipe.",
+                        format_percent(mean_of(context.one_f_one_b, &PipelineRecord::bubble)),
+                        format_percent(mean_of(context.gpipe, &PipelineRecord::bubble)))
+          : "");
 }
 
 // What ran first: zero-bubble against 1f1b, whose schedule it fills up.
@@ -359,10 +364,13 @@ std::string answer_others(const AnswerContext& context) {
   const Comparison ran = compare(context.one_f_one_b, context.zero_bubble);
   std::string text = fmt::format(
       "Zero-bubble fills waits with weight gradients, which no other stage needs: a step took {} "
-      "with a bubble of {:.0f} %, with 1f1b {} and {:.0f} %, so it was {}.",
-      step_of(context.zero_bubble), mean_of(context.zero_bubble, &PipelineRecord::bubble) * 100,
-      step_of(context.one_f_one_b), mean_of(context.one_f_one_b, &PipelineRecord::bubble) * 100,
-      format_against(ran, "1f1b"));
+      "with a bubble of {}, against {} and {} with 1f1b{}.",
+      step_with_deviation(context.zero_bubble),
+      format_percent(mean_of(context.zero_bubble, &PipelineRecord::bubble)),
+      step_with_deviation(context.one_f_one_b),
+      format_percent(mean_of(context.one_f_one_b, &PipelineRecord::bubble)),
+      context.judged() ? fmt::format(": zero-bubble was {}", format_against(ran, "1f1b")) : "");
+  if (!context.judged()) return text;
   const auto all = simulate_schedules(context.gpipe);
   if (all.empty()) return text + " No times of stages were recorded, so nothing can be simulated.";
   std::vector<std::string> spans;
@@ -388,7 +396,7 @@ std::string answer_others(const AnswerContext& context) {
 
 std::string axis_text(const AxisRecord& axis) {
   return fmt::format(
-      "the {} axis ({} wide) sent {} in {:g} calls, predicted {}, and took {}, predicted {}",
+      "the {} axis of {} sent {} in {:g} calls (predicted {}) and took {} (predicted {})",
       axis.name, axis.size, format_bytes(axis.bytes), axis.calls,
       format_bytes(axis.predicted_bytes), format_ms(axis.ms), format_ms(axis.predicted_ms));
 }
@@ -399,13 +407,13 @@ std::string answer_axes(const AnswerContext& context) {
   for (const auto& axis : pipeline_of(context.base).axes) {
     if (axis.size < 2) continue;
     axes.push_back(axis_text(axis));
-    waited = waited || axis.ms > kWaited * axis.predicted_ms;
+    waited = waited || (context.judged() && axis.ms > kWaited * axis.predicted_ms);
   }
   if (axes.empty()) return "This run recorded no communication, so it cannot show it.";
   return fmt::format(
       "Per step and rank of the base, {}. Data-parallel ranks average gradients, which are as "
-      "large as the "
-      "weights; stages pass on activations and their gradients, which grow with the rows.{}",
+      "large as the weights; stages pass on activations and their gradients, which grow with the "
+      "rows.{}",
       fmt::join(axes, "; "),
       waited ? " The measured time contains the wait for the other side, which an idle link does "
                "not predict."
@@ -430,8 +438,7 @@ std::string answer_losses(const AnswerContext& context) {
   return fmt::format(
       "{} The losses of {} set-ups with {} rows and those of one device {}; those of gpipe, 1f1b "
       "and zero-bubble and those of sequential {}. Micro-batches are weighted by their rows and "
-      "ranks are "
-      "averaged, so a step has the gradient of the whole batch.",
+      "ranks are averaged, so a step has the gradient of the whole batch.",
       same ? "No." : "Not as it should be in this run.", parts.size(), rows_of(context.single),
       distance(parted), distance(scheduled));
 }

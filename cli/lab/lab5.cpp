@@ -11,6 +11,7 @@
 #include "cli/lab/lab_plan.hpp"
 #include "cli/lab/lab_tables.hpp"
 #include "cli/lab/lab_text.hpp"
+#include "cli/lab/lab_trained.hpp"
 #include "lockstep/split.hpp"
 #include "lockstep/units.hpp"
 
@@ -32,6 +33,7 @@ Experiment split_experiment(DeviceKind kind, int64_t rows, int devices, int64_t 
   experiment.devices = devices;
   experiment.program = "practical5_dp";
   experiment.arguments = program_arguments(tiny, fmt::format("{}{}", hardware, devices));
+  append(experiment, {"--print-shapes"});
   experiment.weight = 0.3;
   return experiment;
 }
@@ -81,6 +83,7 @@ struct AnswerContext {
   std::vector<DeviceRecord> alone;  // the single run's device
   std::vector<DeviceRecord> all;    // the full run's devices
   const RunRecord& record;          // the full run, first repetition
+  std::string warning;              // why times cannot be judged; empty: they can
 
   explicit AnswerContext(const LabRuns& of)
       : runs(of),
@@ -90,12 +93,16 @@ struct AnswerContext {
         comparison(compare(single, full)),
         alone(merged_devices(single)),
         all(merged_devices(full)),
-        record(full.first()) {}
+        record(full.first()),
+        warning(times_warning(disturbance_of(of, {"single", "dp"}), {comparison})) {}
 
   double speedup() const { return comparison.speedup.mean; }
   bool one_device() const { return devices < 2; }
   bool shared() const { return sharing(full) > 1; }
-  std::string noise() const { return noise_remark(runs, comparison); }
+  bool judged() const { return warning.empty(); }
+  bool same_speed() const { return std::abs(speedup() - 1) <= comparison.margin(); }
+
+  std::string others() const { return devices == 2 ? "the other" : "the others on average"; }
 };
 
 // ---- Tables
@@ -105,22 +112,26 @@ Table speed_table(const AnswerContext& context) {
   for (const auto& set_up : context.runs.all("dp")) {
     rows.push_back({"DataParallel", &set_up, &context.single});
   }
-  Table table = make_table<SetRow>(
-      "Speed: one device against DataParallel",
-      {name_column("set-up"),
-       devices_column(),
-       step_column(),
-       range_column(),
-       {"total time", [](const SetRow& row) { return format_seconds(mean_total_s(*row.set_up)); }},
-       speedup_column(),
-       proportional_column()},
-      rows);
+  std::vector<SetColumn> columns = {
+      name_column("set-up"),
+      devices_column(),
+      {"step time (s)",
+       [](const SetRow& row) { return format_step_s(pooled_step_ms(*row.set_up)); }},
+      {"total (s)", [](const SetRow& row) { return format_s(mean_total_s(*row.set_up)); }},
+      speedup_column()};
+  if (context.judged()) columns.push_back(proportional_column());
+  Table table = make_table<SetRow>("Speed: one device against DataParallel", columns, rows);
   add_method_note(table, context.single);
+  table.add_note(fmt::format("Steps took {} s on one device and {} s with DataParallel on {}.",
+                             format_range_s(pooled_step_ms(context.single)),
+                             format_range_s(pooled_step_ms(context.full)),
+                             plural(context.devices, "device")));
   table.add_note(
-      fmt::format("DataParallel on {} is {}.",
-                  context.one_device() ? "one device" : fmt::format("{} devices", context.devices),
-                  times_against(context.speedup(), "one device")));
-  add_noise_notes(table, context.runs, context.comparison);
+      "Total: from the start of the loop to the end of its last step, warm-up included.");
+  if (context.judged()) {
+    table.add_note(fmt::format("DataParallel on {} is {}.", plural(context.devices, "device"),
+                               format_against(context.comparison, "one device")));
+  }
   return table;
 }
 
@@ -141,11 +152,12 @@ Table memory_table(const AnswerContext& context) {
        {"hardware", [](const Row& row) { return hardware_of(row.device()); }, Align::kLeft},
        {"peak", bytes(&DeviceRecord::peak_bytes)},
        {"final", bytes(&DeviceRecord::final_bytes)},
-       {"peak − device 0", difference(&DeviceRecord::peak_bytes)},
-       {"final − device 0", difference(&DeviceRecord::final_bytes)}},
+       {"Δ peak", difference(&DeviceRecord::peak_bytes)},
+       {"Δ final", difference(&DeviceRecord::final_bytes)}},
       device_rows({{"single", &context.single}, {"DataParallel", &context.full}}));
   table.add_note(
-      "Peak: most bytes live at once in the timed steps. Final: bytes live after the last step.");
+      "Peak: most bytes live at once in the timed steps. Final: bytes live after the last step. "
+      "Δ: against device 0.");
   return table;
 }
 
@@ -179,13 +191,13 @@ Table split_table(const AnswerContext& context) {
       {{"rows", [](const Split& split) { return std::to_string(split.rows); }},
        {"devices", [](const Split& split) { return std::to_string(split.devices); }},
        {"used", [](const Split& split) { return std::to_string(split.measured.size()); }},
-       {"rows per device, measured", [](const Split& split) { return format_rows(split.measured); },
+       {"rows per device", [](const Split& split) { return format_rows(split.measured); },
         Align::kLeft},
-       {"⌈rows / devices⌉",
+       {"⌈rows/devices⌉",
         [](const Split& split) {
           return std::to_string(split.rule.empty() ? 0 : split.rule.front());
         }},
-       {"torch.chunk's rule",
+       {"torch.chunk",
         [](const Split& split) {
           return split.measured == split.rule ? "the same" : "DIFFERS: " + format_rows(split.rule);
         },
@@ -194,12 +206,39 @@ Table split_table(const AnswerContext& context) {
       splits_of(context));
 }
 
+Table shapes_table(const AnswerContext& context) {
+  struct Row {
+    std::string split;
+    ReplicaRecord replica;
+  };
+  std::vector<Row> rows;
+  for (const auto& set_up : context.runs.all("split")) {
+    for (const auto& replica : set_up.first().replicas) {
+      rows.push_back({fmt::format("{} over {}", rows_of(set_up), set_up.devices), replica});
+    }
+  }
+  const auto shape = [](std::vector<int64_t> ReplicaRecord::*which) {
+    return [which](const Row& row) {
+      return fmt::format("[{}]", fmt::join(row.replica.*which, ", "));
+    };
+  };
+  Table table = make_table<Row>(
+      "Inside the model: what each replica saw",
+      {{"rows over devices", [](const Row& row) { return row.split; }, Align::kLeft},
+       {"device", [](const Row& row) { return row.replica.device; }, Align::kLeft},
+       {"input", shape(&ReplicaRecord::input), Align::kLeft},
+       {"output", shape(&ReplicaRecord::output), Align::kLeft}},
+      rows);
+  table.add_note("Noted in forward() itself, as practical5_dp --print-shapes prints it.");
+  return table;
+}
+
 Table bottleneck_table(const AnswerContext& context) {
   Table table = load_table("Where the load is: DataParallel, device by device",
                            {{"DataParallel", &context.full}});
   table.add_note(
-      "Extra: what device 0 has more than the others have on average. It keeps the whole batch, "
-      "the gathered output with the loss, the summed gradients and the optimizer's state.");
+      "Device 0 also keeps the whole batch, the gathered output with the loss, the summed "
+      "gradients and the optimizer's state.");
   add_busy_note(table, context.full);
   return table;
 }
@@ -228,10 +267,13 @@ Figure step_time_figure(const AnswerContext& context) {
 }
 
 Figure memory_figure(const AnswerContext& context) {
-  return {peak_chart({{"one device", &context.single}, {"DataParallel", &context.full}}),
-          fmt::format("Most bytes live at once in the timed steps; device 0 held {} against the "
-                      "others' mean.",
-                      signed_bytes(extra_on_first(context.all, &DeviceRecord::peak_bytes)))};
+  std::string caption = "Most bytes live at once in the timed steps.";
+  if (!context.one_device()) {
+    const int64_t extra = extra_on_first(context.all, &DeviceRecord::peak_bytes);
+    caption += fmt::format(" Under DataParallel device 0 held {} {}.", against_text(extra),
+                           context.others());
+  }
+  return {peak_chart({{"one device", &context.single}, {"DataParallel", &context.full}}), caption};
 }
 
 // ---- Answers
@@ -246,31 +288,35 @@ double serial_fraction(double speedup, int devices) {
 
 std::string answer_faster(const AnswerContext& context) {
   if (context.one_device()) {
-    return fmt::format("A step took {} with DataParallel and {} without. {}", step_of(context.full),
-                       step_of(context.single), kOneDevice);
+    return fmt::format("A step took {} with DataParallel and {} without. {}",
+                       step_with_deviation(context.full), step_with_deviation(context.single),
+                       kOneDevice);
   }
   const std::string figures =
-      fmt::format("A step took {} on {} devices against {} on one", step_of(context.full),
-                  context.devices, step_of(context.single));
+      fmt::format("A step took {} on {} devices and {} on one", step_with_deviation(context.full),
+                  context.devices, step_with_deviation(context.single));
+  const std::string speedup = format_speedup(context.comparison);
+  if (!context.judged()) {
+    return fmt::format("That cannot be judged from this run. {}, a speed-up of {}.", figures,
+                       speedup);
+  }
   std::string text;
-  if (std::abs(context.speedup() - 1) <= context.comparison.margin()) {
-    text = fmt::format(
-        "Not measurably. {}: copying the model and gathering the results costs what dividing the "
-        "rows saves.",
-        figures);
+  if (context.same_speed()) {
+    text = fmt::format("Not measurably. {}: a speed-up of {}.", figures, speedup);
   } else if (context.speedup() > 1) {
     text = fmt::format(
-        "Yes. {}: {:.2f} times as fast, because each device computes only its share of "
-        "the rows, at the same time as the others.",
-        figures, context.speedup());
+        "Yes. {}: {} times as fast, because each device computes only its share of the rows, at "
+        "the same time as the others.",
+        figures, speedup);
   } else {
-    text = fmt::format(
-        "No. {}: {:.2f} times slower, because what DataParallel adds to a step (copying the model "
-        "out, gathering outputs and gradients, waiting for device 0) cost more than dividing the "
-        "rows saved.",
-        figures, 1 / context.speedup());
+    text = fmt::format("No. {}: {:.2f} times slower.", figures, 1 / context.speedup());
+    if (!context.shared()) {
+      text +=
+          " What DataParallel adds to a step, copying the model out and gathering outputs and "
+          "gradients, cost more than dividing the rows saved.";
+    }
   }
-  return text + sharing_sentence(context.full) + context.noise();
+  return text + sharing_sentence(context.full);
 }
 
 // The speed-ups on all numbers of devices, after a space.
@@ -283,37 +329,42 @@ std::string growth(const AnswerContext& context) {
     counts.push_back(std::to_string(set_up.devices));
     speedups.push_back(fmt::format("{:.2f}", compare(context.single, set_up).speedup.mean));
   }
-  return fmt::format(" On {} devices DataParallel ran {} times as fast as the single device.",
-                     fmt::join(counts, ", "), fmt::join(speedups, ", "));
+  return fmt::format(" With {} devices DataParallel ran {} times as fast as the single device.",
+                     listed(counts), listed(speedups));
 }
 
 std::string answer_proportional(const AnswerContext& context) {
   if (context.one_device()) return kOneDevice;
+  const std::string speedup = format_speedup(context.comparison);
+  if (!context.judged()) {
+    return fmt::format(
+        "That cannot be judged from this run: the speed-up was {} on {} devices, where {} would be "
+        "proportional.",
+        speedup, context.devices, context.devices);
+  }
   if (context.shared()) {
-    return shared_remark(context.full) + growth(context) +
-           " The speed can only grow in proportion where the hardware grows with the devices.";
+    return "This run cannot show it, because the devices share hardware: the speed can only grow "
+           "in proportion where the hardware grows with the devices." +
+           growth(context);
   }
   const double efficiency = context.comparison.efficiency;
   std::string text;
-  if (context.speedup() <= 1) {
-    text = fmt::format("No: {} devices gave no speed-up at all ({:.2f}).", context.devices,
-                       context.speedup());
+  if (context.same_speed() || context.speedup() <= 1) {
+    text = fmt::format("No: {} devices gave no speed-up at all ({}).", context.devices, speedup);
   } else if (efficiency > 1.05) {
-    text = fmt::format(
-        "More than that: {:.2f} times on {} devices, which noise can explain, or smaller pieces "
-        "that fit a cache better.",
-        context.speedup(), context.devices);
+    text = fmt::format("More than that: {} times on {} devices. This run does not show why.",
+                       speedup, context.devices);
   } else if (efficiency >= kProportional) {
-    text = fmt::format("Nearly: {:.2f} times on {} devices is {} of proportional.",
-                       context.speedup(), context.devices, format_percent(efficiency));
+    text = fmt::format("Nearly: {} times on {} devices is {} of proportional.", speedup,
+                       context.devices, format_percent(efficiency));
   } else {
     text = fmt::format(
-        "No: {:.2f} times on {} devices is {} of proportional, as if {} of the step ran on one "
-        "device only (the loss, the sum of the gradients and the optimizer do).",
-        context.speedup(), context.devices, format_percent(efficiency),
+        "No: {} times on {} devices is {} of proportional, as if {} of the step ran on one device "
+        "only (the loss, the sum of the gradients and the optimizer do).",
+        speedup, context.devices, format_percent(efficiency),
         format_percent(serial_fraction(context.speedup(), context.devices)));
   }
-  return text + growth(context) + context.noise();
+  return text + growth(context);
 }
 
 std::string answer_memory(const AnswerContext& context) {
@@ -326,20 +377,22 @@ std::string answer_memory(const AnswerContext& context) {
   int64_t sum = 0;
   for (const auto& device : context.all) sum += device.peak_bytes;
   return fmt::format(
-      "{} Under DataParallel device 0 peaked at {} and the others at {} on average; that is "
-      "together {}, {:.2f} times the single device. Every device holds a whole copy of the model, "
+      "{} Under DataParallel device 0 peaked at {} and {} at {}{}: together {}, which is {:.2f} "
+      "times the single device's peak. Every device holds a whole copy of the model, "
       "but only the activations of its own rows; device 0 also holds the batch, the gathered "
       "output, the summed gradients and the optimizer's state.",
       alone, format_bytes(context.all[0].peak_bytes),
-      format_bytes(others_mean(context.all, &DeviceRecord::peak_bytes)), format_bytes(sum),
+      context.devices == 2 ? "the other" : "the others",
+      format_bytes(others_mean(context.all, &DeviceRecord::peak_bytes)),
+      context.devices == 2 ? "" : " on average", format_bytes(sum),
       static_cast<double>(sum) / static_cast<double>(std::max<int64_t>(1, single)));
 }
 
 std::string answer_user_split(const AnswerContext& context) {
   return fmt::format(
       "No. The program hands DataParallel one batch of {0} rows and gets one output of {0} rows "
-      "back; the record shows that DataParallel gave its devices {1} rows.",
-      context.record.effective_batch, format_rows(context.record.split));
+      "back; the record shows that DataParallel gave its devices {1}.",
+      context.record.effective_batch, rows_text(context.record.split));
 }
 
 std::string answer_rule(const AnswerContext& context) {
@@ -347,7 +400,7 @@ std::string answer_rule(const AnswerContext& context) {
   std::vector<std::string> broken;
   for (const auto& split : splits_of(context)) {
     seen.push_back(fmt::format("{} rows over {} devices gave {}", split.rows, split.devices,
-                               format_rows(split.measured)));
+                               rows_text(split.measured)));
     if (split.measured != split.rule) broken.push_back(seen.back());
   }
   const std::string rule =
@@ -370,7 +423,7 @@ std::string answer_even(const AnswerContext& context) {
     } else if (split.rows % split.devices == 0) {
       equal.push_back(text);
     } else {
-      uneven.push_back(fmt::format("{} ({})", text, format_rows(split.measured)));
+      uneven.push_back(fmt::format("{} ({})", text, rows_text(split.measured)));
     }
   }
   std::string text =
@@ -382,30 +435,54 @@ std::string answer_even(const AnswerContext& context) {
   return text;
 }
 
-int64_t others_traffic(const AnswerContext& context) {
-  int64_t sum = 0;
-  for (size_t i = 1; i < context.all.size(); ++i) sum += traffic(context.all[i]);
-  return sum / static_cast<int64_t>(context.all.size() - 1);
+// What device 0 has more than the others.
+struct Extra {
+  int64_t peak;      // negative: it has less
+  int64_t traffic;   // of device 0
+  int64_t others;    // traffic of each of the others, on average
+  bool more_memory;  // noticeably
+
+  explicit Extra(const AnswerContext& context)
+      : peak(extra_on_first(context.all, &DeviceRecord::peak_bytes)),
+        traffic(cli::traffic(context.all[0])),
+        others(others_traffic(context)),
+        more_memory(imbalance_of(context.all).memory > kMoreMemory) {}
+
+  bool more_traffic() const { return traffic > others; }
+
+ private:
+  static int64_t others_traffic(const AnswerContext& context) {
+    int64_t sum = 0;
+    for (size_t i = 1; i < context.all.size(); ++i) sum += cli::traffic(context.all[i]);
+    return sum / static_cast<int64_t>(context.all.size() - 1);
+  }
+};
+
+// How much devices move, as a clause about device 0.
+std::string traffic_text(const AnswerContext& context, const Extra& extra) {
+  if (!extra.more_traffic()) {
+    return fmt::format(
+        "it moved as much as {}, {} per step{}", context.others(), format_bytes(extra.traffic),
+        context.devices == 2 ? ": with two devices every byte has device 0 at one end "
+                               "and device 1 at the other"
+                             : "");
+  }
+  return fmt::format(
+      "it moved {} per step against {} on {}, because it feeds every replica and "
+      "collects from it",
+      format_bytes(extra.traffic), format_bytes(extra.others), context.others());
 }
 
 std::string answer_first_loaded(const AnswerContext& context) {
   if (context.one_device()) return kOneDevice;
-  const DeviceRecord& first = context.all[0];
-  const int64_t others_peak = others_mean(context.all, &DeviceRecord::peak_bytes);
-  const bool memory =
-      static_cast<double>(first.peak_bytes) > kMoreMemory * static_cast<double>(others_peak);
-  // With two devices every byte has device 0 at one end and device 1 at the other.
-  const bool moves_more = traffic(first) > others_traffic(context);
-  return fmt::format(
-      "{} Its memory peaked at {} against {} on the others on average ({}), and it moved {} per "
-      "step against {}{}, because it feeds every replica and collects from it.",
-      memory || moves_more ? "Yes." : "Not in this run.", format_bytes(first.peak_bytes),
-      format_bytes(others_peak),
-      first.peak_bytes >= others_peak ? format_bytes(first.peak_bytes - others_peak) + " more"
-                                      : format_bytes(others_peak - first.peak_bytes) + " less",
-      format_bytes(traffic(first)), format_bytes(others_traffic(context)),
-      context.devices == 2 ? " (with two devices each byte has device 0 at one end)"
-                           : " on each other one");
+  const Extra extra(context);
+  return fmt::format("{} Its memory peaked at {}, {} {}. In traffic, {}.",
+                     extra.more_memory && extra.more_traffic() ? "Yes."
+                     : extra.more_memory                       ? "Yes, in memory."
+                     : extra.more_traffic()                    ? "Yes, in traffic."
+                                                               : "Not in this run.",
+                     format_bytes(context.all[0].peak_bytes), against_text(extra.peak),
+                     context.others(), traffic_text(context, extra));
 }
 
 std::string answer_equal_use(const AnswerContext& context) {
@@ -414,19 +491,64 @@ std::string answer_equal_use(const AnswerContext& context) {
   for (const auto& device : context.all) {
     busy.push_back(fmt::format("{} {}", device.name, format_percent(device.busy_fraction)));
   }
-  std::string text =
-      fmt::format("{} Busy: {}.",
-                  imbalance_of(context.all).busy_gap() <= kEquallyBusy ? "In time, nearly." : "No.",
-                  fmt::join(busy, ", "));
+  const bool alike = imbalance_of(context.all).busy_gap() <= kEquallyBusy;
+  std::string text = fmt::format("{} The devices computed for this share of the time: {}.",
+                                 alike ? "In computing time, nearly." : "No.", listed(busy));
   const auto& split = context.record.split;
   if (split.size() < context.all.size()) {
     text +=
         fmt::format(" Only {} of {} devices got rows at all.", split.size(), context.all.size());
   } else if (!all_equal(split)) {
-    text += fmt::format(" They had {} rows, so the last one had less to do.", format_rows(split));
+    text += fmt::format(" They had {}, so the last one had less to do.", rows_text(split));
   }
-  text += " In memory and traffic they are not equal: device 0 does the work that is not divided.";
-  if (context.shared()) text += " On shared hardware, waiting for it counts as busy.";
+  const Extra extra(context);
+  if (!extra.more_memory && !extra.more_traffic()) {
+    text += " In memory and traffic they are equal too.";
+  } else if (extra.more_memory && extra.more_traffic()) {
+    text += fmt::format(
+        " In memory and traffic they are not: device 0 held {} more at its peak, and moved {} per "
+        "step against {} on {}.",
+        format_bytes(extra.peak), format_bytes(extra.traffic), format_bytes(extra.others),
+        context.others());
+  } else if (extra.more_memory) {
+    text += fmt::format(
+        " In memory they are not: device 0 held {} more at its peak. In traffic they are: {} per "
+        "step.",
+        format_bytes(extra.peak), format_bytes(extra.traffic));
+  } else {
+    text += fmt::format(
+        " In traffic they are not: device 0 moved {} per step against {} on {}. In memory they "
+        "are.",
+        format_bytes(extra.traffic), format_bytes(extra.others), context.others());
+  }
+  if (context.shared() && !on_cores(context.full)) {
+    text += " On a shared GPU, waiting for it counts as computing.";
+  }
+  return text;
+}
+
+// What devices did while they did not compute, after a space. Nothing if the run cannot tell.
+std::string idle_text(const AnswerContext& context) {
+  if (!context.judged()) return "";
+  double least_waiting = 1;
+  double most_waiting = 0;
+  double most_queued = 0;
+  for (const auto& device : context.all) {
+    if (on_cores(context.full) && !device.queued_fraction) return "";
+    const double queued = device.queued_fraction.value_or(0);
+    const double waiting = std::max(0.0, 1 - device.busy_fraction - queued);
+    least_waiting = std::min(least_waiting, waiting);
+    most_waiting = std::max(most_waiting, waiting);
+    most_queued = std::max(most_queued, queued);
+  }
+  std::string text = fmt::format(
+      " For {} of the time the devices waited for each other or for the parts of the step that are "
+      "not divided.",
+      percent_range(least_waiting, most_waiting));
+  if (most_queued >= 0.01) {
+    text +=
+        fmt::format(" For up to {} they were ready but had no core.", format_percent(most_queued));
+  }
   return text;
 }
 
@@ -443,11 +565,7 @@ std::string answer_bottleneck(const AnswerContext& context) {
         fmt::format(" Moving data took {} of a {} step ({}).", format_ms(context.record.comm_ms),
                     format_ms(step_ms), format_percent(context.record.comm_ms / step_ms));
   }
-  const Imbalance busy = imbalance_of(context.all);
-  text += fmt::format(
-      " The devices stood idle {:.0f} to {:.0f} % of the time, waiting for each other or for the "
-      "parts of the step that are not divided.",
-      100 * (1 - busy.most_busy), 100 * (1 - busy.least_busy));
+  text += idle_text(context);
   if (context.shared()) text += " Here the shared hardware itself is a second bottleneck.";
   return text;
 }
@@ -457,8 +575,8 @@ std::string answer_advantage(const AnswerContext& context) {
       "It is simple: there is one process and one line around the module, the loop does not "
       "change, and the numbers trained stay the same." +
       loss_parity(context.single.first(), context.record, "the single device's");
-  if (!context.one_device() && context.speedup() > 1 + kSameSpeed) {
-    text += fmt::format(" It brought {:.2f} times the speed here.", context.speedup());
+  if (!context.one_device() && context.judged() && !context.same_speed() && context.speedup() > 1) {
+    text += fmt::format(" It brought {} times the speed here.", format_speedup(context.comparison));
   }
   return text;
 }
@@ -468,27 +586,37 @@ std::string answer_limitation(const AnswerContext& context) {
     return "All that is not divided stays with device 0, in one process on one machine. " +
            kOneDevice;
   }
+  const Extra extra(context);
   return fmt::format(
-      "Everything passes through device 0 of one process on one machine: it held {} more than the "
-      "others at its peak and moved {} per step, and the largest model is the one that fits a "
-      "single device.",
-      format_bytes(std::max<int64_t>(0, extra_on_first(context.all, &DeviceRecord::peak_bytes))),
-      format_bytes(traffic(context.all[0])));
+      "Everything passes through device 0 of one process on one machine: at its peak it held {} "
+      "{}, and it moved {} per step. The largest model is the one that fits a single device.",
+      against_text(extra.peak), context.others(), format_bytes(extra.traffic));
 }
 
 std::string answer_scaling(const AnswerContext& context) {
   if (context.one_device()) return kOneDevice;
   const std::string text = fmt::format(
-      "Each further device gets fewer rows but a whole copy of the model: device 0's traffic grows "
-      "by about {} per step and device, while the computation that hides it shrinks.",
+      "Each further device needs a whole copy of the model and sends back all its gradients: "
+      "device 0's traffic grows by about {} per step and device, while each device computes on "
+      "fewer rows.",
       format_bytes(traffic(context.all[0]) / (context.devices - 1)));
-  if (context.shared()) return text + sharing_sentence(context.full);
+  if (!context.judged() || context.shared()) return text;
   const double serial = serial_fraction(context.speedup(), context.devices);
-  if (context.speedup() <= 1 || serial <= 0.005) return text;
+  if (context.same_speed() || context.speedup() <= 1 || serial <= 0.005) return text;
   return text + fmt::format(
-                    " With {:.0f} % of this step not divided, no number of devices could exceed "
-                    "{:.1f} times the speed of one (Amdahl's law).",
+                    " If {:.0f} % of this step is not divided, as the measured speed-up suggests, "
+                    "no number of devices can exceed {:.1f} times the speed of one (Amdahl's law).",
                     serial * 100, 1 / serial);
+}
+
+std::vector<NamedTable> tables(const AnswerContext& context) {
+  std::vector<NamedTable> all = {{"speed", speed_table(context)},
+                                 {"memory", memory_table(context)},
+                                 {"split", split_table(context)},
+                                 {"bottleneck", bottleneck_table(context)}};
+  Table shapes = shapes_table(context);
+  if (!shapes.rows().empty()) all.insert(all.end() - 1, {"shapes", std::move(shapes)});
+  return all;
 }
 
 LabReport report(const LabRuns& runs) {
@@ -496,10 +624,9 @@ LabReport report(const LabRuns& runs) {
   return {
       .title = "Practical 5: one device, then DataParallel",
       .stamp = context.single.first(),
-      .tables = {{"speed", speed_table(context)},
-                 {"memory", memory_table(context)},
-                 {"split", split_table(context)},
-                 {"bottleneck", bottleneck_table(context)}},
+      .trained = what_was_trained(runs, context.full, {.lab = "5"}),
+      .warning = context.warning,
+      .tables = tables(context),
       .figures = {step_time_figure(context), memory_figure(context)},
       .answers = {
           {"speed", "Did training become faster?", answer_faster(context)},

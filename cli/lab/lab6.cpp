@@ -10,6 +10,7 @@
 #include "cli/lab/lab_plan.hpp"
 #include "cli/lab/lab_tables.hpp"
 #include "cli/lab/lab_text.hpp"
+#include "cli/lab/lab_trained.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
 
@@ -97,6 +98,7 @@ struct AnswerContext {
   std::vector<DeviceRecord> dp_devices;
   std::vector<DeviceRecord> ddp_devices;
   const RunRecord& record;  // DDP, first repetition
+  std::string warning;      // why times cannot be judged; empty: they can
 
   explicit AnswerContext(const LabRuns& of)
       : runs(of),
@@ -108,11 +110,17 @@ struct AnswerContext {
         communication(communication_of(ddp)),
         dp_devices(merged_devices(dp)),
         ddp_devices(merged_devices(ddp)),
-        record(ddp.first()) {}
+        record(ddp.first()),
+        warning(times_warning(
+            disturbance_of(of, {"single", "dp", "ddp"}),
+            {comparison, compare(of.all("dp").front(), dp), compare(of.all("ddp").front(), ddp)})) {
+  }
 
   bool one_rank() const { return ranks < 2; }
   bool shared() const { return sharing(ddp) > 1; }
-  std::string noise(const Comparison& of) const { return noise_remark(runs, of); }
+  std::string others() const { return ranks == 2 ? "the other" : "the others on average"; }
+  bool judged() const { return warning.empty(); }
+  bool same_speed() const { return std::abs(comparison.speedup.mean - 1) <= comparison.margin(); }
 };
 
 // Buckets of the last step whose communication backward hid wholly.
@@ -124,19 +132,44 @@ int64_t finished_in_backward(const RunRecord& run) {
 
 // ---- Tables
 
-std::string busy_cell(const SetRow& row) {
-  const Imbalance imbalance = imbalance_of(merged_devices(*row.set_up));
-  if (row.set_up->devices == 1) return format_percent(imbalance.most_busy);
-  return fmt::format("{:.0f} … {:.0f} %", imbalance.least_busy * 100, imbalance.most_busy * 100);
+// "30.0 / 20.0 MiB": device 0 and the mean of the others.
+std::string peaks_text(const RunSet& set_up) {
+  const auto devices = merged_devices(set_up);
+  std::string first = format_bytes(devices.front().peak_bytes);
+  if (devices.size() == 1) return first;
+  const std::string others = format_bytes(others_mean(devices, &DeviceRecord::peak_bytes));
+  const std::string unit = others.substr(others.find(' '));
+  if (first.ends_with(unit)) first.erase(first.size() - unit.size());
+  return fmt::format("{} / {}", first, others);
 }
 
-// "30.0 / 20.0 MiB": device 0 and the mean of the others.
-std::string peaks_cell(const SetRow& row) {
-  const auto devices = merged_devices(*row.set_up);
-  const std::string first = format_bytes(devices.front().peak_bytes);
-  if (devices.size() == 1) return first;
-  return fmt::format("{} / {}", first,
-                     format_bytes(others_mean(devices, &DeviceRecord::peak_bytes)));
+// The table of the course's page, filled in with this run's figures.
+Table aspects_table(const AnswerContext& context) {
+  Table table(fmt::format("DataParallel against DDP on {}", plural(context.ranks, "device")),
+              {{"aspect"}, {"DataParallel"}, {"DDP"}});
+  const auto add = [&](const std::string& aspect, const auto& cell) {
+    table.add_row({aspect, cell(context.dp), cell(context.ddp)});
+  };
+  add("processes", [](const RunSet& set_up) { return std::to_string(set_up.first().world_size); });
+  add("data split", [&](const RunSet& set_up) {
+    return fmt::format("{}: {}", &set_up == &context.dp ? "by itself" : "by the program",
+                       format_rows(set_up.first().split));
+  });
+  add("device use", [](const RunSet& set_up) {
+    const Imbalance busy = imbalance_of(merged_devices(set_up));
+    return fmt::format("busy {}, {}", percent_range(busy.least_busy, busy.most_busy),
+                       peaks_text(set_up));
+  });
+  add("scaling", [&](const RunSet& set_up) {
+    const auto& sets = context.runs.all(&set_up == &context.dp ? "dp" : "ddp");
+    return fmt::format("{}, {} ×", step_with_deviation(set_up),
+                       format_speedup(compare(sets.front(), set_up)));
+  });
+  table.add_note(
+      "Device use: share of the time in which devices computed, and peak memory of device 0 / of "
+      "the others on average. Scaling: step time, and speed-up against the same method on one "
+      "device.");
+  return table;
 }
 
 Table methods_table(const AnswerContext& context) {
@@ -146,29 +179,26 @@ Table methods_table(const AnswerContext& context) {
     rows.push_back({"DDP", &ddp, &context.single});
   }
   Table table = make_table<SetRow>(
-      "DataParallel (DP) against DistributedDataParallel (DDP)",
+      "All set-ups: DataParallel (DP) and DDP",
       {name_column("set-up"),
        {"processes", [](const SetRow& row) { return std::to_string(row.first().world_size); }},
        devices_column(),
        {"rows per device", [](const SetRow& row) { return format_rows(row.first().split); },
         Align::kLeft},
-       {"busy", busy_cell},
-       {"peak, 0 / others", peaks_cell},
        step_column(),
-       range_column(),
        speedup_column()},
       rows);
   add_method_note(table, context.single);
-  table.add_note("Peak: of device 0, and of the others on average.");
-  table.add_note(fmt::format("On {} DDP is {}.", plural(context.ranks, "device"),
-                             times_against(context.comparison.speedup.mean, "DP")));
-  add_noise_notes(table, context.runs, context.comparison);
+  if (context.judged()) {
+    table.add_note(fmt::format("On {} DDP is {}.", plural(context.ranks, "device"),
+                               format_against(context.comparison, "DP")));
+  }
   return table;
 }
 
 Table balance_table(const AnswerContext& context) {
-  Table table = load_table("Balance: device by device under both methods",
-                           {{"DP", &context.dp}, {"DDP", &context.ddp}});
+  Table table =
+      load_table("Balance: device by device", {{"DP", &context.dp}, {"DDP", &context.ddp}});
   table.add_note(
       "Under DP all devices belong to one process and device 0 serves the others; under DDP each "
       "belongs to a process of its own and holds weights, gradients and optimizer state alike.");
@@ -197,16 +227,23 @@ Table overlap_table(const AnswerContext& context) {
        {"against the end of backward",
         [=](const Bucket& bucket) { return against_backward(bucket, backward_ms); }, Align::kLeft}},
       context.record.buckets);
-  table.add_note(fmt::format(
-      "Times of rank 0's last step in the first run, from the begin of backward, which ended after "
-      "{}.",
-      format_ms(backward_ms)));
+  table.add_note(
+      fmt::format("Times of rank 0's last step in the first run, from the start of backward, which "
+                  "ended after {}.",
+                  format_ms(backward_ms)));
   return table;
 }
 
 Table communication_table(const AnswerContext& context) {
-  const auto time = [](double Communication::*ms) {
-    return [ms](const SetRow& row) { return format_ms(communication_of(*row.set_up).*ms); };
+  // One rank has nothing to communicate.
+  const auto unless_none = [](const auto& cell) {
+    return [cell](const SetRow& row) -> std::string {
+      return row.first().all_reduces.count > 0 ? cell(row) : "—";
+    };
+  };
+  const auto time = [&](double Communication::*ms) {
+    return unless_none(
+        [ms](const SetRow& row) { return format_ms(communication_of(*row.set_up).*ms); });
   };
   std::vector<SetRow> rows;
   for (const auto& set_up : context.runs.all("ddp")) rows.push_back({"DDP", &set_up});
@@ -217,20 +254,17 @@ Table communication_table(const AnswerContext& context) {
         [](const SetRow& row) { return fmt::format("{:g}", row.first().all_reduces.count); }},
        {"bytes", [](const SetRow& row) { return format_bytes(row.first().all_reduces.bytes); }},
        {"total", time(&Communication::total_ms)},
-       {"hidden", time(&Communication::hidden_ms)},
        {"exposed", time(&Communication::exposed_ms)},
-       {"hidden share",
-        [](const SetRow& row) {
+       {"hidden/total", unless_none([](const SetRow& row) {
           return format_percent(communication_of(*row.set_up).hidden_share());
-        }},
-       {"exposed / step",
-        [](const SetRow& row) {
+        })},
+       {"exposed/step", unless_none([](const SetRow& row) {
           return fmt::format("{:.1f} %", 100 * exposed_share(*row.set_up));
-        }}},
+        })}},
       rows);
   table.add_note(
       "Total: from launch to finish of the buckets, mean over ranks and runs, waiting for peers "
-      "included. Exposed: what the training thread itself spent on it; the rest was hidden behind "
+      "included. Exposed: what the training thread itself spent on it. Hidden: the rest, behind "
       "backward.");
   return table;
 }
@@ -244,22 +278,12 @@ Table scaling_table(const AnswerContext& context) {
   };
   add("DP", context.runs.all("dp"));
   add("DDP", context.runs.all("ddp"));
-  Table table = make_table<SetRow>(
-      "Scaling: each method against itself on one device",
-      {name_column("method"),
-       devices_column(),
-       step_column(),
-       range_column(),
-       speedup_column(),
-       {"efficiency",
-        [](const SetRow& row) {
-          return row.base == nullptr ? "—"
-                                     : format_percent(compare(*row.base, *row.set_up).efficiency);
-        }},
-       proportional_column()},
-      rows);
+  std::vector<SetColumn> columns = {name_column("method"), devices_column(), step_column(),
+                                    range_column(), speedup_column()};
+  if (context.judged()) columns.push_back(proportional_column());
+  Table table =
+      make_table<SetRow>("Scaling: each method against itself on one device", columns, rows);
   add_method_note(table, context.single);
-  add_noise_notes(table, context.runs, compare(context.runs.of("ddp"), context.ddp));
   return table;
 }
 
@@ -289,9 +313,15 @@ Figure step_time_figure(const AnswerContext& context) {
 Figure memory_figure(const AnswerContext& context) {
   return {
       peak_chart({{"DP", &context.dp}, {"DDP", &context.ddp}}),
-      fmt::format("Device 0 held {} against the others' mean under DP and {} under DDP.",
-                  signed_bytes(extra_on_first(context.dp_devices, &DeviceRecord::peak_bytes)),
-                  signed_bytes(extra_on_first(context.ddp_devices, &DeviceRecord::peak_bytes)))};
+      context.one_rank()
+          ? "Most bytes live at once in the timed steps."
+          : fmt::format(
+                "Most bytes live at once in the timed steps. Device 0 held {} {} under DP and {} "
+                "{} under DDP.",
+                against_text(extra_on_first(context.dp_devices, &DeviceRecord::peak_bytes)),
+                context.others(),
+                against_text(extra_on_first(context.ddp_devices, &DeviceRecord::peak_bytes)),
+                context.others())};
 }
 
 // The first row whose last span has ended when this one begins; a new row where there is none.
@@ -324,7 +354,7 @@ std::vector<TimelineRow> bucket_rows(const std::vector<BucketRecord>& buckets) {
 
 Figure overlap_figure(const AnswerContext& context) {
   const RunRecord& run = context.record;
-  Timeline chart{.title = fmt::format("Buckets of one step with {} ranks", context.ranks),
+  Timeline chart{.title = fmt::format("Buckets of one step with {}", plural(context.ranks, "rank")),
                  .rows = {{.label = "backward",
                            .spans = {{.name = format_ms(run.backward_ms),
                                       .begin_ms = 0,
@@ -359,26 +389,26 @@ std::string answer_processes(const AnswerContext& context) {
     counts.push_back(std::to_string(set_up.first().world_size));
   }
   return fmt::format(
-      "{}, one for each device: {}. DataParallel drove the same {} from {} process. In all, "
-      "the lab ran DDP with {} processes.",
-      context.record.world_size, fmt::join(ranks, ", "), plural(context.dp.devices, "device"),
-      context.dp.first().world_size, fmt::join(counts, ", "));
+      "{}, one for each device: {}. DataParallel drove the same {} from {}. In all, the lab ran "
+      "DDP with {} processes.",
+      context.record.world_size, listed(ranks), plural(context.dp.devices, "device"),
+      plural(context.dp.first().world_size, "process", "processes"), listed(counts));
 }
 
 std::string answer_automatic(const AnswerContext& context) {
   return fmt::format(
       "No: unlike DataParallel, DDP never touches the input. The program divides each batch of {} "
-      "rows by hand, by rank and world size ({} rows per rank here), or leaves it to a "
+      "rows by hand, by rank and world size ({} here), or leaves it to a "
       "DistributedSampler; forgetting it would train every rank on the same rows.",
-      context.record.effective_batch, format_rows(context.record.split));
+      context.record.effective_batch, rows_text(context.record.split));
 }
 
 std::string answer_distribution(const AnswerContext& context) {
   const auto& split = context.record.split;
   return fmt::format(
-      "Rank r takes the r-th contiguous block: {} rows of each batch of {}{}. Rows go from the "
+      "Rank r takes the r-th contiguous block of each batch of {} rows: {}{}. Rows go from the "
       "loader straight to their rank, whereas DataParallel first puts all {} on device 0.{}",
-      format_rows(split), context.record.effective_batch,
+      context.record.effective_batch, rows_text(split),
       all_equal(split) ? ""
                        : "; the first ranks take one row more, and the mean is weighted by rows",
       context.record.effective_batch,
@@ -396,16 +426,22 @@ std::string answer_when(const AnswerContext& context) {
   const auto& buckets = context.record.buckets;
   const double backward_ms = context.record.backward_ms;
   const Communication& time = context.communication;
+  const bool one = calls.count == 1;
   std::string text = fmt::format(
-      "Inside loss.backward(): {:g} all-reduces of together {} per step, each launched as soon as "
-      "its bucket is full. In the step shown, the first was launched {} after backward began and "
-      "backward ended at {}; {} of {} buckets had finished by then. Of {} communication per step "
-      "{} ({:.0f} %) was hidden behind backward and {} exposed.",
-      calls.count, format_bytes(calls.bytes), format_ms(buckets.front().launched_ms),
-      format_ms(backward_ms), finished_in_backward(context.record), buckets.size(),
-      format_ms(time.total_ms), format_ms(time.hidden_ms), time.hidden_share() * 100,
+      "Inside loss.backward(): {} of {}{} per step, {} as soon as {} bucket is full. In the step "
+      "shown, the first was launched {} after backward began, and backward ended at {}; {} of {} "
+      "had finished by then.",
+      one ? "one all-reduce" : fmt::format("{:g} all-reduces", calls.count),
+      format_bytes(calls.bytes), one ? "" : " in all", one ? "launched" : "each launched",
+      one ? "the" : "its", format_ms(buckets.front().launched_ms), format_ms(backward_ms),
+      finished_in_backward(context.record), plural(static_cast<int64_t>(buckets.size()), "bucket"));
+  if (!context.judged()) return text;
+  text += fmt::format(
+      " Communication took {} per step, of which {} ({}) was hidden behind backward and {} "
+      "exposed.",
+      format_ms(time.total_ms), format_ms(time.hidden_ms), format_percent(time.hidden_share()),
       format_ms(time.exposed_ms));
-  if (context.ddp_devices.front().physical.find("core") != std::string::npos) {
+  if (on_cores(context.ddp)) {
     text +=
         " On the CPU the ranks' own cores also move the bytes, so little but waiting can be "
         "hidden.";
@@ -415,15 +451,11 @@ std::string answer_when(const AnswerContext& context) {
 
 std::string answer_why_needed(const AnswerContext& context) {
   const std::string reason = fmt::format(
-      "Each rank sees only its own rows ({}), so its gradient differs from the others'; averaging "
-      "gives every rank the gradient of the whole batch, and equal updates keep the {} copies of "
-      "the model equal without ever sending weights.",
-      format_rows(context.record.split), context.ranks);
+      "Each rank sees only its own part of the batch ({}), so its gradient differs from the "
+      "others'; averaging gives every rank the gradient of the whole batch, and equal updates "
+      "keep the {} copies of the model equal without ever sending weights.",
+      rows_text(context.record.split), context.ranks);
   return reason + (context.one_rank() ? " " + kOneRank : "");
-}
-
-std::string busy_text(const Imbalance& imbalance) {
-  return fmt::format("{:.0f} to {:.0f} %", imbalance.least_busy * 100, imbalance.most_busy * 100);
 }
 
 std::string answer_balanced(const AnswerContext& context) {
@@ -432,28 +464,32 @@ std::string answer_balanced(const AnswerContext& context) {
   const Imbalance ddp = imbalance_of(context.ddp_devices);
   const bool memory = std::abs(ddp.memory - 1) < std::abs(dp.memory - 1);
   const bool busy = ddp.busy_gap() <= dp.busy_gap() || ddp.busy_gap() <= kEquallyBusy;
+  const auto share = [](const Imbalance& of) { return percent_range(of.least_busy, of.most_busy); };
   std::string text = fmt::format(
-      "{} Device 0's peak was {:.2f} times the others' under DataParallel and {:.2f} times under "
-      "DDP; devices were busy {} of the time under DataParallel and {} under DDP.",
+      "{} Device 0's peak was {:.2f} times that of {} under DataParallel and {:.2f} times under "
+      "DDP. The devices computed for {} of the time under DataParallel and for {} under DDP.",
       memory && busy   ? "Yes."
       : memory || busy ? "In part."
                        : "Not in this run.",
-      dp.memory, ddp.memory, busy_text(dp), busy_text(ddp));
+      dp.memory, context.others(), ddp.memory, share(dp), share(ddp));
   if (memory && busy) text += " Every rank does the same work on its own share of the rows.";
-  if (context.shared()) text += " On shared hardware, waiting for it counts as busy.";
+  if (context.shared() && !on_cores(context.ddp)) {
+    text += " On a shared GPU, waiting for it counts as computing.";
+  }
   return text;
 }
 
 std::string answer_device0(const AnswerContext& context) {
   if (context.one_rank()) return kOneRank;
-  const auto extra = [](const std::vector<DeviceRecord>& devices) {
-    return signed_bytes(extra_on_first(devices, &DeviceRecord::peak_bytes));
+  const auto extra = [&context](const std::vector<DeviceRecord>& devices) {
+    return against_text(extra_on_first(devices, &DeviceRecord::peak_bytes)) + " " +
+           context.others();
   };
   const bool even = imbalance_of(context.ddp_devices).memory <= kMoreMemory;
   return fmt::format(
-      "{} Against the others' mean its peak was {} under DataParallel and {} under DDP, and it "
-      "moved {} per step against {}.{} What limits a step is the slowest rank, since all wait for "
-      "it in the all-reduce.",
+      "{} At its peak it held {} under DataParallel and {} under DDP; it moved {} per step under "
+      "DataParallel and {} under DDP.{} All ranks wait for the slowest one in the all-reduce, so "
+      "that one limits the step, whichever it is.",
       even ? "No." : "It still holds more in this run.", extra(context.dp_devices),
       extra(context.ddp_devices), format_bytes(traffic(context.dp_devices.front())),
       format_bytes(traffic(context.ddp_devices.front())),
@@ -464,76 +500,103 @@ std::string answer_device0(const AnswerContext& context) {
 
 std::string answer_faster(const AnswerContext& context) {
   const double speedup = context.comparison.speedup.mean;
-  const std::string figures =
-      fmt::format("On {} a step took {} with DDP and {} with DataParallel",
-                  plural(context.ranks, "device"), step_of(context.ddp), step_of(context.dp));
+  const std::string figures = fmt::format(
+      "On {} a step took {} with DDP and {} with DataParallel", plural(context.ranks, "device"),
+      step_with_deviation(context.ddp), step_with_deviation(context.dp));
+  if (!context.judged()) {
+    return fmt::format("That cannot be judged from this run. {}, a ratio of {}.{}", figures,
+                       format_speedup(context.comparison),
+                       context.one_rank() ? " " + kOneRank : "");
+  }
   std::string text;
-  if (std::abs(speedup - 1) <= context.comparison.margin()) {
+  if (context.same_speed()) {
     text = fmt::format("Neither is measurably faster. {}.", figures);
   } else if (speedup > 1) {
-    text = fmt::format("DDP. {}: {:.2f} times as fast.", figures, speedup);
+    text = fmt::format("DDP. {}: {} times as fast.", figures, format_speedup(context.comparison));
   } else {
     text = fmt::format("DataParallel. {}: DDP is {:.2f} times slower.", figures, 1 / speedup);
   }
   if (context.one_rank()) text += " " + kOneRank;
-  return text + sharing_sentence(context.ddp) + context.noise(context.comparison);
+  return text + sharing_sentence(context.ddp);
 }
 
-// "1.92 on 2; 3.10 on 4, shared".
+// "1.92 times on 2 devices and 1.10 times on 4 that share hardware".
 std::string growth(const std::vector<RunSet>& sets) {
   std::vector<std::string> parts;
   for (size_t i = 1; i < sets.size(); ++i) {
-    parts.push_back(fmt::format("{:.2f} on {}", compare(sets.front(), sets[i]).speedup.mean,
-                                device_count(sets[i])));
+    parts.push_back(fmt::format("{:.2f} times on {}{}", compare(sets.front(), sets[i]).speedup.mean,
+                                sets[i].devices,
+                                sharing(sets[i]) > 1 ? " that share hardware" : ""));
   }
-  return fmt::format("{}", fmt::join(parts, "; "));
+  return listed(parts);
 }
 
 std::string answer_scales(const AnswerContext& context) {
   if (context.one_rank()) return kOneRank;
   const Comparison dp = compare(context.runs.all("dp").front(), context.dp);
   const Comparison ddp = compare(context.runs.all("ddp").front(), context.ddp);
+  const std::string figures = fmt::format(
+      "Against itself on one device DDP reached {} times on {} ({} of proportional) and "
+      "DataParallel {} times ({}).",
+      format_speedup(ddp), context.ranks, format_percent(ddp.efficiency), format_speedup(dp),
+      format_percent(dp.efficiency));
+  if (!context.judged()) return "That cannot be judged from this run. " + figures;
+  if (context.shared()) {
+    return "This run cannot show it, because the devices share hardware. " + figures;
+  }
   const double gap = ddp.speedup.mean - dp.speedup.mean;
   const bool equal = std::abs(gap) <= std::max(ddp.margin(), dp.margin());
-  const std::string figures = fmt::format(
-      "Against itself on one device DDP reached {:.2f} times on {} ({:.0f} % of proportional) and "
-      "DataParallel {:.2f} ({:.0f} %).",
-      ddp.speedup.mean, context.ranks, ddp.efficiency * 100, dp.speedup.mean, dp.efficiency * 100);
   std::string text = equal     ? "In this run neither does measurably. "
                      : gap > 0 ? "DDP. "
                                : "In this run DataParallel. ";
   text += figures;
   if (context.runs.all("ddp").size() > 2) {
-    text += fmt::format(" All counts, DDP: {}. DataParallel: {}.", growth(context.runs.all("ddp")),
-                        growth(context.runs.all("dp")));
+    text += fmt::format(" On all numbers of devices, DDP reached {}; DataParallel {}.",
+                        growth(context.runs.all("ddp")), growth(context.runs.all("dp")));
   }
   const RunSet& largest = context.runs.all("ddp").back();
-  if (!context.shared() && sharing(largest) > 1) {
+  if (sharing(largest) > 1) {
     text += fmt::format(
         " The {} ranks of the largest run shared this machine's cores, so they show correctness, "
         "not speed.",
         largest.devices);
   }
-  return text + sharing_sentence(context.ddp) + context.noise(ddp.unsafe ? ddp : dp);
+  return text;
 }
 
 std::string answer_why(const AnswerContext& context) {
   if (context.one_rank()) return kOneRank;
-  return fmt::format(
+  const std::string text = fmt::format(
       "DataParallel copies the whole model out and gathers outputs and gradients on device 0 in "
       "every step ({} through it, growing with the devices), and one process issues all work. DDP "
       "keeps a model per process and moves only gradients, {} per rank and step whatever the "
-      "number of ranks; {} of communication ({:.1f} % of the step) was not hidden behind backward.",
+      "number of ranks.",
       format_bytes(traffic(context.dp_devices.front())),
-      format_bytes(context.record.all_reduces.bytes), format_ms(context.communication.exposed_ms),
-      100 * exposed_share(context.ddp));
+      format_bytes(context.record.all_reduces.bytes));
+  if (!context.judged()) return text;
+  return text + fmt::format(
+                    " Of its communication, {} per step ({:.1f} % of the step) was not hidden "
+                    "behind backward.",
+                    format_ms(context.communication.exposed_ms), 100 * exposed_share(context.ddp));
+}
+
+LabFacts trained(const AnswerContext& context) {
+  const auto& sets = context.runs.all("ddp");
+  std::vector<int> ranks;
+  for (const auto& set_up : sets) ranks.push_back(set_up.devices);
+  return what_was_trained(
+      context.runs, sets.back(),
+      {.lab = "6", .own = {{"--ranks", fmt::format("{}", fmt::join(ranks, ","))}}});
 }
 
 LabReport report(const LabRuns& runs) {
   const AnswerContext context(runs);
   return {.title = "Practical 6: DistributedDataParallel",
           .stamp = context.single.first(),
-          .tables = {{"methods", methods_table(context)},
+          .trained = trained(context),
+          .warning = context.warning,
+          .tables = {{"aspects", aspects_table(context)},
+                     {"methods", methods_table(context)},
                      {"balance", balance_table(context)},
                      {"overlap", overlap_table(context)},
                      {"communication", communication_table(context)},

@@ -6,7 +6,8 @@
 namespace lockstep::cli {
 namespace {
 
-constexpr double kNoisy = 0.10;
+constexpr double kNoisy = 0.10;      // of speed-ups
+constexpr double kVeryNoisy = 0.25;  // of step times, even if speed-ups agree
 
 Stats run_means(const RunSet& set_up) {
   std::vector<double> means;
@@ -26,6 +27,19 @@ RunSet per_row(RunSet set_up) {
 }
 
 }  // namespace
+
+Disturbance disturbance_of(const LabRuns& runs, const std::vector<std::string>& timed) {
+  Disturbance found{.busy_cores = runs.others_busy_cores};
+  for (const auto& what : timed) {
+    for (const auto& set_up : runs.all(what)) {
+      for (const auto& device : merged_devices(set_up)) {
+        if (!device.queued_fraction || device.shared_by > 1 || device.threads > 1) continue;
+        found.queued = std::max(found.queued.value_or(0), *device.queued_fraction);
+      }
+    }
+  }
+  return found;
+}
 
 Stats pooled_step_ms(const RunSet& set_up) {
   Stats pooled;
@@ -60,14 +74,17 @@ std::vector<DeviceRecord> merged_devices(const RunSet& set_up) {
   for (size_t index = 0; index < merged.size(); ++index) {
     DeviceRecord& device = merged[index];
     std::vector<double> busy;
+    std::vector<double> queued;
     for (const auto& run : set_up.runs) {
       if (index >= run.devices.size()) continue;
       const DeviceRecord& one = run.devices[index];
       busy.push_back(one.busy_fraction);
+      if (one.queued_fraction) queued.push_back(*one.queued_fraction);
       device.peak_bytes = std::max(device.peak_bytes, one.peak_bytes);
       device.final_bytes = std::max(device.final_bytes, one.final_bytes);
     }
     device.busy_fraction = summarize(busy).mean;
+    if (!queued.empty()) device.queued_fraction = summarize(queued).mean;
   }
   return merged;
 }
@@ -92,6 +109,10 @@ int sharing(const RunSet& set_up) {
   int most = 1;
   for (const auto& device : merged_devices(set_up)) most = std::max(most, device.shared_by);
   return most;
+}
+
+bool on_cores(const RunSet& set_up) {
+  return set_up.first().devices.front().physical.find("core") != std::string::npos;
 }
 
 bool all_equal(const std::vector<int64_t>& rows) {
@@ -172,7 +193,8 @@ Comparison compare(const RunSet& base, const RunSet& other) {
       std::max(relative_deviation(run_means(base)), relative_deviation(run_means(other)));
   const bool undecided = comparison.speedup.min < 1 && comparison.speedup.max > 1 &&
                          comparison.speedup.max - comparison.speedup.min > kNoisy;
-  comparison.unsafe = comparison.noise > kNoisy || undecided;
+  comparison.unsafe =
+      relative_deviation(comparison.speedup) > kNoisy || comparison.noise > kVeryNoisy || undecided;
   return comparison;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "cli/lab/lab.hpp"
@@ -11,6 +12,9 @@ namespace lockstep::cli {
 
 /// Other programs that keep at least this many cores busy are said to disturb the measurement.
 inline constexpr double kDisturbingCores = 0.25;
+
+/// Devices with cores of their own that lack them for this share of the time were disturbed.
+inline constexpr double kDisturbingQueue = 0.05;
 
 /// From this efficiency on a speed-up is called proportional to the devices.
 inline constexpr double kProportional = 0.9;
@@ -27,13 +31,29 @@ inline constexpr double kMoreMemory = 1.05;
 /// Gradient norms and losses this close are equal except for rounding.
 inline constexpr double kSameNorm = 1e-3;
 
+/// How much other programs had of the machine while a lab measured.
+struct Disturbance {
+  double busy_cores = 0;  ///< that they kept busy when the lab began
+  /// The largest share of its time for which a device was ready to compute but had no core. None
+  /// if no run tells, as on GPUs; only devices with cores and a thread of their own count.
+  std::optional<double> queued = {};
+
+  /// Time without a core decides if it was measured: other programs may use cores that are free.
+  bool disturbed() const {
+    return queued ? *queued >= kDisturbingQueue : busy_cores >= kDisturbingCores;
+  }
+};
+
+/// `timed`: RunKey::what of the set-ups whose times count.
+Disturbance disturbance_of(const LabRuns& runs, const std::vector<std::string>& timed);
+
 /// Mean, deviation and range over all timed steps of all repetitions, in milliseconds. Median and
 /// p95 cannot be computed from summaries and stay 0.
 Stats pooled_step_ms(const RunSet& set_up);
 
 double mean_total_s(const RunSet& set_up);
 
-/// Each device over all repetitions: mean busy fraction, largest bytes.
+/// Each device over all repetitions: mean busy and queued fraction, largest bytes.
 std::vector<DeviceRecord> merged_devices(const RunSet& set_up);
 
 /// Communication of a step, mean over all repetitions, in milliseconds.
@@ -52,6 +72,9 @@ double exposed_share(const RunSet& set_up);
 
 /// The largest number of logical devices that use the same hardware; 1: each has its own.
 int sharing(const RunSet& set_up);
+
+/// Whether its devices are made of cores, not of GPUs.
+bool on_cores(const RunSet& set_up);
 
 /// Whether all counts are the same.
 bool all_equal(const std::vector<int64_t>& rows);
@@ -110,7 +133,7 @@ struct Comparison {
   Stats speedup;          ///< over the repetitions
   double efficiency = 0;  ///< speed-up over devices; 1 is proportional
   double noise = 0;       ///< largest deviation of the run means, as a fraction of their mean
-  bool unsafe = false;    ///< the noise is so large that the comparison proves little
+  bool unsafe = false;    ///< speed-ups or step times vary so much that nothing can be concluded
 
   /// Speed-ups that differ from 1 by less are no difference.
   double margin() const { return std::max(kSameSpeed, speedup.stddev); }

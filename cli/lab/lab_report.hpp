@@ -9,12 +9,37 @@
 
 namespace lockstep::cli {
 
-/// A lab's report as a document: environment, measurements, a section for each topic of questions,
-/// and links to records/<name>.json.
+/// Who hands a report in, and how.
+struct HandIn {
+  std::string author = {};
+  std::string notes = {};  ///< file of the author's notes; "": the folder's notes.md, if there is one
+  bool zip = false;        ///< also writes hand-in.zip
+};
+
+/// How the figures of a report came about.
+struct ReportOrigin {
+  std::string command;  ///< the line that the user typed
+  std::time_t date = 0;
+  std::vector<std::string> records;  ///< names of the files in records/, without .json
+};
+
+/// A lab's report as a document: environment, what was trained, measurements, a section for each
+/// topic of questions, code, and links to records/<name>.json. Questions have the numbers of the
+/// course's page where it has any, else those of their topic and their own: "2.1".
 Document lab_document(const LabReport& report, const std::string& command, std::time_t date,
                       const std::vector<std::string>& record_names);
 
-/// Prints tables, drawings and answers, and writes the tables as CSV files into the folder.
-void print_lab(const LabReport& report, const std::string& folder);
+/// Prints tables, drawings and answers.
+void print_lab(const LabReport& report);
+
+/// Writes everything that a report's folder holds but for the records: HTML, PDF, Markdown with its
+/// figures, code, tables as CSV and JSON, a file for notes if there is none, and hand-in.zip if
+/// asked for. Notes that do not fit are an Error, and then the report is there without them. An
+/// Error about a file that cannot be written says how to make the report again from the records.
+void write_lab_report(const LabReport& report, const ReportOrigin& origin, const HandIn& hand_in,
+                      const std::string& folder);
+
+/// Refuses notes that cannot be read, before anything is measured.
+void require_notes(const HandIn& hand_in);
 
 }  // namespace lockstep::cli

@@ -5,17 +5,16 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cstdlib>
 #include <ctime>
 #include <filesystem>
 #include <nlohmann/json.hpp>
-#include <string_view>
 
 #include "base/process.hpp"
 #include "cli/child.hpp"
 #include "cli/doctor/facts.hpp"
-#include "cli/lab/lab_report.hpp"
+#include "cli/lab/folder_lock.hpp"
 #include "cli/lab/saved_lab.hpp"
+#include "cli/terminal.hpp"
 #include "lockstep/units.hpp"
 #include "report/text.hpp"
 
@@ -23,13 +22,6 @@ namespace lockstep::cli {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr int kBarWidth = 24;
-
-bool can_redraw_errors() {
-  const char* term = std::getenv("TERM");
-  return ::isatty(STDERR_FILENO) == 1 && term != nullptr && std::string_view(term) != "dumb";
-}
 
 // Shows on standard error how far the experiments have come: a bar with the time left on a
 // terminal, otherwise one line per experiment.
@@ -50,14 +42,14 @@ class Progress {
     tick();
   }
 
-  void tick() {  // redraws the bar
+  void tick() {  // redraws the bar, on one line whatever the window's width
     if (!bar_) return;
-    const int filled = static_cast<int>(kBarWidth * done_weight_ / total_weight_);
-    std::string bar;
-    for (int i = 0; i < kBarWidth; ++i) bar += i < filled ? "█" : "░";
-    const double left = seconds_left();
-    print_error(fmt::format("\r\033[K{} {}/{}  {}{}", bar, done_ + 1, experiments_, title_,
-                            left > 0 ? fmt::format("  about {:.0f} s left", left) : ""));
+    print_error("\r\033[K" + progress_line({.done = done_,
+                                            .all = experiments_,
+                                            .share = done_weight_ / total_weight_,
+                                            .title = title_,
+                                            .seconds_left = seconds_left()},
+                                           terminal_width(STDERR_FILENO) - 1, utf8_));
   }
 
   void end() {  // the experiment that began last is done
@@ -80,7 +72,8 @@ class Progress {
     return std::max(0.0, spent_s_ / done_weight_ * (total_weight_ - done_weight_) - running_s());
   }
 
-  const bool bar_ = can_redraw_errors();
+  const bool bar_ = can_redraw(STDERR_FILENO);
+  const bool utf8_ = locale_is_utf8();
   const size_t experiments_;
   const double total_weight_;
   Clock::time_point begun_;
@@ -130,11 +123,11 @@ ChildCommand command_for(const Experiment& experiment, const std::string& record
   return command;
 }
 
-LabRuns run_experiments(const LabPlan& plan, const LabOptions& options, const fs::path& records,
+LabRuns run_experiments(const LabPlan& plan, const SavedLab& saved, const fs::path& records,
                         const Interrupts& interrupts) {
   double weight = 0;
   for (const auto& experiment : plan.experiments) weight += experiment.weight;
-  LabRuns runs{.sets = {}, .others_busy_cores = busy_cores(), .options = options};
+  LabRuns runs{.sets = {}, .others_busy_cores = saved.others_busy_cores, .options = saved.options};
   Progress progress(plan.experiments.size(), weight);
   for (const auto& experiment : plan.experiments) {
     const std::string record = (records / (experiment.name + ".json")).string();
@@ -150,24 +143,28 @@ LabRuns run_experiments(const LabPlan& plan, const LabOptions& options, const fs
 
 }  // namespace
 
-int run_lab(const Lab& lab, const LabOptions& options, const std::string& command) {
+int run_lab(const Lab& lab, const LabOptions& options, const HandIn& hand_in,
+            const std::string& command) {
   require_font();  // not after minutes of measuring
+  require_notes(hand_in);
   const Interrupts interrupts;
   const LabPlan plan = lab.plan(options, detect_hardware(interrupts));
   require_programs(plan);
   const fs::path out = options.out.empty() ? lab.folder : options.out;
   make_folder(out / "records");
-  const LabRuns runs = run_experiments(plan, options, out / "records", interrupts);
-  const std::time_t date = std::time(nullptr);
-  save_lab({lab.name, command, date, runs.others_busy_cores, options, plan.experiments}, out);
-  const LabReport report = lab.report(runs);
-  print_lab(report, out.string());
+  const FolderLock lock(out.string());
+  const SavedLab saved{lab.name,     command, std::time(nullptr),
+                       busy_cores(), options, plan.experiments};
+  save_lab(saved, out);  // first, so that the report can be made even if the disk is full then
+  const LabReport report = lab.report(run_experiments(plan, saved, out / "records", interrupts));
+  print_lab(report);
 
-  std::vector<std::string> record_names;
-  for (const auto& experiment : plan.experiments) record_names.push_back(experiment.name);
-  write_report(lab_document(report, command, date, record_names), out.string());
+  ReportOrigin origin{command, saved.date, {}};
+  for (const auto& experiment : plan.experiments) origin.records.push_back(experiment.name);
+  write_lab_report(report, origin, hand_in, out.string());
   fmt::print("\nReport: {}, report.pdf, report.md; tables as CSV and records beside\n",
              (out / "report.html").string());
+  if (hand_in.zip) fmt::print("To hand in: {}\n", (out / "hand-in.zip").string());
   return 0;
 }
 

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "lockstep/units.hpp"
 
 namespace lockstep::cli {
@@ -94,61 +96,52 @@ std::vector<DeviceRow> device_rows(const std::vector<SetRow>& set_ups) {
 
 Table load_table(const std::string& title, const std::vector<SetRow>& set_ups) {
   using Row = DeviceRow;
+  const auto rows = device_rows(set_ups);
   const auto bytes = [](int64_t DeviceRecord::*member) {
     return [member](const Row& row) { return format_bytes(row.device().*member); };
   };
+  const bool queued = std::any_of(rows.begin(), rows.end(), [](const Row& row) {
+    return row.device().queued_fraction.has_value();
+  });
   std::vector<TableColumn<Row>> columns = {
       {"device", [](const Row& row) { return row.device().name; }, Align::kLeft},
       {"hardware", [](const Row& row) { return hardware_of(row.device()); }, Align::kLeft},
       {"rows", [](const Row& row) { return std::to_string(row.rows); }},
-      {"busy", [](const Row& row) { return format_percent(row.device().busy_fraction); }},
-      {"peak", bytes(&DeviceRecord::peak_bytes)},
-      {"final", bytes(&DeviceRecord::final_bytes)},
-      {"sent/step", bytes(&DeviceRecord::sent_bytes_per_step)},
-      {"received/step", bytes(&DeviceRecord::received_bytes_per_step)},
-      {"extra, peak / final",
-       [](const Row& row) -> std::string {
-         if (row.index > 0 || row.all.size() < 2) return "—";
-         return fmt::format("{} / {}",
-                            signed_bytes(extra_on_first(row.all, &DeviceRecord::peak_bytes)),
-                            signed_bytes(extra_on_first(row.all, &DeviceRecord::final_bytes)));
-       },
-       Align::kLeft}};
+      {"busy", [](const Row& row) { return format_percent(row.device().busy_fraction); }}};
+  if (queued) {
+    columns.push_back({"no core", [](const Row& row) -> std::string {
+                         const auto& fraction = row.device().queued_fraction;
+                         return fraction ? format_percent(*fraction) : "—";
+                       }});
+  }
+  columns.insert(columns.end(), {{"peak", bytes(&DeviceRecord::peak_bytes)},
+                                 {"sent/step", bytes(&DeviceRecord::sent_bytes_per_step)},
+                                 {"received", bytes(&DeviceRecord::received_bytes_per_step)}});
   if (set_ups.size() > 1) {
     columns.insert(columns.begin(),
                    {"method", [](const Row& row) { return row.name; }, Align::kLeft});
   }
-  return make_table(title, columns, device_rows(set_ups));
+  Table table = make_table(title, columns, rows);
+  if (queued) {
+    table.add_note(
+        "Busy: processor time. No core: ready to compute, but other threads had the cores. The "
+        "rest: waiting for other devices.");
+  }
+  return table;
 }
 
 void add_busy_note(Table& table, const RunSet& set_up) {
-  if (sharing(set_up) > 1) {
-    table.add_note("Devices that share hardware count as busy while they wait for it.");
+  if (sharing(set_up) > 1 && !on_cores(set_up)) {
+    table.add_note("Devices that share a GPU count as busy while they wait for it.");
   }
 }
 
 void add_method_note(Table& table, const RunSet& set_up) {
   const RunRecord& run = set_up.first();
   table.add_note(fmt::format(
-      "Mean ± deviation and range over {} runs of {} timed steps each, in turns; {} warm-up "
-      "steps per run are left out.",
-      set_up.runs.size(), run.step_ms.n, run.warmup_steps));
-}
-
-void add_noise_notes(Table& table, const LabRuns& runs, const Comparison& comparison) {
-  if (runs.others_busy_cores >= kDisturbingCores) {
-    table.add_note(
-        fmt::format("Warning: other programs kept {:.1f} cores busy when the lab began, which can "
-                    "slow one set-up more than another; close them and run again before you rely "
-                    "on this.",
-                    runs.others_busy_cores));
-  }
-  if (comparison.unsafe) {
-    table.add_note(
-        fmt::format("Warning: step times varied by {:.0f} % between runs (speed-ups {:.2f} to "
-                    "{:.2f}); close other programs and run again before you rely on this.",
-                    comparison.noise * 100, comparison.speedup.min, comparison.speedup.max));
-  }
+      "Mean ± deviation over {} of {} each, in turns; {} per run {} left out.",
+      plural(static_cast<int64_t>(set_up.runs.size()), "run"), plural(run.step_ms.n, "timed step"),
+      plural(run.warmup_steps, "warm-up step"), run.warmup_steps == 1 ? "is" : "are"));
 }
 
 }  // namespace lockstep::cli

@@ -80,13 +80,10 @@ std::vector<DeviceRow> device_rows(const std::vector<SetRow>& set_ups);
 /// What each device of these set-ups does and holds; set-ups are named where there are several.
 Table load_table(const std::string& title, const std::vector<SetRow>& set_ups);
 
-/// Says that waiting counts as busy, where the devices of the set-up share hardware.
+/// Says that waiting counts as busy if the devices of the set-up share a GPU. On cores it does not.
 void add_busy_note(Table& table, const RunSet& set_up);
 
 /// Says how the step times of a table were taken, with the figures of one set-up.
 void add_method_note(Table& table, const RunSet& set_up);
-
-/// Warns where other programs, or the runs' own noise, make a comparison unsafe.
-void add_noise_notes(Table& table, const LabRuns& runs, const Comparison& comparison);
 
 }  // namespace lockstep::cli

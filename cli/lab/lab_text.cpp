@@ -43,12 +43,43 @@ std::string format_range(const Stats& step_ms) {
                      step_ms.max * unit.per_ms, decimals, unit.name);
 }
 
+namespace {
+
+// Three digits of this number.
+int decimals_for_s(double seconds) {
+  if (!(seconds > 0)) return 2;
+  return std::clamp(2 - static_cast<int>(std::floor(std::log10(seconds))), 0, 6);
+}
+
+}  // namespace
+
+std::string format_step_s(const Stats& step_ms) {
+  const int decimals = decimals_for_s(step_ms.mean * 1e-3);
+  return fmt::format("{:.{}f} ± {:.{}f}", step_ms.mean * 1e-3, decimals, step_ms.stddev * 1e-3,
+                     decimals);
+}
+
+std::string format_range_s(const Stats& step_ms) {
+  const int decimals = decimals_for_s(step_ms.max * 1e-3);
+  return fmt::format("{:.{}f} … {:.{}f}", step_ms.min * 1e-3, decimals, step_ms.max * 1e-3,
+                     decimals);
+}
+
+std::string format_s(double seconds) {
+  return fmt::format("{:.{}f}", seconds, decimals_for_s(seconds));
+}
+
 std::string format_ms(double ms) {
   return format_seconds(ms / 1000);
 }
 
 std::string step_of(const RunSet& set_up) {
   return format_ms(pooled_step_ms(set_up).mean);
+}
+
+std::string step_with_deviation(const RunSet& set_up) {
+  const Stats step = pooled_step_ms(set_up);
+  return format_step_ms(step.mean, step.stddev);
 }
 
 std::string format_speedup(const Comparison& comparison) {
@@ -65,13 +96,14 @@ std::string format_against(const Comparison& comparison, const std::string& whom
   return fmt::format("{:.2f} times slower than {}", speedup > 0 ? 1 / speedup : 0, whom);
 }
 
-std::string times_against(double speedup, const std::string& whom) {
-  return fmt::format("{:.2f} times {} {}", speedup >= 1 ? speedup : 1 / speedup,
-                     speedup >= 1 ? "as fast as" : "slower than", whom);
-}
-
 std::string format_percent(double fraction) {
   return fmt::format("{:.0f} %", fraction * 100);
+}
+
+std::string percent_range(double least, double most) {
+  const std::string low = fmt::format("{:.0f}", least * 100);
+  const std::string high = fmt::format("{:.0f}", most * 100);
+  return low == high ? low + " %" : fmt::format("{} to {} %", low, high);
 }
 
 std::string format_share(double fraction) {
@@ -95,12 +127,36 @@ std::string format_rows(const std::vector<int64_t>& rows) {
   return fmt::format("{}", fmt::join(rows, " "));
 }
 
+std::string rows_text(const std::vector<int64_t>& rows) {
+  if (rows.size() > 1 && all_equal(rows)) return plural(rows.front(), "row") + " each";
+  std::vector<std::string> words;
+  for (const int64_t count : rows) words.push_back(std::to_string(count));
+  return listed(words) + (rows == std::vector<int64_t>{1} ? " row" : " rows");
+}
+
 std::string signed_bytes(int64_t bytes) {
   return (bytes > 0 ? "+" : "") + format_bytes(bytes);
 }
 
+std::string against_text(int64_t bytes) {
+  if (bytes == 0) return "as much as";
+  return fmt::format("{} {} than", format_bytes(std::abs(bytes)), bytes > 0 ? "more" : "less");
+}
+
+std::string format_count(int64_t count) {
+  std::string digits = std::to_string(count);
+  for (auto at = static_cast<int64_t>(digits.size()) - 3; at > 0; at -= 3) {
+    digits.insert(static_cast<size_t>(at), ",");
+  }
+  return digits;
+}
+
 std::string plural(int64_t count, const std::string& what) {
-  return fmt::format("{} {}{}", count, what, count == 1 ? "" : "s");
+  return plural(count, what, what + "s");
+}
+
+std::string plural(int64_t count, const std::string& one, const std::string& many) {
+  return fmt::format("{} {}", count, count == 1 ? one : many);
 }
 
 std::string listed(const std::vector<std::string>& words) {
@@ -115,25 +171,66 @@ std::string hardware_of(const DeviceRecord& device) {
 }
 
 std::string device_count(const RunSet& set_up) {
-  return fmt::format("{}{}", set_up.devices, sharing(set_up) > 1 ? ", shared" : "");
+  const bool shared = set_up.devices > 1 && sharing(set_up) > 1;
+  return fmt::format("{}{}", set_up.devices, shared ? ", shared" : "");
 }
 
 std::string proportionality(const Comparison& comparison, const RunSet& set_up) {
   if (set_up.devices == 1) return "one device";
-  if (sharing(set_up) > 1) return "cannot show: shared";
+  if (sharing(set_up) > 1) return "cannot tell";
   if (comparison.speedup.mean <= 1) return "no: slower";
   return fmt::format("{}: {:.0f} % of {}×", comparison.efficiency >= kProportional ? "yes" : "no",
                      comparison.efficiency * 100, set_up.devices);
 }
 
-std::string noise_remark(const LabRuns& runs, const Comparison& comparison) {
-  if (runs.others_busy_cores >= kDisturbingCores) {
-    return fmt::format(" Other programs kept {:.1f} cores busy, so this proves little.",
-                       runs.others_busy_cores);
+std::string times_warning(const Disturbance& disturbance, const std::vector<Comparison>& compared) {
+  std::string reason;
+  if (disturbance.disturbed()) {
+    reason = disturbance.queued
+                 ? fmt::format(
+                       "devices were ready to compute but had no core for up to {} of the "
+                       "time, because other programs used the cores",
+                       format_percent(*disturbance.queued))
+                 : fmt::format("other programs kept {:.1f} cores busy when the lab began",
+                               disturbance.busy_cores);
   }
-  if (!comparison.unsafe) return "";
-  return fmt::format(" The runs varied by {:.0f} %, so take this as a rough figure.",
-                     comparison.noise * 100);
+  for (const auto& comparison : compared) {
+    if (!reason.empty() || !comparison.unsafe) continue;
+    reason = fmt::format(
+        "step times of the same set-up varied by {} between runs (speed-ups {:.2f} "
+        "to {:.2f})",
+        format_percent(comparison.noise), comparison.speedup.min, comparison.speedup.max);
+  }
+  if (reason.empty()) return "";
+  return fmt::format(
+      "The times in this report cannot be judged: {}. Close other programs and run "
+      "the lab again. Memory, splits, traffic and losses are not affected.",
+      reason);
+}
+
+std::string times_warning(const Disturbance& disturbance, const std::vector<Comparison>& compared) {
+  std::string reason;
+  if (disturbance.disturbed()) {
+    reason = disturbance.queued
+                 ? fmt::format(
+                       "devices were ready to compute but had no core for up to {} of the "
+                       "time, because other programs used the cores",
+                       format_percent(*disturbance.queued))
+                 : fmt::format("other programs kept {:.1f} cores busy when the lab began",
+                               disturbance.busy_cores);
+  }
+  for (const auto& comparison : compared) {
+    if (!reason.empty() || !comparison.unsafe) continue;
+    reason = fmt::format(
+        "step times of the same set-up varied by {} between runs (speed-ups {:.2f} "
+        "to {:.2f})",
+        format_percent(comparison.noise), comparison.speedup.min, comparison.speedup.max);
+  }
+  if (reason.empty()) return "";
+  return fmt::format(
+      "The times in this report cannot be judged: {}. Close other programs and run "
+      "the lab again. Memory, splits, traffic and losses are not affected.",
+      reason);
 }
 
 std::string shared_remark(const RunSet& set_up) {
@@ -154,9 +251,14 @@ std::string loss_parity(const RunRecord& one, const RunRecord& many, const std::
   if (!apart) {
     return " In this run the loss did not stay finite; lower --lr before you trust its numbers.";
   }
-  if (*apart == 0) return fmt::format(" All {} losses equal {} exactly.", steps, whose);
-  return fmt::format(" Over {} steps the losses differ from {} by at most {:.2g} %{}.", steps,
-                     whose, *apart * 100, *apart < 1e-3 ? ", which is rounding" : "");
+  if (*apart == 0) {
+    return fmt::format(" {} {} exactly.",
+                       steps == 1 ? "Its loss equals" : fmt::format("All {} losses equal", steps),
+                       whose);
+  }
+  return fmt::format(" Over {} the losses differ from {} by {}{}.",
+                     plural(static_cast<int64_t>(steps), "step"), whose, at_most(*apart),
+                     *apart < kSameNorm ? ", which is rounding" : "");
 }
 
 }  // namespace lockstep::cli

@@ -13,11 +13,19 @@ std::string format_step_ms(double mean_ms, double stddev_ms);
 /// "40.1 … 44.0 ms".
 std::string format_range(const Stats& step_ms);
 
+/// "0.0412 ± 0.0008" and "0.0401 … 0.0440": the same in seconds, for columns that say so.
+std::string format_step_s(const Stats& step_ms);
+std::string format_range_s(const Stats& step_ms);
+
+/// "1.24": three digits, in seconds.
+std::string format_s(double seconds);
+
 /// "41.2 ms".
 std::string format_ms(double ms);
 
-/// The mean step time of a set-up: "41.2 ms".
+/// The mean step time of a set-up: "41.2 ms"; and with its deviation: "41.2 ± 0.8 ms".
 std::string step_of(const RunSet& set_up);
+std::string step_with_deviation(const RunSet& set_up);
 
 /// "1.87 ± 0.02".
 std::string format_speedup(const Comparison& comparison);
@@ -26,11 +34,11 @@ std::string format_speedup(const Comparison& comparison);
 /// noise (1.01 ± 0.02 times)".
 std::string format_against(const Comparison& comparison, const std::string& whom);
 
-/// "1.62 times as fast as DP", "1.20 times slower than DP": without regard to the noise.
-std::string times_against(double speedup, const std::string& whom);
-
 /// "12 %".
 std::string format_percent(double fraction);
+
+/// "85 %", "85 to 91 %".
+std::string percent_range(double least, double most);
 
 /// "0 %", "0.012 %", "12 %", "140 %": two digits.
 std::string format_share(double fraction);
@@ -44,11 +52,21 @@ std::string format_change(double fraction);
 /// "22 22 20".
 std::string format_rows(const std::vector<int64_t>& rows);
 
+/// "32 rows each", "22, 22 and 20 rows", "64 rows".
+std::string rows_text(const std::vector<int64_t>& rows);
+
 /// "+10.0 MiB", "-10.0 MiB".
 std::string signed_bytes(int64_t bytes);
 
-/// "1 device", "3 devices".
+/// "10.0 MiB more than", "10.0 MiB less than", "as much as".
+std::string against_text(int64_t bytes);
+
+/// "4,198,400".
+std::string format_count(int64_t count);
+
+/// "1 device", "3 devices"; "1 process", "2 processes".
 std::string plural(int64_t count, const std::string& what);
+std::string plural(int64_t count, const std::string& one, const std::string& many);
 
 /// "2, 4 and 8".
 std::string listed(const std::vector<std::string>& words);
@@ -56,15 +74,21 @@ std::string listed(const std::vector<std::string>& words);
 /// "core 0"; "all cores, shared by 3".
 std::string hardware_of(const DeviceRecord& device);
 
-/// "2", "3, shared".
+/// "2", "3, shared". One device has nothing to share its hardware with.
 std::string device_count(const RunSet& set_up);
 
-/// Whether a speed-up is proportional to the devices: "yes: 96 % of 2×", "cannot show: shared".
+/// Whether a speed-up is proportional to the devices: "yes: 96 % of 2×", "cannot tell".
 std::string proportionality(const Comparison& comparison, const RunSet& set_up);
 
-/// A sentence after a space, or nothing: other programs, or the runs' own noise, make a comparison
-/// unsafe.
-std::string noise_remark(const LabRuns& runs, const Comparison& comparison);
+/// Why the times of a lab cannot be judged, for LabReport::warning: other programs, or runs of the
+/// same set-up that differ too much. Empty if they can. `compared` are the comparisons that its
+/// answers rest on.
+std::string times_warning(const Disturbance& disturbance, const std::vector<Comparison>& compared);
+
+/// Why the times of a lab cannot be judged, for LabReport::warning: other programs, or runs of the
+/// same set-up that differ too much. Empty if they can. `compared` are the comparisons that its
+/// answers rest on.
+std::string times_warning(const Disturbance& disturbance, const std::vector<Comparison>& compared);
 
 /// Says that separate hardware would be needed to see more.
 std::string shared_remark(const RunSet& set_up);

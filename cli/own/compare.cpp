@@ -10,9 +10,11 @@
 #include "base/process.hpp"
 #include "cli/child.hpp"
 #include "cli/doctor/facts.hpp"
+#include "cli/lab/folder_lock.hpp"
 #include "cli/own/comparison.hpp"
 #include "cli/own/report_folder.hpp"
 #include "launch/launcher.hpp"
+#include "lockstep/cli_parse.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
 #include "report/text.hpp"
@@ -25,10 +27,10 @@ namespace fs = std::filesystem;
 constexpr int kMostRuns = 1000;
 constexpr std::chrono::hours kNoDeadline{24 * 365};
 
-constexpr const char* kCompareExamples =
-    "Examples:\n"
-    "  lockstep compare -- ./mine --batch 64 vs ./mine --batch 256\n"
-    "  lockstep compare --runs 10 --names dp,ddp -- ./dp vs lockstep run -n 2 ./ddp\n";
+const std::vector<Example> kCompareExamples = {
+    {"lockstep compare -- ./mine --batch 64 vs ./mine --batch 256", "which is faster"},
+    {"lockstep compare --runs 10 --names dp,ddp -- ./dp vs lockstep run -n 2 ./ddp",
+     "one process against two ranks"}};
 
 // `lockstep` as a side is this very command, also where PATH does not lead to it.
 std::string program_of(const ComparedSide& side) {
@@ -87,7 +89,7 @@ void measure(SavedComparison& comparison, int runs, const fs::path& folder,
 
 CLI::App* add_compare_command(CLI::App& app, CompareOptions& options) {
   auto* command = app.add_subcommand("compare", "measure commands against each other, in turns");
-  command->footer(kCompareExamples);
+  command->footer(format_examples(kCompareExamples));
   command->add_option("--runs", options.runs, "of each command, after one that does not count")
       ->check(CLI::Range(2, kMostRuns).description(""))
       ->type_name("N")
@@ -120,14 +122,13 @@ int run_compare(const CompareOptions& options, const std::vector<std::string>& w
   require_font();
   const fs::path folder = options.out;
   make_report_folder(folder);
+  const FolderLock lock(folder.string());
   comparison.others_busy_cores = busy_cores();
   save_comparison(comparison, folder);
   const Interrupts interrupts;
   measure(comparison, options.runs, folder, interrupts);
   publish_report(comparison_report(comparison, folder),
-                 {.command = comparison.command,
-                  .date = comparison.date,
-                  .records = compared_records(comparison, folder)},
+                 {comparison.command, comparison.date, compared_records(comparison, folder)}, {},
                  folder);
   return 0;
 }

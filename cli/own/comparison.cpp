@@ -40,11 +40,17 @@ size_t common_words(const std::vector<Words>& sides) {
   return common;
 }
 
-// The words in which the sides differ; the program's name where a side has none of its own.
+// The words in which the sides differ, with the flag whose values they are; the program's name
+// where a side has none of its own. Letters where that would make a table too wide.
 std::vector<std::string> names_of(const std::vector<ComparedSide>& sides) {
+  constexpr size_t kLongestName = 28;
   std::vector<Words> words;
   for (const auto& side : sides) words.push_back(side.command);
-  const size_t prefix = common_words(words);
+  size_t prefix = common_words(words);
+  const auto is_value = [prefix](const Words& each) {
+    return prefix < each.size() && !each[prefix].starts_with("-");
+  };
+  if (prefix > 0 && std::any_of(words.begin(), words.end(), is_value)) --prefix;
   for (auto& each : words) {
     each.erase(each.begin(), each.begin() + static_cast<long>(prefix));
     std::reverse(each.begin(), each.end());
@@ -58,6 +64,10 @@ std::vector<std::string> names_of(const std::vector<ComparedSide>& sides) {
                                         : shell_text(words[i]);
     while (std::find(names.begin(), names.end(), name) != names.end()) name += " again";
     names.push_back(std::move(name));
+  }
+  const auto is_long = [](const std::string& name) { return name.size() > kLongestName; };
+  if (sides.size() <= 26 && std::any_of(names.begin(), names.end(), is_long)) {
+    for (size_t i = 0; i < names.size(); ++i) names[i] = static_cast<char>('A' + i);
   }
   return names;
 }
@@ -129,7 +139,7 @@ struct Ranking {
   }
 };
 
-Table wall_table(const Ranking& ranking, double others_busy_cores) {
+Table wall_table(const Ranking& ranking) {
   Table table("Wall time", {{"command"},
                             {"time", Align::kRight},
                             {"range", Align::kRight},
@@ -145,13 +155,6 @@ Table wall_table(const Ranking& ranking, double others_busy_cores) {
   table.add_note(
       "From start to end of the program, mean ± deviation. The runs took turns, after one of each "
       "that does not count. Relative: to the fastest.");
-  const std::string doubt = ranking.doubt(others_busy_cores);
-  if (!doubt.empty()) {
-    table.add_note(fmt::format(
-        "Warning: {}; close other programs and compare again, with more --runs, before you rely on "
-        "this.",
-        doubt));
-  }
   return table;
 }
 
@@ -344,27 +347,32 @@ LabReport comparison_report(const SavedComparison& comparison, const fs::path& f
     report = report_on_runs(comparison.title, measured);
   }
   report.title = comparison.title;
-  Table wall = wall_table(by_wall, comparison.others_busy_cores);
+  Table wall = wall_table(by_wall);
   if (!unmeasured.empty()) {
     wall.add_note(
-        fmt::format("{} left no record, so nothing but the time is known of it. A program "
-                    "leaves one by lockstep::save_record, or by --json.",
+        fmt::format("Without a record, which a program leaves by lockstep::save_record, only the "
+                    "time is known: "
+                    "{}.",
                     listed(unmeasured)));
   }
   report.tables.insert(report.tables.begin(),
                        {{"wall", wall}, {"commands", commands_table(comparison)}});
   report.figures.insert(report.figures.begin(), wall_figure(by_wall));
 
-  const std::string doubt = by_wall.doubt(comparison.others_busy_cores);
-  const std::string warning =
-      doubt.empty() ? "" : fmt::format(" But {}, so this is a rough figure.", doubt);
-  report.answers = {
-      {"comparison", "Which is faster, from start to end?", by_wall.sentences() + warning}};
+  std::string doubt = by_wall.doubt(comparison.others_busy_cores);
+  report.answers = {{"comparison", "Which is faster, from start to end?", by_wall.sentences()}};
   if (measured.size() == comparison.sides.size()) {
     const Ranking by_step(rows_of_all(measured));
+    if (doubt.empty()) doubt = by_step.doubt(comparison.others_busy_cores);
     report.answers.push_back(
-        {"comparison", "Which takes less time for a step?", by_step.sentences() + warning});
+        {"comparison", "Which takes less time for a step?", by_step.sentences()});
     report.answers.push_back({"comparison", "Do they train equally well?", last_losses(measured)});
+  }
+  if (!doubt.empty()) {
+    report.warning = fmt::format(
+        "Warning: {}. Close other programs and compare again, with more --runs, before you rely on "
+        "these times.",
+        doubt);
   }
   return report;
 }

@@ -10,6 +10,7 @@
 #include <system_error>
 
 #include "base/file.hpp"
+#include "lockstep/cli_parse.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::cli {
@@ -202,11 +203,10 @@ void write_folder(const fs::path& folder,
   }
 }
 
-constexpr const char* kNewExamples =
-    "Examples:\n"
-    "  lockstep new mine                       a DDP program in ./mine\n"
-    "  lockstep new mine --template amp        the same in mixed precision\n"
-    "  lockstep new ~/course/mine --template plain\n";
+const std::vector<Example> kNewExamples = {
+    {"lockstep new mine", "a DDP program in ./mine"},
+    {"lockstep new mine --template amp", "the same in mixed precision"},
+    {"lockstep new ~/course/mine --template plain", "without the course's helpers"}};
 
 }  // namespace
 
@@ -220,14 +220,14 @@ void check_program_name(const std::string& name) {
   constexpr size_t kLongest = 64;
   const auto refuse = [&name](const std::string& why) {
     throw Error(Code::kUsage, fmt::format("\"{}\" cannot be the name of a program: {}", name, why),
-                "use letters, digits, - and _, and a letter first: lockstep new mine");
+                "begin with a letter, and use only letters, digits, - and _: lockstep new mine");
   };
   const auto letter = [](char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); };
   if (name.empty() || !letter(name.front())) refuse("it does not begin with a letter");
   if (name.size() > kLongest) refuse(fmt::format("it is longer than {} letters", kLongest));
   for (const char c : name) {
     if (!letter(c) && !(c >= '0' && c <= '9') && c != '-' && c != '_') {
-      refuse(fmt::format("it contains \"{}\"", std::string(1, c)));
+      refuse("it contains another character than letters, digits, - and _");
     }
   }
   for (const char* taken : {"all", "clean", "help", "install", "package", "test", "CMakeFiles"}) {
@@ -237,7 +237,7 @@ void check_program_name(const std::string& name) {
 
 CLI::App* add_new_command(CLI::App& app, NewOptions& options) {
   auto* command = app.add_subcommand("new", "make a folder with a program of your own");
-  command->footer(kNewExamples);
+  command->footer(format_examples(kNewExamples));
   command->add_option("NAME", options.path, "of the program and its folder")
       ->required()
       ->type_name("");
@@ -249,7 +249,7 @@ CLI::App* add_new_command(CLI::App& app, NewOptions& options) {
       ->add_option(
           "--template", options.program_template,
           fmt::format("what it starts from (default: ddp). {}", fmt::join(templates, "; ")))
-      ->type_name("KIND");
+      ->type_name(fmt::format("{}", fmt::join(template_names(), "|")));
   return command;
 }
 

@@ -10,11 +10,13 @@
 #include <system_error>
 
 #include "base/file.hpp"
+#include "cli/lab/folder_lock.hpp"
 #include "cli/lab/lab_command.hpp"
 #include "cli/lab/saved_lab.hpp"
 #include "cli/own/comparison.hpp"
 #include "cli/own/report_folder.hpp"
 #include "cli/own/run_report.hpp"
+#include "lockstep/cli_parse.hpp"
 #include "lockstep/error.hpp"
 #include "report/text.hpp"
 
@@ -24,12 +26,10 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr const char* kRecordsFolder = "reports/own";
-constexpr const char* kReportExamples =
-    "Examples:\n"
-    "  lockstep report reports/lab5                    the lab's report again, from its records\n"
-    "  lockstep report run.json --out today            tables and charts of a run of your own\n"
-    "  lockstep report before-*.json after-*.json      before-run1.json, before-run2.json ... are\n"
-    "                                                  repeated runs of one set-up\n";
+const std::vector<Example> kReportExamples = {
+    {"lockstep report reports/lab5", "the lab's report again, from its records"},
+    {"lockstep report run.json --out today", "a run of your own"},
+    {"lockstep report a-run1.json a-run2.json b.json", "two runs of one set-up, and another"}};
 
 // A file with a record, and the name that it gets in the report.
 struct NamedRecord {
@@ -118,9 +118,10 @@ int report_lab(const fs::path& folder, const fs::path& out, const ReportOptions&
   std::vector<std::string> names;
   for (const auto& experiment : saved.experiments) names.push_back(experiment.name);
   make_report_folder(out);
+  const FolderLock lock(out.string());
   copy_records(names, folder, out);
   if (!fs::equivalent(folder, out)) save_lab(saved, out);
-  publish_report(report, {saved.command, saved.date, names}, out);
+  publish_report(report, {saved.command, saved.date, names}, options.hand_in, out);
   return 0;
 }
 
@@ -130,9 +131,10 @@ int report_comparison(const fs::path& folder, const fs::path& out, const ReportO
   const LabReport report = comparison_report(saved, folder);
   const auto names = compared_records(saved, folder);
   make_report_folder(out);
+  const FolderLock lock(out.string());
   copy_records(names, folder, out);
   if (!fs::equivalent(folder, out)) save_comparison(saved, out);
-  publish_report(report, {saved.command, saved.date, names}, out);
+  publish_report(report, {saved.command, saved.date, names}, options.hand_in, out);
   return 0;
 }
 
@@ -142,10 +144,11 @@ int report_records(const ReportOptions& options, const std::string& command) {
       report_on_runs(options.title.empty() ? "Runs" : options.title, grouped_runs(records));
   const fs::path out = options.out.empty() ? kRecordsFolder : options.out;
   make_report_folder(out);
+  const FolderLock lock(out.string());
   copy_records(records, out);
   std::vector<std::string> names;
   for (const auto& record : records) names.push_back(record.name);
-  publish_report(report, {command, std::time(nullptr), names}, out);
+  publish_report(report, {command, std::time(nullptr), names}, options.hand_in, out);
   return 0;
 }
 
@@ -153,7 +156,7 @@ int report_records(const ReportOptions& options, const std::string& command) {
 
 CLI::App* add_report_command(CLI::App& app, ReportOptions& options) {
   auto* command = app.add_subcommand("report", "make a report from records");
-  command->footer(kReportExamples);
+  command->footer(format_examples(kReportExamples));
   command
       ->add_option("RECORDS", options.paths,
                    "the folder of a lab or of lockstep compare, or records and folders of them")
@@ -164,11 +167,20 @@ CLI::App* add_report_command(CLI::App& app, ReportOptions& options) {
                    "folder for the report (default: the folder itself, or reports/own)")
       ->type_name("DIR");
   command->add_option("--title", options.title, "of the report")->type_name("TEXT");
+  HandIn& hand_in = options.hand_in;
+  command->add_option("--author", hand_in.author, "who hands the report in")->type_name("NAME");
+  command
+      ->add_option("--notes", hand_in.notes,
+                   "your own words under the report's questions (default: notes.md of the folder)")
+      ->type_name("FILE");
+  command->add_flag("--zip", hand_in.zip,
+                    "also write hand-in.zip: report, code, notes and records");
   return command;
 }
 
 int run_report(const ReportOptions& options, const std::string& command) {
   require_font();
+  require_notes(options.hand_in);
   for (const auto& path : options.paths) {
     if (fs::exists(path)) continue;
     throw Error(Code::kFileRead, fmt::format("there is no file or folder {}", path),

@@ -3,6 +3,8 @@
 #include <string>
 #include <vector>
 
+#include "cli/lab/lab_report.hpp"
+
 namespace CLI {
 class App;
 }
@@ -14,6 +16,7 @@ struct ReportOptions {
   std::vector<std::string> paths;  ///< folders, and files with records
   std::string out = {};            ///< empty: the folder itself, or reports/own for records
   std::string title = {};          ///< empty: the lab's, or "Runs"
+  HandIn hand_in = {};
 };
 
 CLI::App* add_report_command(CLI::App& app, ReportOptions& options);

@@ -5,7 +5,6 @@
 #include <system_error>
 
 #include "base/file.hpp"
-#include "cli/lab/lab_report.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep::cli {
@@ -31,12 +30,13 @@ void make_report_folder(const fs::path& folder) {
   fs::remove(trial, error);
 }
 
-void publish_report(const LabReport& report, const ReportDetails& details, const fs::path& folder) {
-  print_lab(report, folder.string());
-  write_report(lab_document(report, details.command, details.date, details.records),
-               folder.string());
+void publish_report(const LabReport& report, const ReportOrigin& origin, const HandIn& hand_in,
+                    const fs::path& folder) {
+  print_lab(report);
+  write_lab_report(report, origin, hand_in, folder.string());
   fmt::print("\nReport: {}, report.pdf, report.md; tables as CSV and records beside\n",
              (folder / "report.html").string());
+  if (hand_in.zip) fmt::print("To hand in: {}\n", (folder / "hand-in.zip").string());
 }
 
 }  // namespace lockstep::cli

@@ -217,6 +217,19 @@ Table stages_table(const std::vector<SetRow>& rows) {
   return table;
 }
 
+// The options that all runs have in common; those that differ are in the runs' names or records.
+LabFacts common_options(const std::vector<SetRow>& rows) {
+  LabFacts facts;
+  for (const auto& [name, value] : rows.front().first().options) {
+    const bool common = std::all_of(rows.begin(), rows.end(), [&](const SetRow& row) {
+      const auto found = row.first().options.find(name);
+      return found != row.first().options.end() && found->second == value;
+    });
+    if (common && !value.empty()) facts.emplace_back(name, value);
+  }
+  return facts;
+}
+
 // ---- Charts
 
 Figure step_figure(const std::vector<SetRow>& rows, const std::string& remark) {
@@ -307,6 +320,7 @@ LabReport report_on_runs(const std::string& title, const std::vector<NamedRuns>&
   for (const auto& each : runs) rows.push_back({each.name, &each.set_up});
   LabReport report{.title = title,
                    .stamp = rows.front().first(),
+                   .trained = common_options(rows),
                    .tables = {{"runs", setup_table(rows)},
                               {"time", time_table(rows)},
                               {"devices", devices_table(rows)}},

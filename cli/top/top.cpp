@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 #include <poll.h>
 #include <signal.h>
-#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -11,20 +10,23 @@
 #include <nlohmann/json.hpp>
 
 #include "cli/child.hpp"
+#include "cli/terminal.hpp"
 #include "cli/top/top_draw.hpp"
 #include "cli/top/top_sample.hpp"
+#include "cli/top/top_screen.hpp"
 #include "cli/top/top_terminal.hpp"
+#include "lockstep/cli_parse.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/table.hpp"
 
 namespace lockstep::cli {
 namespace {
 
-constexpr const char* kTopExamples =
-    "Examples:\n"
-    "  lockstep top                   every run of yours, until q\n"
-    "  lockstep top practical5        runs whose name begins so\n"
-    "  lockstep top --once --json     one sample as a JSON object\n";
+const std::vector<Example> kTopExamples = {
+    {"lockstep top", "every run of yours, until q"},
+    {"lockstep top practical5", "runs whose name begins so"},
+    {"lockstep top --once", "one sample of every run, printed"},
+    {"lockstep top --once --json", "one sample as a JSON object"}};
 
 // CLI11's own validator would write the limits as 0.050000 and 3600.000000.
 CLI::Validator between(double first, double last) {
@@ -61,12 +63,8 @@ class Watch {
   TopView view_;
 };
 
-// The width of standard output's terminal, or 100 columns.
-size_t output_width() {
-  winsize window{};
-  return ::ioctl(STDOUT_FILENO, TIOCGWINSZ, &window) == 0 && window.ws_col > 0 ? window.ws_col
-                                                                               : 100;
-}
+// Of lines that go to a pipe.
+constexpr size_t kPipeWidth = 100;
 
 void print_view_json(const TopView& view) {
   fmt::print("{}\n", top_json(view).dump(-1, ' ', false, nlohmann::json::error_handler_t::replace));
@@ -98,10 +96,11 @@ int show_once(const TopOptions& options, int64_t interval_ns, const Interrupts& 
   if (options.json) {
     print_view_json(watch.view());
   } else {
+    const size_t width = terminal_width(STDOUT_FILENO);
     if (watch.view().runs.empty()) fmt::print("{}\n", no_run_text());
-    print_lines(draw_runs(
-        watch.view(),
-        {.width = output_width(), .utf8 = locale_is_utf8(), .colour = may_style(STDOUT_FILENO)}));
+    print_lines(draw_runs(watch.view(), {.width = width == kAnyWidth ? kPipeWidth : width,
+                                         .utf8 = locale_is_utf8(),
+                                         .colour = may_style(STDOUT_FILENO)}));
   }
   return 0;
 }
@@ -130,15 +129,18 @@ int show_screen(const TopOptions& options, int64_t interval_ns, const Interrupts
   Watch watch(options);  // reports a wrong name before the screen changes
   const bool utf8 = locale_is_utf8();
   const bool colour = may_style(STDOUT_FILENO);
+  TopScreen shown(options.interval_s);
   Screen screen(interrupts);
   int64_t next = monotonic_ns() + interval_ns;
   while (true) {
     const auto [width, height] = screen.size();
-    screen.show(draw_screen(watch.view(), options.interval_s, height,
-                            {.width = width, .utf8 = utf8, .colour = colour}));
+    screen.show(shown.draw(watch.view(), height, {.width = width, .utf8 = utf8, .colour = colour}));
     switch (screen.wait_until(next)) {
       case Wake::kQuit:
         return 0;
+      case Wake::kKeys:
+        if (!shown.press(decode_keys(screen.take_typed()))) return 0;
+        break;
       case Wake::kRedraw:
         break;
       case Wake::kTime:
@@ -153,7 +155,7 @@ int show_screen(const TopOptions& options, int64_t interval_ns, const Interrupts
 
 CLI::App* add_top_command(CLI::App& app, TopOptions& options) {
   auto* top = app.add_subcommand("top", "watch runs: who is busy, who waits, whose memory is full");
-  top->footer(kTopExamples);
+  top->footer(format_examples(kTopExamples));
   top->add_option("RUN", options.run, "a run's name or how it begins (default: all runs)")
       ->type_name("");
   top->add_flag("--once", options.once, "print one sample and end");
@@ -169,7 +171,8 @@ int run_top(const TopOptions& options) {
   const Interrupts interrupts;
   const auto interval_ns = static_cast<int64_t>(options.interval_s * 1e9);
   if (options.once) return show_once(options, interval_ns, interrupts);
-  if (options.json || !can_redraw_output()) return print_stream(options, interval_ns, interrupts);
+  if (options.json || !can_redraw(STDOUT_FILENO))
+    return print_stream(options, interval_ns, interrupts);
   return show_screen(options, interval_ns, interrupts);
 }
 

@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 
+#include "cli/top/top_line.hpp"
 #include "lockstep/table.hpp"
 #include "lockstep/units.hpp"
 
@@ -18,65 +19,6 @@ constexpr size_t kBytesWidth = 8;    // "36.1 MiB"
 constexpr size_t kPercentWidth = 5;  // "100 %"
 constexpr double kAlmostFull = 0.9;
 constexpr double kQuietShown = 5;  // seconds
-
-// The colour of a piece of text, if colours are allowed.
-enum class Ink { kPlain, kStrong, kFaint, kGood, kWarn, kBad, kMemory, kBusy };
-
-// A line of coloured pieces. Widths are counted without the colour codes.
-class Line {
- public:
-  void add(std::string text, Ink ink = Ink::kPlain);
-  size_t width() const { return width_; }
-
-  // At most `max_width` columns, without trailing spaces.
-  std::string text(size_t max_width, bool colour) const;
-
- private:
-  struct Piece {
-    std::string text;
-    Ink ink;
-  };
-  std::vector<Piece> pieces_;
-  size_t width_ = 0;
-};
-
-// Fields that follow each other, two spaces apart. A field that does not fit starts a new, indented
-// line.
-class Flow {
- public:
-  Flow(size_t width, size_t indent) : width_(width), indent_(indent) {}
-
-  void add(std::string field, Ink ink = Ink::kPlain);
-  void finish(std::vector<Line>& lines);  // appends all lines
-
- private:
-  size_t width_;
-  size_t indent_;
-  std::vector<Line> done_;
-  Line line_;
-  bool fresh_ = true;  // nothing in line_ but its indent
-};
-
-const char* code_of(Ink ink) {
-  switch (ink) {
-    case Ink::kPlain:
-      return "";
-    case Ink::kStrong:
-      return "\033[1m";
-    case Ink::kFaint:
-      return "\033[2m";
-    case Ink::kGood:
-    case Ink::kBusy:
-      return "\033[32m";
-    case Ink::kWarn:
-      return "\033[33m";
-    case Ink::kBad:
-      return "\033[1;31m";
-    case Ink::kMemory:
-      return "\033[36m";
-  }
-  return "";
-}
 
 // Bytes of the UTF-8 character that begins at `at`; 0 if it is incomplete or invalid.
 size_t character_bytes(const std::string& text, size_t at) {
@@ -99,68 +41,6 @@ bool is_control(const std::string& character) {
   const auto first = static_cast<unsigned char>(character[0]);
   if (character.size() == 1) return first < 0x20 || first == 0x7F;
   return first == 0xC2 && static_cast<unsigned char>(character[1]) < 0xA0;
-}
-
-// The beginning of a text: as many whole characters as fit.
-std::string clipped(const std::string& text, size_t width) {
-  if (display_width(text) <= width) return text;
-  std::string kept;
-  for (size_t at = 0; at < text.size();) {
-    const size_t count = std::max<size_t>(1, character_bytes(text, at));
-    const std::string longer = kept + text.substr(at, count);
-    if (display_width(longer) > width) break;
-    kept = longer;
-    at += count;
-  }
-  return kept;
-}
-
-void Line::add(std::string text, Ink ink) {
-  if (text.empty()) return;
-  width_ += display_width(text);
-  pieces_.push_back({std::move(text), ink});
-}
-
-std::string Line::text(size_t max_width, bool colour) const {
-  std::vector<Piece> kept;
-  size_t left = max_width;
-  for (const auto& piece : pieces_) {
-    std::string text = clipped(piece.text, left);
-    left -= display_width(text);
-    const bool whole = text.size() == piece.text.size();
-    kept.push_back({std::move(text), piece.ink});
-    if (!whole) break;
-  }
-  while (!kept.empty()) {
-    std::string& last = kept.back().text;
-    last.erase(last.find_last_not_of(' ') + 1);
-    if (!last.empty()) break;
-    kept.pop_back();
-  }
-  std::string text;
-  for (const auto& piece : kept) {
-    const bool plain = !colour || piece.ink == Ink::kPlain;
-    text += plain ? piece.text : fmt::format("{}{}\033[0m", code_of(piece.ink), piece.text);
-  }
-  return text;
-}
-
-void Flow::add(std::string field, Ink ink) {
-  const size_t own = display_width(field);
-  if (!fresh_ && line_.width() + 2 + own > width_) {
-    done_.push_back(std::move(line_));
-    line_ = {};
-    line_.add(std::string(indent_, ' '));
-    fresh_ = true;
-  }
-  if (!fresh_) line_.add("  ");
-  line_.add(std::move(field), ink);
-  fresh_ = false;
-}
-
-void Flow::finish(std::vector<Line>& lines) {
-  for (auto& line : done_) lines.push_back(std::move(line));
-  lines.push_back(std::move(line_));
 }
 
 std::string power_text(const GpuSample& gpu) {
@@ -375,12 +255,16 @@ std::string error_text(const FirstError& error) {
   return text;
 }
 
+std::string counted_ranks(size_t count) {
+  return fmt::format("{} rank{}", count, count == 1 ? "" : "s");
+}
+
 void add_run(std::vector<Line>& lines, const RunView& run, const DrawStyle& style) {
   const int64_t scale_bytes = largest_peak(run);
   Flow title(style.width, kIndent);
   title.add(printable(run.info.run_name, style.utf8), Ink::kStrong);
   if (run.ended) title.add("ended", Ink::kWarn);
-  title.add(fmt::format("{} rank{}", run.ranks.size(), run.ranks.size() == 1 ? "" : "s"));
+  title.add(counted_ranks(run.ranks.size()));
   title.add("for " + duration(run.age_s, style.utf8));
   title.add(fmt::format("process {}", run.info.launcher_pid));
   if (scale_bytes > 0) {
@@ -400,10 +284,26 @@ void add_run(std::vector<Line>& lines, const RunView& run, const DrawStyle& styl
   }
 }
 
-std::vector<std::string> render(const std::vector<Line>& lines, const DrawStyle& style) {
-  std::vector<std::string> texts;
-  for (const auto& line : lines) texts.push_back(line.text(style.width, style.colour));
-  return texts;
+// What one line can say of a run: its first rank that started, and all ranks together.
+struct RunSummary {
+  const RankView* first = nullptr;
+  size_t troubled = 0;
+  double busy = kUnknown;  // mean of the ranks that know it
+};
+
+RunSummary summarise(const RunView& run) {
+  RunSummary summary;
+  double sum = 0;
+  size_t known = 0;
+  for (const auto& rank : run.ranks) {
+    if (rank.troubled) ++summary.troubled;
+    if (rank.status.pid != 0 && summary.first == nullptr) summary.first = &rank;
+    if (std::isnan(rank.busy)) continue;
+    sum += rank.busy;
+    ++known;
+  }
+  if (known > 0) summary.busy = sum / static_cast<double>(known);
+  return summary;
 }
 
 }  // namespace
@@ -441,43 +341,43 @@ std::string sparkline(const std::vector<double>& fractions, size_t width, bool u
   return text;
 }
 
-std::vector<std::string> draw_runs(const TopView& view, const DrawStyle& style) {
-  std::vector<Line> lines = gpu_lines(view.gpus, style.width, style.utf8);
-  for (const auto& run : view.runs) {
-    if (!lines.empty()) lines.emplace_back();
-    add_run(lines, run, style);
-  }
-  return render(lines, style);
+std::vector<std::string> draw_gpus(const TopView& view, const DrawStyle& style) {
+  return render(gpu_lines(view.gpus, style.width, style.utf8), style.width, style.colour);
 }
 
-std::vector<std::string> draw_screen(const TopView& view, double interval_s, size_t height,
-                                     const DrawStyle& style) {
+std::vector<std::string> draw_run(const RunView& run, const DrawStyle& style) {
   std::vector<Line> lines;
-  Flow title(style.width, 0);
-  title.add("lockstep top", Ink::kStrong);
-  title.add(fmt::format("{} run{}", view.runs.size(), view.runs.size() == 1 ? "" : "s"));
-  title.add("every " + duration(interval_s, style.utf8), Ink::kFaint);
-  title.add("q quits", Ink::kFaint);
-  title.finish(lines);
-  std::vector<std::string> texts = render(lines, style);
-  texts.emplace_back();
-  if (view.runs.empty()) {
-    const std::string text = wrap_text(no_run_text(), style.width);
-    for (size_t begin = 0; begin <= text.size();) {
-      const size_t end = std::min(text.find('\n', begin), text.size());
-      texts.push_back(text.substr(begin, end - begin));
-      begin = end + 1;
-    }
-    if (!view.gpus.empty()) texts.emplace_back();
+  add_run(lines, run, style);
+  return render(lines, style.width, style.colour);
+}
+
+std::string draw_folded_run(const RunView& run, const DrawStyle& style) {
+  const RunSummary summary = summarise(run);
+  std::vector<Line> lines;
+  Flow fields(style.width, 0);
+  fields.add(printable(run.info.run_name, style.utf8), Ink::kStrong);
+  if (run.ended) fields.add("ended", Ink::kWarn);
+  if (summary.troubled > 0) {
+    fields.add(fmt::format("{} in trouble", counted_ranks(summary.troubled)), Ink::kBad);
   }
-  for (auto& line : draw_runs(view, style)) texts.push_back(std::move(line));
-  if (texts.size() > height && height > 0) {
-    Line more;
-    more.add(fmt::format("{} more lines: enlarge the window, or name one run",
-                         texts.size() - height + 1),
-             Ink::kWarn);
-    texts.resize(height - 1);
-    texts.push_back(more.text(style.width, style.colour));
+  fields.add(counted_ranks(run.ranks.size()));
+  if (summary.first != nullptr) {
+    const RankView& rank = *summary.first;
+    if (summary.troubled == 0) fields.add(rank.state, Ink::kGood);
+    fields.add(fmt::format("step {}", rank.status.step));
+    if (!std::isnan(rank.steps_per_s)) fields.add(fmt::format("{:.3g} steps/s", rank.steps_per_s));
+    if (rank.status.step > 0) fields.add(fmt::format("loss {:.4g}", rank.status.loss));
+    fields.add("busy " + percent(summary.busy));
+  }
+  fields.finish(lines);
+  return lines.front().text(style.width, style.colour);
+}
+
+std::vector<std::string> draw_runs(const TopView& view, const DrawStyle& style) {
+  std::vector<std::string> texts = draw_gpus(view, style);
+  for (const auto& run : view.runs) {
+    if (!texts.empty()) texts.emplace_back();
+    for (auto& line : draw_run(run, style)) texts.push_back(std::move(line));
   }
   return texts;
 }

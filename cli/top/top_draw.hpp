@@ -16,13 +16,18 @@ struct DrawStyle {
   bool colour = true;  ///< ANSI colours
 };
 
-/// Draws the GPUs, then every run with its ranks and devices, on one or a few lines each. Memory
-/// bars of one run share a scale, its largest peak, so that uneven devices stand out.
-std::vector<std::string> draw_runs(const TopView& view, const DrawStyle& style);
+/// The GPUs, on one or a few lines each.
+std::vector<std::string> draw_gpus(const TopView& view, const DrawStyle& style);
 
-/// The same under a title, for a screen of `height` lines; a last line counts what does not fit.
-std::vector<std::string> draw_screen(const TopView& view, double interval_s, size_t height,
-                                     const DrawStyle& style);
+/// A run with its ranks and devices, on one or a few lines each. Memory bars share a scale, the
+/// run's largest peak, so that uneven devices stand out.
+std::vector<std::string> draw_run(const RunView& run, const DrawStyle& style);
+
+/// The run on one line: name, trouble, ranks, and how far its first rank has come.
+std::string draw_folded_run(const RunView& run, const DrawStyle& style);
+
+/// The GPUs, then every run.
+std::vector<std::string> draw_runs(const TopView& view, const DrawStyle& style);
 
 /// One plain line per GPU and per rank, for output that is not a terminal.
 std::vector<std::string> rank_lines(const TopView& view);

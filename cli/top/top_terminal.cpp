@@ -1,7 +1,5 @@
 #include "cli/top/top_terminal.hpp"
 
-#include <langinfo.h>
-#include <locale.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/ioctl.h>
@@ -12,12 +10,12 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <cstdlib>
 #include <cstring>
 #include <string_view>
 
 #include "base/file.hpp"
 #include "lockstep/clock.hpp"
+#include "lockstep/table.hpp"
 
 namespace lockstep::cli {
 namespace {
@@ -79,21 +77,19 @@ sigset_t job_signals() {
   return set;
 }
 
+size_t width_without_colours(const std::string& line) {
+  std::string plain;
+  for (size_t at = 0; at < line.size(); ++at) {
+    if (line[at] == '\033') {
+      at = std::min(line.find('m', at), line.size());
+    } else {
+      plain += line[at];
+    }
+  }
+  return display_width(plain);
+}
+
 }  // namespace
-
-bool can_redraw_output() {
-  const char* term = std::getenv("TERM");
-  return ::isatty(STDOUT_FILENO) == 1 && term != nullptr && *term != '\0' &&
-         std::string_view(term) != "dumb";
-}
-
-bool locale_is_utf8() {
-  const locale_t locale = ::newlocale(LC_CTYPE_MASK, "", nullptr);
-  if (locale == nullptr) return false;
-  const bool utf8 = std::string_view(::nl_langinfo_l(CODESET, locale)) == "UTF-8";
-  ::freelocale(locale);
-  return utf8;
-}
 
 Screen::Screen(const Interrupts& interrupts)
     : interrupts_(interrupts), keys_(::isatty(STDIN_FILENO) == 1) {
@@ -154,21 +150,23 @@ Screen::Size Screen::size() const {
 }
 
 void Screen::show(const std::vector<std::string>& lines) {
+  const size_t width = size().width;
   std::string text = "\033[H";
   for (size_t i = 0; i < lines.size(); ++i) {
     if (i > 0) text += "\r\n";
-    text += lines[i] + "\033[K";
+    text += lines[i];
+    // After a full line the cursor is still on its last character, which would be erased.
+    if (width_without_colours(lines[i]) < width) text += "\033[K";
   }
   text += "\033[J";  // clears what a longer screen left below
   if (!write_all(text)) gone_ = true;
 }
 
-bool Screen::key_says_quit() {
+void Screen::read_keys() {
   std::array<char, 64> keys{};
   const ssize_t count = ::read(STDIN_FILENO, keys.data(), keys.size());
   if (count < 0 && errno != EINTR && errno != EAGAIN) gone_ = true;
-  const std::string_view typed(keys.data(), static_cast<size_t>(std::max<ssize_t>(0, count)));
-  return typed.find_first_of("qQ") != std::string_view::npos;
+  if (count > 0) typed_.append(keys.data(), static_cast<size_t>(count));
 }
 
 Wake Screen::wait_until(int64_t deadline_ns) {
@@ -182,7 +180,8 @@ Wake Screen::wait_until(int64_t deadline_ns) {
     const int signal = interrupts_.take();
     if (signal == SIGINT) return Wake::kQuit;
     if (signal != 0) throw Interrupted{signal};
-    if (events[2].revents != 0 && key_says_quit()) return Wake::kQuit;
+    if (events[2].revents != 0) read_keys();
+    if (!typed_.empty()) return Wake::kKeys;
     if ((events[2].revents & (POLLHUP | POLLERR | POLLNVAL)) != 0) break;
     signalfd_siginfo info{};
     if (::read(signals_, &info, sizeof(info)) != sizeof(info)) continue;

@@ -3,20 +3,15 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cli/child.hpp"
 
 namespace lockstep::cli {
 
-/// Whether standard output is a terminal on which lines can be drawn over.
-bool can_redraw_output();
-
-/// Whether the locale of the environment writes UTF-8.
-bool locale_is_utf8();
-
 /// Why a wait ended.
-enum class Wake { kTime, kRedraw, kQuit };
+enum class Wake { kTime, kKeys, kRedraw, kQuit };
 
 /// The terminal while `lockstep top` draws on it: alternate screen, no cursor, keys unechoed. The
 /// destructor undoes all of it; so do Ctrl-Z, until the program continues, and a signal that ends
@@ -41,14 +36,18 @@ class Screen {
   /// Interrupted, except SIGINT: that is one way to quit.
   Wake wait_until(int64_t deadline_ns);
 
+  /// What was typed since the last call, as the terminal sent it.
+  std::string take_typed() { return std::exchange(typed_, {}); }
+
  private:
   void enter();
   void suspend();
-  bool key_says_quit();
+  void read_keys();
 
   const Interrupts& interrupts_;
-  bool keys_;          // standard input is a terminal
-  int signals_ = -1;   // readable when the window changes or the job is stopped or continued
+  bool keys_;         // standard input is a terminal
+  int signals_ = -1;  // readable when the window changes or the job is stopped or continued
+  std::string typed_;
   bool gone_ = false;  // the terminal takes no more output
 };
 

@@ -1,5 +1,6 @@
 #include "course/course.hpp"
 
+#include <fmt/format.h>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include <utility>
 
 #include "lockstep/autocast.hpp"
+#include "lockstep/job_record.hpp"
 #include "lockstep/optim.hpp"
 #include "lockstep/rank_environment.hpp"
 #include "lockstep/tensor_file.hpp"
@@ -17,6 +19,23 @@ namespace course {
 namespace {
 
 constexpr std::chrono::seconds kPatience{2};
+
+void send_text(const lockstep::Communicator& comm, std::string text, int to) {
+  const auto bytes = torch::from_blob(text.data(), {static_cast<int64_t>(text.size())},
+                                      torch::TensorOptions(torch::kUInt8));
+  comm.send(torch::tensor({bytes.numel()}, torch::kInt64), to, {.label = "size of a text"});
+  comm.send(bytes, to, {.label = "text"});
+}
+
+std::string receive_text(const lockstep::Communicator& comm, int from) {
+  const auto size = torch::zeros({1}, torch::kInt64);
+  comm.recv(size, from, {.label = "size of a text"});
+  std::string text(static_cast<size_t>(size.item<int64_t>()), '\0');
+  comm.recv(torch::from_blob(text.data(), {static_cast<int64_t>(text.size())},
+                             torch::TensorOptions(torch::kUInt8)),
+            from, {.label = "text"});
+  return text;
+}
 
 int own_rank() {
   try {
@@ -33,12 +52,19 @@ void let_rank_0_speak(const lockstep::Error& error) {
   if (same_on_all_ranks && own_rank() != 0) std::this_thread::sleep_for(kPatience);
 }
 
+void print_from_all_ranks(const lockstep::World& world, const Options& options, std::string text) {
+  for (const auto& each : lockstep::gather_texts(world.comm(), std::move(text))) {
+    std::fputs(each.c_str(), options.out());
+  }
+  std::fflush(options.out());
+}
+
 void print_rank(const lockstep::World& world, const Options& options) {
   if (options.quiet) return;
   const auto& device = world.device();
-  std::fprintf(options.out(), "Rank: %d | Local Rank: %d | Device: %s (%s)\n", world.rank(),
-               world.local_rank(), device.name().c_str(), device.plan().physical().c_str());
-  std::fflush(options.out());
+  print_from_all_ranks(world, options,
+                       fmt::format("Rank: {} | Local Rank: {} | Device: {} ({})\n", world.rank(),
+                                   world.local_rank(), device.name(), device.plan().physical()));
 }
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "course/batches.hpp"
@@ -27,7 +28,11 @@ namespace course {
 /// --devices, --backend and --timeout.
 lockstep::WorldOptions world_options(const Options& options, int devices_per_rank = 1);
 
-/// Prints "Rank: 0 | Local Rank: 0 | Device: …", unless --quiet.
+/// Rank 0 prints the texts of all ranks, by rank: a launcher's console shows rank 0 alone unless
+/// told otherwise. Collective.
+void print_from_all_ranks(const lockstep::World& world, const Options& options, std::string text);
+
+/// Prints "Rank: 0 | Local Rank: 0 | Device: …" of every rank, unless --quiet. Collective.
 void print_rank(const lockstep::World& world, const Options& options);
 
 /// Loads --init into the net, if it was given.

@@ -270,16 +270,17 @@ void print_placement(const lockstep::Pipeline& pipeline, const HybridPlan& plan,
     const auto& device = pipeline.device_of(stage);
     homes.push_back(fmt::format("{} ({})", home_of(stage, device), device.plan().physical()));
   }
-  std::string text = fmt::format("Rank: {} | Local Rank: {} | Devices: {}\n", world.rank(),
-                                 world.local_rank(), fmt::join(homes, ", "));
-  if (world.rank() == 0) {
-    const int64_t rows = options.batch / plan.data + (options.batch % plan.data > 0 ? 1 : 0);
-    text += fmt::format("Processes: {} | {}\n", world.size(), axes_text(plan));
-    text += fmt::format("Micro-batches: {} of {} rows\n", options.micro_batches,
-                        fmt::join(lockstep::tensor_split_rows(rows, options.micro_batches), ", "));
-    text += fmt::format("Schedule: {}\n{}\n", plan.schedule.name, unit_grid(plan, world));
-  }
-  fmt::print(options.out(), "{}", text);
+  print_from_all_ranks(world, options,
+                       fmt::format("Rank: {} | Local Rank: {} | Devices: {}\n", world.rank(),
+                                   world.local_rank(), fmt::join(homes, ", ")));
+  if (world.rank() != 0) return;
+  const int64_t rows = options.batch / plan.data + (options.batch % plan.data > 0 ? 1 : 0);
+  fmt::print(options.out(), "Processes: {} | {}\n", world.size(), axes_text(plan));
+  const auto of_each = lockstep::tensor_split_rows(rows, options.micro_batches);
+  fmt::print(options.out(), "Micro-batches: {} of {}\n", options.micro_batches,
+             of_each.front() == of_each.back() ? fmt::format("{} rows each", of_each.front())
+                                               : fmt::format("{} rows", fmt::join(of_each, ", ")));
+  fmt::print(options.out(), "Schedule: {}\n{}\n", plan.schedule.name, unit_grid(plan, world));
   std::fflush(options.out());
 }
 
@@ -289,9 +290,9 @@ std::string describe_call(const lockstep::Pipeline& pipeline, const HybridPlan& 
     int64_t begin_ns;
     std::string text;
   };
-  std::string head = fmt::format("step {}", number.step + 1);
+  std::string head = fmt::format("[Rank {}] step {}", rank, number.step + 1);
   if (accum_steps > 1) head += fmt::format(", micro-step {}", number.micro_step + 1);
-  head += fmt::format(" | rank {} | ", rank);
+  head += " | ";
   const auto times = [&](const auto& span) {
     return fmt::format("{:.2f} - {:.2f} ms", static_cast<double>(span.begin_ns - since_ns) * 1e-6,
                        static_cast<double>(span.end_ns - since_ns) * 1e-6);

@@ -75,8 +75,8 @@ class HybridOptimizer {
   std::vector<std::unique_ptr<torch::optim::Optimizer>> of_stage_;  // [stage]; null: not local
 };
 
-/// Prints "Rank: 0 | Local Rank: 0 | Devices: stage 0 on cpu:0 (core 0), …", unless --quiet. Rank 0
-/// adds the number of processes, the micro-batches and the schedule as a grid.
+/// Prints "Rank: 0 | Local Rank: 0 | Devices: stage 0 on cpu:0 (core 0), …" of every rank, then the
+/// number of processes, the micro-batches and the schedule as a grid, unless --quiet. Collective.
 void print_placement(const lockstep::Pipeline& pipeline, const HybridPlan& plan,
                      const lockstep::World& world, const Options& options);
 
@@ -86,8 +86,8 @@ struct CallNumber {
   int64_t micro_step = 0;
 };
 
-/// Every forward, backward and synchronisation of a call, a line each, in the order in which they
-/// began. Times are milliseconds since `since_ns`.
+/// Every forward, backward and synchronisation of a call, a line each that begins with "[Rank 0]",
+/// in the order in which they began. Times are milliseconds since `since_ns`.
 std::string describe_call(const lockstep::Pipeline& pipeline, const HybridPlan& plan, int rank,
                           const CallNumber& number, int64_t accum_steps, int64_t since_ns);
 

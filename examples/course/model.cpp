@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <mutex>
 
 #include "lockstep/device.hpp"
 #include "lockstep/error.hpp"
@@ -18,11 +19,14 @@ using lockstep::Code;
 using lockstep::Error;
 
 // Called inside the model: says where this replica runs and what it sees.
-void print_shapes(const torch::Tensor& x, const torch::Tensor& out) {
+void note_shapes(const torch::Tensor& x, const torch::Tensor& out, const Options& options) {
   const auto* device = lockstep::current_device();
-  fmt::print("inside the model on {}: input {} output {}\n",
-             device != nullptr ? device->name() : "the host", lockstep::shape_text(x.sizes()),
-             lockstep::shape_text(out.sizes()));
+  const std::string name = device != nullptr ? device->name() : "the host";
+  const std::lock_guard lock(options.shapes->mutex);
+  options.shapes->replicas.push_back({name, x.sizes().vec(), out.sizes().vec()});
+  if (options.quiet) return;
+  fmt::print(options.out(), "inside the model on {}: input {} output {}\n", name,
+             lockstep::shape_text(x.sizes()), lockstep::shape_text(out.sizes()));
 }
 
 torch::nn::LayerNorm layer_norm(int64_t width) {
@@ -49,11 +53,22 @@ void MlpImpl::reset() {
 
 torch::Tensor MlpImpl::forward(const torch::Tensor& x) {
   const torch::Tensor out = layers->forward(x);
-  if (options.print_shapes && !shapes_printed) {
-    print_shapes(x, out);
-    shapes_printed = true;
+  if (options.shapes != nullptr && !shapes_noted) {
+    note_shapes(x, out, options);
+    shapes_noted = true;
   }
   return out;
+}
+
+std::string describe_model(const Options& options) {
+  if (options.model == "transformer") {
+    return fmt::format(
+        "transformer of {} block{}, {} wide with {} head{}; a row of {} values is {} positions",
+        options.depth, options.depth == 1 ? "" : "s", options.hidden, heads_of(options.hidden),
+        heads_of(options.hidden) == 1 ? "" : "s", options.dim, kPositions);
+  }
+  return fmt::format("mlp of {} linear layers with ReLU between: {} inputs, {} hidden, {} outputs",
+                     options.depth + 2, options.dim, options.hidden, options.dim);
 }
 
 int64_t heads_of(int64_t width) {

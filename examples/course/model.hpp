@@ -10,10 +10,14 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 
 #include "course/options.hpp"
 
 namespace course {
+
+/// The layers and widths of --model, for people.
+std::string describe_model(const Options& options);
 
 /// A multi-layer perceptron: dim -> hidden, `depth` times hidden -> hidden, hidden -> dim, with
 /// ReLU between them. Parameters have the names of PyTorch's nn.Sequential: layers.0.weight,
@@ -25,7 +29,7 @@ struct MlpImpl : torch::nn::Cloneable<MlpImpl> {
 
   Options options;
   torch::nn::Sequential layers{nullptr};
-  bool shapes_printed = false;  // each replica prints once
+  bool shapes_noted = false;  // each replica notes and prints what it sees once
 };
 TORCH_MODULE(Mlp);
 

@@ -2,10 +2,13 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cerrno>
 #include <cmath>
+#include <cstring>
 #include <filesystem>
 
 #include "course/model.hpp"
@@ -37,7 +40,9 @@ void require_one_of(const char* flag, const std::string& value,
                           near.empty() ? "" : fmt::format("; did you mean {}?", near)));
 }
 
-// Checked at the start: a run of an hour must not fail at its end because its output has no folder.
+// Checked at the start: a run of an hour must not fail at its end because its output has no folder,
+// or one that takes no file. Only a file shows that: what the permissions say does not hold for
+// root, quotas and network folders.
 void require_writable_folder(const char* flag, const std::string& path) {
   if (path.empty() || path == "-") return;
   const auto folder = std::filesystem::absolute(path).parent_path();
@@ -45,10 +50,21 @@ void require_writable_folder(const char* flag, const std::string& path) {
     throw Error(Code::kFileWrite, fmt::format("{} {}: that is a folder", flag, path),
                 "name a file in it");
   }
-  if (std::filesystem::is_directory(folder)) return;
-  throw Error(Code::kFileWrite,
-              fmt::format("{} {}: there is no folder {}", flag, path, folder.string()),
-              "make the folder first, or name a file in one that exists");
+  if (!std::filesystem::is_directory(folder)) {
+    throw Error(Code::kFileWrite,
+                fmt::format("{} {}: there is no folder {}", flag, path, folder.string()),
+                "make the folder first, or name a file in one that exists");
+  }
+  std::string trial = (folder / ".lockstep-XXXXXX").string();
+  const int file = ::mkstemp(trial.data());
+  if (file < 0) {
+    throw Error(Code::kFileWrite,
+                fmt::format("{} {}: no file can be written to {}: {}", flag, path, folder.string(),
+                            std::strerror(errno)),
+                "name a file in a folder you may write to");
+  }
+  ::close(file);
+  ::unlink(trial.c_str());
 }
 
 void require_readable(const char* flag, const std::string& path) {
@@ -134,7 +150,6 @@ void check_pipeline_flags(const Options& options) {
   require_range("--stages", options.stages, 1, kMost);
   require_range("--chunks", options.chunks, 1, kMost);
   require_range("--tensor-parallel", options.tensor_parallel, 1, kMost);
-  require_range("--print-steps", options.print_steps, 0, 100'000'000);
   require_one_of("--schedule", options.schedule, lockstep::schedule_names());
   if (options.tensor_parallel > 1 && options.place != "ranks") {
     throw Error(
@@ -164,7 +179,10 @@ void check(const Options& options) {
   }
   check_capture(options);
   if (options.has_ranks) check_ranks(options);
-  if (options.has_accumulation) require_range("--accum-steps", options.accum_steps, 1, 1 << 20);
+  if (options.has_accumulation) {
+    require_range("--accum-steps", options.accum_steps, 1, 1 << 20);
+    require_range("--print-steps", options.print_steps, 0, 100'000'000);
+  }
   if (options.has_amp) check_amp(options);
   if (options.has_pipeline) check_pipeline_flags(options);
   require_readable("--init", options.init);
@@ -199,50 +217,69 @@ CLI::Option* add_shared_flags(CLI::App& app, Options& options) {
                                 : "learning rate (default: 0.5 for sgd, 0.001 for adamw)");
   app.add_option("--seed", options.seed, "of initial weights and generated batches")
       ->capture_default_str();
-  app.add_option("--model", options.model, options.has_ranks ? "mlp or transformer" : "mlp")
+  app.add_option("--model", options.model, "what is trained")
+      ->type_name(options.has_ranks ? "mlp|transformer" : "mlp")
       ->capture_default_str();
-  app.add_option("--optimizer", options.optimizer, "sgd or adamw")->capture_default_str();
+  app.add_option("--optimizer", options.optimizer, "how weights are updated")
+      ->capture_default_str()
+      ->type_name("sgd|adamw");
   app.add_option("--devices", options.devices,
                  options.has_ranks
                      ? "logical devices of this host, for all of its ranks: cpu:4, cuda, "
                        "cuda:0,1 or cuda:0*4 (default: a GPU each, shared where there are too few; "
                        "without any a share of the cores)"
                      : "logical devices: cpu:4, cuda, cuda:0,1 or cuda:0*4 (default: every GPU, "
-                       "or cpu:2)");
+                       "or cpu:2)")
+      ->type_name("SPEC");
   app.add_option("--json", options.json, "write the result record here; - is standard output")
-      ->envname("LOCKSTEP_RECORD");
-  app.add_option("--trace", options.trace, "write a timeline here; ui.perfetto.dev opens it");
-  app.add_option("--init", options.init, "start from these weights (safetensors)");
-  app.add_option("--save", options.save, "write the trained weights here (safetensors)");
-  app.add_option("--data", options.data, "train on tensors x and y of this file (safetensors)");
+      ->envname("LOCKSTEP_RECORD")
+      ->type_name("FILE");
+  app.add_option("--trace", options.trace, "write a timeline here; ui.perfetto.dev opens it")
+      ->type_name("FILE");
+  app.add_option("--init", options.init, "start from these weights (safetensors)")
+      ->type_name("FILE");
+  app.add_option("--save", options.save, "write the trained weights here (safetensors)")
+      ->type_name("FILE");
+  app.add_option("--data", options.data, "train on tensors x and y of this file (safetensors)")
+      ->type_name("FILE");
   app.add_option("--capture", options.capture,
-                 "replay the step as CUDA graphs: auto (on a GPU, where it is safe), on or off")
-      ->capture_default_str();
+                 "replay the step as CUDA graphs; auto: on a GPU, where it is safe")
+      ->capture_default_str()
+      ->type_name("auto|on|off");
   app.add_flag("--quiet", options.quiet, "print nothing but errors");
   return lr;
 }
 
 void add_rank_flags(CLI::App& app, Options& options) {
-  app.add_option("--backend", options.backend, "auto, self, shm, gloo, nccl or ipc")
-      ->capture_default_str();
+  app.add_option("--backend", options.backend, "how ranks communicate")
+      ->capture_default_str()
+      ->type_name("auto|self|shm|gloo|nccl|ipc");
   app.add_option("--timeout", options.timeout_s,
                  "seconds to wait for other ranks (default: the launcher's, or 300)");
-  app.add_option("--bucket-mib", options.bucket_mib, "gradients that travel together, in MiB")
+  app.add_option("--bucket-mib", options.bucket_mib, "largest gradient bucket, in MiB")
       ->capture_default_str();
   app.add_option("--nonfinite", options.nonfinite,
-                 "where a gradient of a rank is infinite or not a number: warn, stop or ignore")
-      ->capture_default_str();
+                 "what to do if a gradient of a rank is infinite or not a number")
+      ->capture_default_str()
+      ->type_name("warn|stop|ignore");
   if (options.has_pipeline) return;
   app.add_option("--check-replicas", options.check_replicas,
                  "compare the weights of all ranks every so many steps; 0: never")
       ->capture_default_str();
-  app.add_option("--compress", options.compress, "send gradients as bf16 or fp16, or off")
-      ->capture_default_str();
+  app.add_option("--compress", options.compress, "precision in which gradients are sent")
+      ->capture_default_str()
+      ->type_name("off|bf16|fp16");
 }
 
 void add_accumulation_flags(CLI::App& app, Options& options) {
   options.accum_steps = options.has_pipeline ? 1 : 4;
+  options.print_steps = options.has_pipeline ? 1 : 2;
   app.add_option("--accum-steps", options.accum_steps, "micro-steps in one optimizer step")
+      ->capture_default_str();
+  app.add_option("--print-steps", options.print_steps,
+                 options.has_pipeline
+                     ? "first steps whose forwards, backwards and synchronisations are printed"
+                     : "first steps of which a line says what each micro-step did")
       ->capture_default_str();
   if (options.has_pipeline) return;
   app.add_flag("--sync-every-step", options.sync_every_step,
@@ -255,11 +292,14 @@ void add_accumulation_flags(CLI::App& app, Options& options) {
 void add_amp_flags(CLI::App& app, Options& options) {
   if (options.has_pipeline) {
     options.amp = "off";
-    app.add_option("--amp", options.amp, "off, bf16 or fp16")->capture_default_str();
+    app.add_option("--amp", options.amp, "precision of matrix products")
+        ->type_name("off|bf16|fp16")
+        ->capture_default_str();
     return;
   }
   app.add_option("--amp", options.amp,
-                 "off, bf16 or fp16 (default: fp16 on a GPU, bf16 on the CPU)");
+                 "precision of matrix products (default: fp16 on a GPU, bf16 on the CPU)")
+      ->type_name("off|bf16|fp16");
   app.add_flag("--no-scaler", options.no_scaler, "train without GradScaler");
   app.add_flag(
       "--master-weights", options.master_weights,
@@ -273,8 +313,8 @@ void add_pipeline_flags(CLI::App& app, Options& options) {
                  "parts of a rank's rows that flow through the stages")
       ->capture_default_str();
   app.add_option("--stages", options.stages, "parts of the model")->capture_default_str();
-  app.add_option("--schedule", options.schedule,
-                 "gpipe, 1f1b, interleaved, zero-bubble or sequential")
+  app.add_option("--schedule", options.schedule, "order of forwards and backwards")
+      ->type_name(fmt::format("{}", fmt::join(lockstep::schedule_names(), "|")))
       ->capture_default_str();
   app.add_option("--chunks", options.chunks,
                  "stages on each pipeline rank, with --schedule interleaved only")
@@ -282,27 +322,52 @@ void add_pipeline_flags(CLI::App& app, Options& options) {
   app.add_option("--place", options.place,
                  "split: a device of the rank for each stage; same: one device for all; ranks: a "
                  "rank for each; or a device for each stage, such as 0,0,1,1")
+      ->type_name("split|same|ranks|LIST")
       ->capture_default_str();
   app.add_option("--tensor-parallel", options.tensor_parallel,
                  "ranks that divide the matrices of a stage, with --place ranks only")
       ->capture_default_str();
-  app.add_option("--cut", options.cut,
-                 "layers per stage: count: equally many; time: equally long; or a list such as 3,2")
+  app.add_option(
+         "--cut", options.cut,
+         "layers of each stage. count: equally many; time: equally long; or a list such as 3,2")
+      ->type_name("count|time|LIST")
       ->capture_default_str();
   app.add_flag("--recompute", options.recompute,
                "keep a stage's inputs only and compute its activations again for backward");
-  app.add_option("--print-steps", options.print_steps,
-                 "first steps whose forwards, backwards and synchronisations are printed")
-      ->capture_default_str();
+}
+
+std::string examples_of(const Program& program) {
+  const std::string name = program.name;
+  if (!program.has_ranks) {
+    return lockstep::format_examples({{name, "on every GPU, or on cpu:2"},
+                                      {name + " --devices cpu:4 --steps 100", "four devices"},
+                                      {name + " --json - --quiet", "the record alone"},
+                                      {name + " --trace run.json", "a timeline for Perfetto"}});
+  }
+  const std::string on_two = "lockstep run -n 2 " + name;
+  std::vector<lockstep::Example> examples = {{on_two, "two ranks on this host"}};
+  if (program.has_accumulation) {
+    examples.push_back({on_two + " --accum-steps 8", "eight micro-steps in an update"});
+  }
+  if (program.has_amp) examples.push_back({on_two + " --amp bf16", "in mixed precision"});
+  if (program.has_pipeline) {
+    examples.push_back({on_two + " --stages 4 --schedule gpipe", "four stages, another schedule"});
+    examples.push_back({"lockstep run -n 4 " + name + " --place ranks", "a stage on each rank"});
+  }
+  examples.push_back({on_two + " --json job.json", "with a record of the job"});
+  return lockstep::format_examples(examples);
 }
 
 }  // namespace
 
 std::string host_work_of_steps(const Options& options) {
   if (!options.trace.empty()) return "--trace";
-  if (options.print_shapes) return "--print-shapes";
+  if (options.shapes != nullptr) return "--print-shapes";
   if (options.check_replicas > 0) return "--check-replicas";
   if (options.overflow_at > 0) return "--overflow-at";
+  if (options.has_accumulation && !options.quiet && options.print_steps > kCaptureWarmup) {
+    return "--print-steps";
+  }
   return "";
 }
 
@@ -315,12 +380,14 @@ Options parse_options(const Program& program, int argc, char** argv) {
   options.has_pipeline = program.has_pipeline;
   options.never_captured = program.never_captured;
   CLI::App app(program.about, program.name);
+  app.footer(examples_of(program));
   // The last value of a flag wins, so that a wrapper's defaults can be overridden.
   app.option_defaults()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   const auto* lr = add_shared_flags(app, options);
   if (program.has_print_shapes) {
-    app.add_flag("--print-shapes", options.print_shapes,
-                 "print the device and shape each replica sees");
+    app.add_flag_callback(
+        "--print-shapes", [&options] { options.shapes = std::make_shared<SeenShapes>(); },
+        "print the device and shape each replica sees");
   }
   if (program.has_ranks) add_rank_flags(app, options);
   if (options.has_accumulation) add_accumulation_flags(app, options);
@@ -356,7 +423,10 @@ std::map<std::string, std::string> Options::as_text() const {
     text.insert({{"check-replicas", std::to_string(check_replicas)}, {"compress", compress}});
   }
   const auto yes_no = [](bool flag) { return flag ? "yes" : "no"; };
-  if (has_accumulation) text.insert({"accum-steps", std::to_string(accum_steps)});
+  if (has_accumulation) {
+    text.insert({{"accum-steps", std::to_string(accum_steps)},
+                 {"print-steps", std::to_string(print_steps)}});
+  }
   if (has_accumulation && !has_pipeline) {
     text.insert({{"sync-every-step", yes_no(sync_every_step)}, {"no-divide", yes_no(no_divide)}});
   }
@@ -374,8 +444,7 @@ std::map<std::string, std::string> Options::as_text() const {
                  {"place", place},
                  {"tensor-parallel", std::to_string(tensor_parallel)},
                  {"cut", cut},
-                 {"recompute", yes_no(recompute)},
-                 {"print-steps", std::to_string(print_steps)}});
+                 {"recompute", yes_no(recompute)}});
   }
   return text;
 }

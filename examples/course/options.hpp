@@ -3,10 +3,24 @@
 #include <cstdint>
 #include <cstdio>
 #include <map>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
+
+#include "lockstep/record.hpp"
 
 namespace course {
+
+/// Steps that run on the host before one is captured, so that the timed ones are replayed.
+inline constexpr int64_t kCaptureWarmup = 2;
+
+/// What the replicas of a model saw in their first forward, in the order in which they ran.
+struct SeenShapes {
+  std::mutex mutex;  // guards replicas: they run at the same time
+  std::vector<lockstep::ReplicaRecord> replicas;
+};
 
 /// All flags of the course's programs; each program has those that its Program names. One step is
 /// one optimizer update.
@@ -27,8 +41,8 @@ struct Options {
   std::string save;
   std::string data;
   bool quiet = false;
-  std::string capture = "auto";  // whether a step becomes a CUDA graph: auto, on or off
-  bool print_shapes = false;     // practical5_dp only
+  std::string capture = "auto";             // whether a step becomes a CUDA graph: auto, on or off
+  std::shared_ptr<SeenShapes> shapes = {};  // with --print-shapes: what the replicas saw
 
   // Programs that are started once for each rank.
   std::string backend = "auto";
@@ -40,6 +54,7 @@ struct Options {
 
   // Programs that accumulate gradients.
   int64_t accum_steps = 1;  // micro-steps in one optimizer step
+  int64_t print_steps = 0;  // first steps whose every micro-step or action is printed
   bool sync_every_step = false;
   bool no_divide = false;
 
@@ -58,8 +73,6 @@ struct Options {
   int64_t tensor_parallel = 1;  // ranks that divide a stage's matrices
   std::string cut = "count";    // count, time, or layers per stage
   bool recompute = false;
-  int64_t print_steps = 1;  // first steps whose every action is printed
-
   std::string program;
   bool has_ranks = false;
   bool has_accumulation = false;

@@ -95,6 +95,7 @@ std::vector<RankReport> gather_reports(const Communicator& comm, const RankRepor
   for (const auto& text : lockstep::gather_texts(comm, to_text(mine))) {
     reports.push_back(from_text(text));
   }
+  comm.barrier({.label = "reports"});  // no rank leaves before all reports have arrived
   return reports;
 }
 

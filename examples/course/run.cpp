@@ -8,23 +8,26 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <limits>
+#include <string_view>
 #include <unordered_set>
 #include <utility>
 
+#include "course/course.hpp"
 #include "course/pipeline_meter.hpp"
 #include "course/report.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/table.hpp"
 #include "lockstep/tensor_file.hpp"
+#include "lockstep/tensor_text.hpp"
 #include "lockstep/units.hpp"
 #include "lockstep/version.hpp"
 
 namespace course {
 namespace {
 
-// Two calls warm up, so that the third is captured before the timed steps begin.
-constexpr int64_t kWarmup = 2;
 constexpr int64_t kFewSteps = 12;
 
 // Why a step on a GPU is not captured, by --capture and the other flags; "" if it is.
@@ -46,7 +49,7 @@ lockstep::CaptureOptions capture_options(const Options& options, const lockstep:
                           fmt::format("--capture on: {} is not a GPU", device.name()),
                           "leave --capture out, or name a GPU with --devices");
   }
-  return {.enabled = on_gpu && why_not_captured(options).empty(), .warmup = kWarmup};
+  return {.enabled = on_gpu && why_not_captured(options).empty(), .warmup = kCaptureWarmup};
 }
 
 // From now on the gradient that flows back through `out` has one infinite element, as if fp16 had
@@ -169,6 +172,31 @@ lockstep::MemorySplit split_memory(const torch::nn::Module& net,
   return split;
 }
 
+// `net` may hold low-precision copies of the masters' weights.
+lockstep::ModelRecord describe_net(const torch::nn::Module& net, const Options& options,
+                                   const std::optional<lockstep::MasterWeights>& masters) {
+  lockstep::ModelRecord model{.description = describe_model(options), .parameters = 0, .dtype = {}};
+  for (const auto& parameter : net.parameters()) {
+    if (parameter.requires_grad()) model.parameters += parameter.numel();
+  }
+  const auto parameters = net.parameters();
+  if (parameters.empty()) return model;
+  const std::string dtype = lockstep::dtype_text(parameters.front().scalar_type());
+  model.dtype = masters ? fmt::format("float32, copied to {}", dtype) : dtype;
+  return model;
+}
+
+// Whether a line on this stream can be written over.
+bool can_rewrite(std::FILE* stream) {
+  const char* term = std::getenv("TERM");
+  return ::isatty(fileno(stream)) == 1 && term != nullptr && std::string_view(term) != "dumb";
+}
+
+std::string for_terminal(const lockstep::Table& table, std::FILE* stream) {
+  const int descriptor = fileno(stream);
+  return table.terminal(lockstep::may_style(descriptor), lockstep::terminal_width(descriptor));
+}
+
 // A run whose last loss is not finite has learnt nothing, which must not go unnoticed.
 void warn_of_losses(const std::vector<double>& losses) {
   const auto finite = [](double loss) { return std::isfinite(loss); };
@@ -196,6 +224,7 @@ Run::Run(const Options& options, const lockstep::Devices& devices, const lockste
       devices_(devices),
       world_(world),
       rank_(world != nullptr ? world->rank() : 0),
+      rewrites_(can_rewrite(options.out())),
       capture_(capture_options(options, devices[0])),
       meter_(options.program, devices, options.steps,
              world != nullptr ? world->board_page() : std::nullopt) {
@@ -320,15 +349,55 @@ void Run::before_update() {
   begin_phase("optimizer");
 }
 
+bool Run::prints_micro_steps(int64_t step) const {
+  return options_.has_accumulation && !options_.quiet && step < options_.print_steps;
+}
+
+void Run::after_micro_step(int64_t micro) {
+  const auto step = static_cast<int64_t>(meter_.losses().size());
+  if (!prints_micro_steps(step)) return;
+  const lockstep::DdpStats stats = sync_->stats();
+  const int64_t all_reduces =
+      stats.all_reduces - std::exchange(printed_reduces_, stats.all_reduces);
+  const int64_t bytes = stats.bytes - std::exchange(printed_bytes_, stats.bytes);
+  const std::string what =
+      world_->size() == 1 ? "one rank: there is nothing to synchronise"
+      : all_reduces == 0  ? "not synchronised: gradients are added up on this rank"
+                          : fmt::format("synchronised: {} all-reduce{}, {}", all_reduces,
+                                       all_reduces == 1 ? "" : "s", lockstep::format_bytes(bytes));
+  calls_text_ += fmt::format("step {} | rank {} | micro-step {} of {} | {}\n", step + 1, rank_,
+                             micro + 1, options_.accum_steps, what);
+}
+
+// What the optimizer did at the end of a step, as a line for people.
+std::string Run::update_line(int64_t step) const {
+  const bool skipped = scaler_ != nullptr && !scaler_->skipped_steps().empty() &&
+                       scaler_->skipped_steps().back().step == step + 1;
+  const std::string rows =
+      fmt::format("{} micro-step{} and {} rows", options_.accum_steps,
+                  options_.accum_steps == 1 ? "" : "s", options_.batch * options_.accum_steps);
+  return fmt::format("step {} | rank {} | update | {}\n", step + 1, rank_,
+                     skipped ? "skipped by the scaler: the weights stay as they were"
+                             : "the weights changed once, for " + rows);
+}
+
 void Run::after_pipeline_step(int64_t micro_step) {
   stages_->note_call();
   if (trace_.enabled()) trace_pipeline_step();
   const auto step = static_cast<int64_t>(meter_.losses().size());
-  if (options_.quiet || step >= options_.print_steps) return;
-  fmt::print(options_.out(), "{}",
-             describe_call(stages_->pipeline(), stages_->facts().plan, rank_, {step, micro_step},
-                           options_.accum_steps, meter_.last_step_started_ns()));
-  std::fflush(options_.out());
+  if (!prints_micro_steps(step)) return;
+  calls_text_ +=
+      describe_call(stages_->pipeline(), stages_->facts().plan, rank_, {step, micro_step},
+                    options_.accum_steps, meter_.last_step_started_ns());
+}
+
+// After the step: what ranks send each other for it must not count as the step's time.
+void Run::print_calls() {
+  const auto step = static_cast<int64_t>(meter_.losses().size()) - 1;
+  if (!prints_micro_steps(step)) return;
+  if (!stages_) calls_text_ += update_line(step);
+  close_line();
+  print_from_all_ranks(*world_, options_, std::exchange(calls_text_, ""));
 }
 
 void Run::trace_pipeline_step() {
@@ -360,11 +429,13 @@ void Run::end_step(const torch::Tensor& loss) {
   end_phase(meter_.last_step_ended_ns());
   if (trace_.enabled() && sync_ != nullptr) trace_wait();
   if (stages_) stages_->end_step(/*timed=*/!meter_.step_ms().empty());
+  print_calls();
   if (!prints()) return;
   if (scaler_ != nullptr) print_skipped_steps();
   const auto done = static_cast<int64_t>(meter_.losses().size());
   const int64_t now_ns = lockstep::monotonic_ns();
-  const int64_t pause_ns = isatty(fileno(options_.out())) != 0 ? 100'000'000 : 2'000'000'000;
+  const int64_t pause_ns = rewrites_ ? 100'000'000 : 2'000'000'000;
+  if (done == 1) first_step_ended_ns_ = now_ns;
   if (done == 1 || done == options_.steps || now_ns - last_print_ns_ > pause_ns) {
     print_progress();
     last_print_ns_ = now_ns;
@@ -405,21 +476,43 @@ void Run::trace_wait() {
               .end_ns = averaged_ns});
 }
 
-void Run::print_progress() const {
+// A line that rewrites itself on a terminal, and a line of its own elsewhere.
+void Run::print_progress() {
   const auto done = static_cast<int64_t>(meter_.losses().size());
-  const bool live = isatty(fileno(options_.out())) != 0;
   const bool of_one = world_ == nullptr || world_->size() == 1;
-  fmt::print(options_.out(), "{}step {}/{} | loss{} {:.6f} | {}{}", live ? "\r" : "", done,
-             options_.steps, of_one ? "" : " of rank 0", meter_.losses().back(),
-             lockstep::format_seconds(meter_.last_step_ms() * 1e-3),
-             live && done < options_.steps ? "   " : "\n");
+  std::string line = fmt::format("step {}/{} | loss{} {:.6f} | {}", done, options_.steps,
+                                 of_one ? "" : " of rank 0", meter_.losses().back(),
+                                 lockstep::format_seconds(meter_.last_step_ms() * 1e-3));
+  const bool last = done == options_.steps;
+  if (rewrites_ && !last && done > 1) {
+    const double step_s = static_cast<double>(lockstep::monotonic_ns() - first_step_ended_ns_) *
+                          1e-9 / static_cast<double>(done - 1);
+    line +=
+        fmt::format(" | {:.3g} steps/s | {} left", 1 / step_s,
+                    lockstep::format_seconds(step_s * static_cast<double>(options_.steps - done)));
+  }
+  if (!rewrites_) {
+    fmt::print(options_.out(), "{}\n", line);
+  } else {
+    const size_t width = lockstep::terminal_width(fileno(options_.out()));
+    fmt::print(options_.out(), "\r\033[K{}{}", lockstep::clip_text(line, width - 1),
+               last ? "\n" : "");
+  }
+  line_is_open_ = rewrites_ && !last;
   std::fflush(options_.out());
+}
+
+// Ends the line that rewrites itself, before other text.
+void Run::close_line() {
+  if (line_is_open_) fmt::print(options_.out(), "\n");
+  line_is_open_ = false;
 }
 
 void Run::print_skipped_steps() {
   const auto skipped = scaler_->skipped_steps();
   for (; skipped_printed_ < skipped.size(); ++skipped_printed_) {
     const auto& each = skipped[skipped_printed_];
+    close_line();
     fmt::print(options_.out(),
                "step {} skipped: the gradient of {} is not finite; scale {:g} -> {:g}\n", each.step,
                each.parameter, each.scale_before, each.scale_after);
@@ -446,7 +539,19 @@ void Run::note_capture() {
                      .memory_bytes = stats.memory_bytes};
 }
 
-void Run::complete_record() {
+void Run::note_replicas() {
+  if (options_.shapes == nullptr) return;
+  for (size_t i = 0; i < devices_.size(); ++i) {
+    for (const auto& replica : options_.shapes->replicas) {
+      if (replica.device == devices_[i].name()) record_.replicas.push_back(replica);
+    }
+  }
+}
+
+void Run::complete_record(const torch::nn::Module& net,
+                          const std::optional<lockstep::MasterWeights>& masters) {
+  record_.model = describe_net(net, options_, masters);
+  note_replicas();
   meter_.fill(record_);
   if (stages_) stages_->fill(record_);
   note_precision();
@@ -454,13 +559,13 @@ void Run::complete_record() {
 }
 
 void Run::finish(const torch::nn::Module& net) {
-  complete_record();
+  complete_record(net, std::nullopt);
   write_results(net);
 }
 
 void Run::finish(torch::nn::Module& net, const torch::optim::Optimizer& optimizer,
                  const std::optional<lockstep::MasterWeights>& masters) {
-  complete_record();
+  complete_record(net, masters);
   record_.memory = split_memory(net, optimizer, low_precision_bytes_.value_or(0),
                                 record_.devices.front().peak_bytes, masters);
   if (masters) masters->restore(net);  // float32 weights are saved
@@ -479,8 +584,7 @@ void Run::finish_process(const torch::nn::Module& net) {
   if (!options_.save.empty()) lockstep::save_weights(net, options_.save);
   if (!options_.trace.empty()) trace_.write(options_.trace);
   if (prints()) {
-    fmt::print(options_.out(), "{}",
-               device_table(record_).terminal(lockstep::may_style(fileno(options_.out()))));
+    fmt::print(options_.out(), "{}", for_terminal(device_table(record_), options_.out()));
   }
   if (!options_.json.empty()) lockstep::write_record(record_, options_.json);
   warn_of_losses(record_.losses);
@@ -505,11 +609,11 @@ void Run::finish_job(const torch::nn::Module& net) {
     whole.write(options_.trace);
   }
   if (prints()) {
-    const bool bold = lockstep::may_style(fileno(options_.out()));
-    fmt::print(options_.out(), "{}", rank_table(job, reports).terminal(bold));
+    std::FILE* out = options_.out();
+    fmt::print(out, "{}", for_terminal(rank_table(job, reports), out));
     if (job.pipeline) {
-      fmt::print(options_.out(), "{}{}", stage_table(*job.pipeline).terminal(bold),
-                 axis_table(*job.pipeline).terminal(bold));
+      fmt::print(out, "{}{}", for_terminal(stage_table(*job.pipeline), out),
+                 for_terminal(axis_table(*job.pipeline), out));
     }
   }
   if (!options_.json.empty()) lockstep::write_record(job, options_.json);

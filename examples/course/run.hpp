@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -81,8 +82,12 @@ class Run {
   /// gradients, if the program accumulates them or computes in a lower precision.
   void before_update();
 
-  /// Called after each Pipeline::step: prints every forward, backward and synchronisation of the
-  /// first --print-steps steps.
+  /// Called after the backward of each micro-step. In the first --print-steps steps, rank 0 prints
+  /// which micro-steps of all ranks synchronised, and the update, when the step has ended.
+  void after_micro_step(int64_t micro);
+
+  /// Called after each Pipeline::step. In the first --print-steps steps, rank 0 prints every
+  /// forward, backward and synchronisation of all ranks when the step has ended.
   void after_pipeline_step(int64_t micro_step);
 
   /// Prints and writes everything, after the loop. Collective. With an optimizer the record says
@@ -101,7 +106,8 @@ class Run {
   bool prints() const { return rank_ == 0 && !options_.quiet; }
   void start_trace();
   void print_start_line() const;
-  void print_progress() const;
+  void print_progress();
+  void close_line();
   torch::Tensor train_on(const std::vector<torch::Tensor>& inputs, const StepFunction& train);
   void end_step(const torch::Tensor& loss);
   void begin_forward();
@@ -111,10 +117,15 @@ class Run {
   void end_phase(int64_t at_ns);
   void trace_wait();
   void trace_pipeline_step();
+  bool prints_micro_steps(int64_t step) const;
+  std::string update_line(int64_t step) const;
+  void print_calls();
   void print_skipped_steps();
   void note_precision();
   void note_capture();
-  void complete_record();
+  void note_replicas();
+  void complete_record(const torch::nn::Module& net,
+                       const std::optional<lockstep::MasterWeights>& masters);
   void write_results(const torch::nn::Module& net);
   void finish_process(const torch::nn::Module& net);
   void finish_job(const torch::nn::Module& net);
@@ -123,6 +134,9 @@ class Run {
   const lockstep::Devices& devices_;
   const lockstep::World* world_;  // null: a program of one process
   int rank_;
+  bool rewrites_;                    // progress is a line that is written over
+  bool line_is_open_ = false;        // that line is on the screen
+  int64_t first_step_ended_ns_ = 0;  // the first step has warm-up in it
   lockstep::CaptureOptions capture_;
   const StepFunction* train_ = nullptr;             // of the step that runs
   std::optional<lockstep::CapturedStep> captured_;  // none: the program's step is never captured
@@ -130,6 +144,9 @@ class Run {
   const torch::nn::Module* net_ = nullptr;          // that sync_ trains
   lockstep::GradScaler* scaler_ = nullptr;          // null: none
   std::unique_ptr<PipelineMeter> stages_;           // null: the model is not in stages
+  std::string calls_text_;                          // of the step's micro-steps
+  int64_t printed_reduces_ = 0;                     // of sync_, in calls_text_ so far
+  int64_t printed_bytes_ = 0;                       // as printed_reduces_
   int64_t losses_computed_ = 0;                     // by MseLoss
   size_t skipped_printed_ = 0;
   std::optional<int64_t> low_precision_bytes_;  // autocast's copies of weights

@@ -11,6 +11,7 @@
 
 namespace lockstep {
 
+/// How a CapturedStep warms up, and how many shapes it keeps.
 struct CaptureOptions {
   bool enabled = true;  ///< false: every call runs the function
 

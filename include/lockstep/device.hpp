@@ -4,6 +4,7 @@
 
 #include <future>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -63,6 +64,11 @@ class Device : public std::enable_shared_from_this<Device> {
   /// that lead its work. On a GPU, it is the time in which its stream had unfinished work, sampled
   /// every half millisecond.
   double busy_seconds() const;
+
+  /// Time in which the threads that lead its work were ready to run but had no core, because other
+  /// threads did: of other programs, or of devices on the same cores. None on a GPU, and where the
+  /// kernel does not tell.
+  std::optional<double> queued_seconds() const;
 
   Traffic traffic() const;
   void count_traffic_to(Device& receiver, int64_t bytes);

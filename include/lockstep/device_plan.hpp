@@ -7,6 +7,7 @@
 
 namespace lockstep {
 
+/// The hardware under a logical device.
 enum class DeviceKind { kCpu, kCuda };
 
 /// The hardware that this process may use.

@@ -17,6 +17,7 @@ namespace lockstep {
 class Trace;
 class NoSync;
 
+/// How join() treats ranks that have run out of data.
 struct JoinOptions {
   /// True: divide by the number of all ranks. False: only by that of the ranks that still have
   /// data.

@@ -5,6 +5,7 @@
 
 namespace lockstep {
 
+/// The order of the rows, and what happens if ranks do not divide them.
 struct SamplerOptions {
   bool shuffle = true;
   int64_t seed = 0;

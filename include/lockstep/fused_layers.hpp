@@ -13,6 +13,7 @@
 
 namespace lockstep {
 
+/// What is applied to the output of linear(), and between the layers of multi_layer().
 enum class Activation { kNone, kRelu, kGeluTanh };
 
 /// activation(x · weightᵀ + bias). x: [..., in], weight: [out, in], bias: [out] or undefined.

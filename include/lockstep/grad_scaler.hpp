@@ -23,6 +23,7 @@ struct SkippedStep {
   double scale_after = 0;
 };
 
+/// The first scale, how it changes, and whom a skipped step concerns.
 struct GradScalerOptions {
   double init_scale = 65536;
   double growth_factor = 2;

@@ -10,6 +10,7 @@
 
 namespace lockstep {
 
+/// The low precision of the parameters, and which of them get it.
 struct MasterWeightsOptions {
   /// torch::kHalf or torch::kBFloat16.
   torch::ScalarType dtype = torch::kBFloat16;

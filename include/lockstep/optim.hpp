@@ -62,6 +62,7 @@ class FusedOptimizer {
   virtual bool has_master(const torch::Tensor& parameter) const = 0;
 };
 
+/// Those of torch::optim::SGD, and master weights.
 struct SgdOptions {
   double lr = 1e-3;
   double momentum = 0;
@@ -73,6 +74,7 @@ struct SgdOptions {
   std::optional<MasterWeights> masters = {};
 };
 
+/// Those of torch::optim::Adam, and master weights.
 struct AdamOptions {
   double lr = 1e-3;
   double beta1 = 0.9;
@@ -84,6 +86,7 @@ struct AdamOptions {
   std::optional<MasterWeights> masters = {};
 };
 
+/// Those of torch::optim::AdamW, and master weights.
 struct AdamWOptions {
   double lr = 1e-3;
   double beta1 = 0.9;

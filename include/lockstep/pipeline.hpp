@@ -34,6 +34,7 @@ std::vector<double> measure_layers(const torch::nn::Sequential& model, const tor
 /// How the loss function combines rows.
 enum class LossReduction { kMean, kSum };
 
+/// The loss of a Pipeline, what it recomputes, and its data-parallel ranks.
 struct PipelineOptions {
   /// Computes the loss of one micro-batch, a scalar, on the last stage's device.
   std::function<torch::Tensor(const torch::Tensor&, const torch::Tensor&)> loss = {};

@@ -25,15 +25,32 @@ Stats summarize(std::span<const double> values);
 
 /// What one logical device did in a run.
 struct DeviceRecord {
-  std::string name;                 ///< "cpu:0"
-  std::string physical;             ///< "core 0"
-  int shared_by = 1;                ///< logical devices on the same hardware, this one included
-  int threads = 1;                  ///< compute threads
-  int64_t peak_bytes = 0;           ///< most bytes live at once during the timed steps
-  int64_t final_bytes = 0;          ///< bytes live after the last step
-  double busy_fraction = 0;         ///< busy time over the time of the timed steps
+  std::string name;          ///< "cpu:0"
+  std::string physical;      ///< "core 0"
+  int shared_by = 1;         ///< logical devices on the same hardware, this one included
+  int threads = 1;           ///< compute threads
+  int64_t peak_bytes = 0;    ///< most bytes live at once during the timed steps
+  int64_t final_bytes = 0;   ///< bytes live after the last step
+  double busy_fraction = 0;  ///< busy time over the time of the timed steps
+  /// Share of the same time in which the threads that lead its work were ready to run but had no
+  /// core. None on a GPU, and where the kernel does not tell.
+  std::optional<double> queued_fraction = {};
   int64_t sent_bytes_per_step = 0;  ///< to other logical devices
   int64_t received_bytes_per_step = 0;
+};
+
+/// The model that was trained.
+struct ModelRecord {
+  std::string description;  ///< its layers and widths, for people
+  int64_t parameters = 0;   ///< trained elements; of rank 0 if ranks divide matrices
+  std::string dtype;        ///< of the weights: "float32"
+};
+
+/// What one replica of DataParallel saw in its first forward.
+struct ReplicaRecord {
+  std::string device;
+  std::vector<int64_t> input;  ///< shape
+  std::vector<int64_t> output;
 };
 
 /// All-reduces per optimizer step.
@@ -155,6 +172,8 @@ struct RunRecord {
   std::map<std::string, std::string> options;   ///< every flag with its value
   std::map<std::string, std::string> host;      ///< name, cpu, cores, memory, os
   std::map<std::string, std::string> versions;  ///< lockstep, libtorch, blas, compiler, cuda
+  std::optional<ModelRecord> model;             ///< set by the course's programs
+  std::vector<ReplicaRecord> replicas;          ///< by device, set only with --print-shapes
   int world_size = 1;
   std::vector<DeviceRecord> devices;
   std::vector<int64_t> split;  ///< rows per device or rank

@@ -55,6 +55,7 @@ class RunMeter {
   // Counters of one device whose increase over the timed steps is reported.
   struct Reading {
     double busy_seconds = 0;
+    std::optional<double> queued_seconds;
     Traffic traffic;
   };
 

@@ -13,6 +13,7 @@ namespace lockstep {
 /// the input, which the previous stage waits for, and later those of the weights.
 enum class ActionKind : uint8_t { kForward, kBackward, kBackwardInput, kBackwardWeight };
 
+/// Work of one stage on one micro-batch.
 struct Action {
   ActionKind kind = ActionKind::kForward;
   int stage = 0;
@@ -79,6 +80,7 @@ struct StageTimes {
   double send_backward = 0;  ///< of its input's gradient to the previous stage
 };
 
+/// When an action begins and ends in a simulation.
 struct PlannedAction {
   Action action;
   double begin = 0;

@@ -7,8 +7,13 @@
 
 namespace lockstep {
 
+/// The side on which cells of a column line up.
 enum class Align { kLeft, kRight };
 
+/// Of output that is not a terminal: lines are as long as they are.
+inline constexpr size_t kAnyWidth = static_cast<size_t>(-1);
+
+/// Title and alignment of a column.
 struct Column {
   std::string header;
   Align align = Align::kLeft;
@@ -30,13 +35,17 @@ class Table {
   const std::vector<std::vector<std::string>>& rows() const { return rows_; }
   const std::vector<std::string>& notes() const { return notes_; }
 
-  /// With rules, aligned by display width. `bold` sets title and header in bold by ANSI codes.
-  std::string terminal(bool bold) const;
+  /// With rules, aligned by display width. `bold` sets title and header in bold by ANSI codes. A
+  /// table that is wider than `width` breaks headers and texts between words; if that is not
+  /// enough, rows become columns, or else each row a block with a line for each column.
+  std::string terminal(bool bold, size_t width = kAnyWidth) const;
 
   /// A pipe table under a `###` title, with Markdown's special characters escaped.
   std::string markdown() const;
 
-  /// Header and rows as in RFC 4180, without title and notes.
+  /// Header and rows as in RFC 4180, without title and notes. Quantities are numbers, with their
+  /// unit in the header: "77.8 ± 5.1 ms" in the column "step time" becomes step_time_mean_ms and
+  /// step_time_deviation_ms.
   std::string csv() const;
 
  private:
@@ -55,6 +64,14 @@ std::string escape_markdown(std::string_view text);
 /// Whether ANSI styles may be written to this descriptor: it is a terminal, NO_COLOR is not set and
 /// TERM is not "dumb".
 bool may_style(int descriptor);
+
+/// Columns of the terminal that this descriptor writes to: COLUMNS, or what the terminal says, or
+/// 80. If it is not a terminal: kAnyWidth, or LOCKSTEP_COLUMNS, by which `lockstep run` tells its
+/// ranks how wide its own is.
+size_t terminal_width(int descriptor);
+
+/// The text if it takes at most `width` columns, else its beginning and "…".
+std::string clip_text(std::string_view text, size_t width);
 
 /// Breaks a text between words into lines of at most `width` columns, each after `indent`. A longer
 /// word gets a line of its own. Line breaks in the text are kept.

@@ -15,11 +15,13 @@ namespace lockstep {
 
 struct ShardAxis;
 
+/// How a ColumnLinear divides and returns its output.
 struct ColumnLinearOptions {
   bool gather_output = false;  ///< every rank gets all output features
   int64_t parts = 1;  ///< equal blocks of the output, each of which is divided: 3 for fused q, k, v
 };
 
+/// How a RowLinear takes its input.
 struct RowLinearOptions {
   bool scatter_input = false;  ///< the input has all features, and every rank takes its own
 };

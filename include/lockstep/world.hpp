@@ -12,6 +12,7 @@
 
 namespace lockstep {
 
+/// Where this rank computes, and how it communicates.
 struct WorldOptions {
   /// --devices: the logical devices of this host. Of L ranks on it the one with local rank r takes
   /// device r, and where it has several also r + L, r + 2 L, … Empty: the host's GPUs, which

@@ -236,10 +236,8 @@ DeviceStatus read_device(const DevicePage& page) {
           .busy_ns = page.busy_ns.load(std::memory_order_relaxed)};
 }
 
-CollectiveStatus read_collective(const RankPage& page) {
-  // Load the finish first, so that the start loaded next belongs to it or to a later collective.
-  const CollectiveFinish finish = page.collective_finish.load();
-  const CollectiveStart start = page.collective_start.load();
+// The finish was loaded first, so that the start belongs to it or to a later collective.
+CollectiveStatus collective_status(const CollectiveFinish& finish, const CollectiveStart& start) {
   CollectiveStatus status;
   if (start.sequence == 0) return status;
   status.sequence = start.sequence;
@@ -249,6 +247,10 @@ CollectiveStatus read_collective(const RankPage& page) {
   status.started_ns = start.started_ns;
   status.finished_ns = finish.sequence == start.sequence ? finish.finished_ns : 0;
   return status;
+}
+
+PastCollective& past_of(RankPage& page, int64_t sequence) {
+  return page.past[static_cast<uint64_t>(sequence) % kBoardCollectives];
 }
 
 std::optional<FirstError> read_error(const RankPage& page) {
@@ -347,7 +349,8 @@ RankStatus Board::status(int rank) const {
   status.updated_ns = page.updated_ns.load(std::memory_order_relaxed);
   status.step = page.step.load(std::memory_order_relaxed);
   status.loss = page.loss.load(std::memory_order_relaxed);
-  status.collective = read_collective(page);
+  const CollectiveFinish finish = page.collective_finish.load();
+  status.collective = collective_status(finish, page.collective_start.load());
   status.busy_ns = page.clocks_ns[0].load(std::memory_order_relaxed);
   status.communicating_ns = page.clocks_ns[1].load(std::memory_order_relaxed);
   status.idle_ns = page.clocks_ns[2].load(std::memory_order_relaxed);
@@ -356,6 +359,20 @@ RankStatus Board::status(int rank) const {
   }
   status.error = read_error(page);
   return status;
+}
+
+std::vector<CollectiveStatus> Board::past_collectives(int rank) const {
+  mapping_->check_rank(rank);
+  std::vector<CollectiveStatus> all;
+  for (const PastCollective& past : mapping_->page(rank).past) {
+    const CollectiveFinish finish = past.finish.load();
+    all.push_back(collective_status(finish, past.start.load()));
+  }
+  std::erase_if(all, [](const CollectiveStatus& each) { return each.sequence == 0; });
+  std::sort(all.begin(), all.end(), [](const CollectiveStatus& a, const CollectiveStatus& b) {
+    return a.started_ns < b.started_ns;
+  });
+  return all;
 }
 
 BoardPage Board::page(int rank) const {
@@ -434,6 +451,10 @@ void BoardPage::start(std::string_view program) {
     page.program.release();
     page.collective_start.release();
     page.collective_finish.release();
+    for (auto& past : page.past) {
+      past.start.release();
+      past.finish.release();
+    }
     for (auto& device : page.devices) device.identity.release();
   }
   page.program.store(BoardText<64>::of(program));
@@ -488,18 +509,22 @@ void BoardPage::begin_collective(int64_t sequence, std::string_view operation, i
   RankPage& page = mapping_->page(rank_);
   touch(page);
   const std::lock_guard lock(mapping_->writing());
-  page.collective_start.store({.sequence = sequence,
-                               .operation = BoardText<24>::of(operation),
-                               .bytes = bytes,
-                               .bucket = bucket,
-                               .started_ns = monotonic_ns()});
+  const CollectiveStart start{.sequence = sequence,
+                              .operation = BoardText<24>::of(operation),
+                              .bytes = bytes,
+                              .bucket = bucket,
+                              .started_ns = monotonic_ns()};
+  page.collective_start.store(start);
+  past_of(page, sequence).start.store(start);
 }
 
 void BoardPage::finish_collective(int64_t sequence) {
   RankPage& page = mapping_->page(rank_);
   touch(page);
   const std::lock_guard lock(mapping_->writing());
-  page.collective_finish.store({.sequence = sequence, .finished_ns = monotonic_ns()});
+  const CollectiveFinish finish{.sequence = sequence, .finished_ns = monotonic_ns()};
+  page.collective_finish.store(finish);
+  past_of(page, sequence).finish.store(finish);
 }
 
 bool BoardPage::record_first_error(Code code, std::string_view message, int blamed_rank) {

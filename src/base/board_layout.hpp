@@ -18,7 +18,7 @@
 namespace lockstep {
 
 inline constexpr uint64_t kBoardMagic = 0x0064'7261'6f42'534c;  // "LSBoard" in the file
-inline constexpr uint32_t kBoardLayoutVersion = 3;
+inline constexpr uint32_t kBoardLayoutVersion = 4;
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free &&
               std::atomic<int64_t>::is_always_lock_free &&
@@ -73,6 +73,11 @@ struct CollectiveFinish {
   int64_t finished_ns;
 };
 
+struct PastCollective {
+  Cell<CollectiveStart> start;
+  Cell<CollectiveFinish> finish;
+};
+
 struct ErrorText {
   int64_t code;
   int64_t at_ns;
@@ -94,6 +99,7 @@ struct RankPage {
   Cell<BoardText<64>> program;
   Cell<CollectiveStart> collective_start;
   Cell<CollectiveFinish> collective_finish;
+  std::array<PastCollective, kBoardCollectives> past;  // [sequence % kBoardCollectives]
   Words<ErrorText> error;
   std::atomic<int64_t> device_count;  // the highest index that was named, plus one
   std::array<DevicePage, kBoardDevices> devices;
@@ -118,7 +124,7 @@ inline constexpr int64_t kBoardPageBytes =
 
 static_assert(sizeof(BoardHeader) == 120 && sizeof(BoardHeader) <= kBoardHeaderBytes);
 static_assert(sizeof(DevicePage) == 240 && sizeof(Words<ErrorText>) == 520);
-static_assert(sizeof(RankPage) == 62'336, "the layout changed: raise kBoardLayoutVersion");
+static_assert(sizeof(RankPage) == 64'896, "the layout changed: raise kBoardLayoutVersion");
 static_assert(std::is_standard_layout_v<RankPage> && std::is_standard_layout_v<BoardHeader>);
 static_assert(std::is_trivially_destructible_v<RankPage> &&
               std::is_trivially_destructible_v<BoardHeader>);

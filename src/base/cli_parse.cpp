@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "base/cli_help.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -38,6 +39,7 @@ std::vector<std::string> long_flags(const CLI::App& app) {
   std::vector<std::string> names;
   for (const CLI::App* level = &app; level != nullptr; level = level->get_parent()) {
     for (const CLI::Option* option : level->get_options()) {
+      if (option->get_group().empty()) continue;  // hidden
       for (const auto& name : option->get_lnames()) names.push_back("--" + name);
     }
   }
@@ -54,7 +56,7 @@ std::vector<std::string> long_flags(const CLI::App& app) {
   }
   std::vector<std::string> commands;
   for (const CLI::App* command : here.get_subcommands([](const CLI::App*) { return true; })) {
-    commands.push_back(command->get_name());
+    if (!command->get_group().empty()) commands.push_back(command->get_name());
   }
   if (commands.empty()) {
     throw Error(Code::kUsage, fmt::format("{} does not take \"{}\"", full_name(here), word),
@@ -145,25 +147,6 @@ std::string lower_first(std::string text) {
   throw Error(Code::kUsage, lower_first(error.what()), see_help(app));
 }
 
-// Prints the examples first. CLI11 would print them last, as the footer.
-class ExamplesFirst : public CLI::Formatter {
- public:
-  std::string make_description(const CLI::App* app) const override {
-    const std::string examples = app->get_footer();
-    return (examples.empty() ? "" : examples + "\n") + CLI::Formatter::make_description(app) + "\n";
-  }
-  std::string make_footer(const CLI::App*) const override { return ""; }
-};
-
-void show_examples_first(CLI::App& app) {
-  const auto formatter = std::make_shared<ExamplesFirst>();
-  formatter->label("SUBCOMMAND", "COMMAND");
-  app.formatter(formatter);
-  for (CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
-    show_examples_first(*command);
-  }
-}
-
 std::string shell_word(std::string_view word) {
   constexpr std::string_view kPlain =
       "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./:=,+@%";
@@ -176,17 +159,20 @@ std::string shell_word(std::string_view word) {
 
 }  // namespace
 
-void parse_or_throw(CLI::App& app, int argc, const char* const* argv) {
-  show_examples_first(app);
+void parse_or_throw(CLI::App& app, int argc, const char* const* argv,
+                    const std::function<void()>& prepare) {
+  use_lockstep_help(app);
   try {
     app.parse(argc, argv);
   } catch (const CLI::CallForHelp&) {
+    prepare();
     fmt::print("{}", app.help());
     std::exit(0);
   } catch (const CLI::CallForVersion& version) {
     fmt::print("{}\n", version.what());
     std::exit(0);
   } catch (const CLI::ParseError& error) {
+    prepare();
     translate(app, error);
   }
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 namespace lockstep {
 namespace {
@@ -16,16 +17,20 @@ std::string format_block(Code code, const std::string& message, const std::strin
   return block;
 }
 
+// Insertions, deletions, substitutions and swaps of neighbours that turn one word into the other.
 size_t edit_distance(std::string_view from, std::string_view to) {
+  std::vector<size_t> before;  // the row of i - 2
+  std::vector<size_t> last;    // of i - 1
   std::vector<size_t> row(to.size() + 1);
   std::iota(row.begin(), row.end(), size_t{0});
   for (size_t i = 1; i <= from.size(); ++i) {
-    size_t diagonal = row[0];
+    before = std::exchange(last, row);
     row[0] = i;
     for (size_t j = 1; j <= to.size(); ++j) {
-      const size_t substitution = diagonal + (from[i - 1] == to[j - 1] ? 0 : 1);
-      diagonal = row[j];
-      row[j] = std::min({row[j] + 1, row[j - 1] + 1, substitution});
+      const size_t substitution = last[j - 1] + (from[i - 1] == to[j - 1] ? 0 : 1);
+      row[j] = std::min({last[j] + 1, row[j - 1] + 1, substitution});
+      const bool swapped = i > 1 && j > 1 && from[i - 1] == to[j - 2] && from[i - 2] == to[j - 1];
+      if (swapped) row[j] = std::min(row[j], before[j - 2] + 1);
     }
   }
   return row.back();

@@ -228,8 +228,25 @@ void describe_fields(Io& io, Ref<Io, DeviceRecord> device) {
   io.count("peak_bytes", device.peak_bytes);
   io.count("final_bytes", device.final_bytes);
   io.share("busy_fraction", device.busy_fraction);
+  if (io.has("queued_fraction", device.queued_fraction.has_value())) {
+    io.share("queued_fraction", value_of(device.queued_fraction));
+  }
   io.count("sent_bytes_per_step", device.sent_bytes_per_step);
   io.count("received_bytes_per_step", device.received_bytes_per_step);
+}
+
+template <class Io>
+void describe_fields(Io& io, Ref<Io, ModelRecord> model) {
+  io.text("description", model.description);
+  io.count("parameters", model.parameters);
+  io.text("dtype", model.dtype);
+}
+
+template <class Io>
+void describe_fields(Io& io, Ref<Io, ReplicaRecord> replica) {
+  io.text("device", replica.device);
+  io.counts("input", replica.input);
+  io.counts("output", replica.output);
 }
 
 template <class Io>
@@ -383,6 +400,12 @@ void describe_fields(Io& io, Ref<Io, RunRecord> record) {
   io.text("options", record.options);
   io.text("host", record.host);
   io.text("versions", record.versions);
+  if (io.has("model", record.model.has_value())) {
+    io.object("model", [&](Io& fields) { describe_fields(fields, value_of(record.model)); });
+  }
+  if (io.has("replicas", !record.replicas.empty())) {
+    io.objects("replicas", "a replica", record.replicas);
+  }
   io.count("world_size", record.world_size, 1);
   io.objects("devices", "a device", record.devices);
   io.counts("split", record.split);

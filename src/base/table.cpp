@@ -1,13 +1,19 @@
 #include "lockstep/table.hpp"
 
 #include <fmt/format.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
+#include <optional>
+#include <utility>
 
+#include "base/table_data.hpp"
 #include "base/utf8.hpp"
 #include "lockstep/error.hpp"
 
@@ -89,14 +95,140 @@ std::string repeat(std::string_view piece, size_t count) {
   return text;
 }
 
-std::string csv_field(const std::string& cell) {
-  if (cell.find_first_of(",\"\r\n") == std::string::npos) return cell;
-  std::string quoted = "\"";
-  for (const char c : cell) {
-    if (c == '"') quoted += '"';
-    quoted += c;
+std::vector<std::string> wrapped_lines(const std::string& text, size_t width) {
+  const std::string wrapped = wrap_text(text, width);
+  std::vector<std::string> lines;
+  for (size_t begin = 0; begin <= wrapped.size();) {
+    const size_t end = std::min(wrapped.find('\n', begin), wrapped.size());
+    lines.push_back(wrapped.substr(begin, end - begin));
+    begin = end + 1;
   }
-  return quoted + '"';
+  return lines;
+}
+
+size_t longest_word(const std::string& text) {
+  size_t longest = 0;
+  for (const auto& word : wrapped_lines(text, 1)) longest = std::max(longest, display_width(word));
+  return longest;
+}
+
+struct ColumnRange {
+  size_t least = 0;   // headers and texts broken at every space; numbers are never broken
+  size_t cells = 0;   // only the header broken
+  size_t widest = 0;  // nothing broken
+};
+
+size_t total_width(const std::vector<size_t>& widths) {
+  size_t total = widths.empty() ? 0 : (widths.size() - 1) * kGap.size();
+  for (const size_t width : widths) total += width;
+  return total;
+}
+
+// A text that is broken into more lines than this is hard to read across a row.
+constexpr size_t kMostLines = 4;
+
+// Column widths whose total is at most `width`; nothing if that takes too many lines. Room goes to
+// the column whose texts are broken most, and to headers only when no text is broken.
+std::optional<std::vector<size_t>> divide_width(const std::vector<ColumnRange>& ranges,
+                                                size_t width) {
+  std::vector<size_t> widths;
+  std::vector<size_t> cells;
+  std::vector<size_t> widest;
+  for (const auto& range : ranges) {
+    widths.push_back(std::max<size_t>(1, range.least));
+    cells.push_back(range.cells);
+    widest.push_back(range.widest);
+  }
+  if (total_width(widest) <= width) return widest;
+  if (total_width(widths) > width) return std::nullopt;
+  // The column that needs most lines for a text of its width in `goal`, and that number.
+  const auto most_broken = [&widths](const std::vector<size_t>& goal) {
+    std::pair<double, size_t> most{0, 0};
+    for (size_t column = 0; column < widths.size(); ++column) {
+      const auto lines = static_cast<double>(goal[column]) / static_cast<double>(widths[column]);
+      if (lines > most.first) most = {lines, column};
+    }
+    return most;
+  };
+  for (size_t left = width - total_width(widths); left > 0; --left) {
+    const auto [lines, column] = most_broken(cells);
+    ++widths[lines > 1 ? column : most_broken(widest).second];
+  }
+  if (most_broken(widest).first > kMostLines) return std::nullopt;
+  return widths;
+}
+
+std::optional<size_t> columns_of_variable(const char* name) {
+  const char* text = std::getenv(name);
+  if (text == nullptr) return std::nullopt;
+  const char* end = text + std::strlen(text);
+  size_t columns = 0;
+  const auto parsed = std::from_chars(text, end, columns);
+  if (parsed.ec != std::errc() || parsed.ptr != end || columns == 0) return std::nullopt;
+  return columns;
+}
+
+std::vector<ColumnRange> column_ranges(const std::vector<Column>& columns,
+                                       const std::vector<std::vector<std::string>>& rows) {
+  std::vector<ColumnRange> ranges;
+  for (size_t column = 0; column < columns.size(); ++column) {
+    const std::string header = one_line(columns[column].header);
+    const size_t word = longest_word(header);
+    ColumnRange range{word, word, display_width(header)};
+    for (const auto& row : rows) {
+      const std::string cell = one_line(row[column]);
+      const size_t own = display_width(cell);
+      const bool number = columns[column].align == Align::kRight;
+      range.least = std::max(range.least, number ? own : longest_word(cell));
+      range.cells = std::max(range.cells, own);
+      range.widest = std::max(range.widest, own);
+    }
+    ranges.push_back(range);
+  }
+  return ranges;
+}
+
+// The table with a column for each row: few rows can still be compared side by side.
+Table flip(const Table& table) {
+  std::vector<Column> columns = {{table.columns()[0].header}};
+  for (const auto& row : table.rows()) columns.push_back({row[0], Align::kRight});
+  Table flipped(table.title(), std::move(columns));
+  for (size_t column = 1; column < table.columns().size(); ++column) {
+    std::vector<std::string> cells = {table.columns()[column].header};
+    for (const auto& row : table.rows()) cells.push_back(row[column]);
+    flipped.add_row(std::move(cells));
+  }
+  for (const auto& note : table.notes()) flipped.add_note(note);
+  return flipped;
+}
+
+// One row as a block: the first column as its heading, then a line for each other column.
+template <class Strong>
+std::string block_of(const std::vector<Column>& columns, const std::vector<std::string>& row,
+                     size_t width, const Strong& strong) {
+  size_t label = 0;
+  for (size_t column = 1; column < columns.size(); ++column) {
+    label = std::max(label, display_width(one_line(columns[column].header)));
+  }
+  label = std::min(label, width / 2);
+  const size_t indent = kGap.size() + label + kGap.size();
+  const std::string& name = columns[0].header;
+  std::string text;
+  for (const auto& line :
+       wrapped_lines(one_line(name.empty() ? row[0] : name + ": " + row[0]), width)) {
+    text += strong(line);
+  }
+  for (size_t column = 1; column < columns.size(); ++column) {
+    const auto labels = wrapped_lines(one_line(columns[column].header), label);
+    const auto values = wrapped_lines(one_line(row[column]), width > indent ? width - indent : 1);
+    for (size_t line = 0; line < std::max(labels.size(), values.size()); ++line) {
+      const std::string left = line < labels.size() ? labels[line] : "";
+      text += trimmed_right(std::string(kGap) + pad(left, label, Align::kLeft) + std::string(kGap) +
+                            (line < values.size() ? values[line] : "")) +
+              "\n";
+    }
+  }
+  return text;
 }
 
 }  // namespace
@@ -116,34 +248,52 @@ void Table::add_note(std::string note) {
   notes_.push_back(std::move(note));
 }
 
-std::string Table::terminal(bool bold) const {
-  std::vector<size_t> widths;  // [column]
-  for (size_t column = 0; column < columns_.size(); ++column) {
-    size_t width = display_width(one_line(columns_[column].header));
-    for (const auto& row : rows_) width = std::max(width, display_width(one_line(row[column])));
-    widths.push_back(width);
-  }
-  size_t total = columns_.empty() ? 0 : (columns_.size() - 1) * kGap.size();
-  for (const size_t width : widths) total += width;
-
-  const auto line = [&](const auto& text_of) {
-    std::string text;
-    for (size_t column = 0; column < columns_.size(); ++column) {
-      if (column > 0) text += kGap;
-      text += pad(one_line(text_of(column)), widths[column], columns_[column].align);
+std::string Table::terminal(bool bold, size_t width) const {
+  const auto widths = divide_width(column_ranges(columns_, rows_), width);
+  if (!widths && columns_.size() > 1) {
+    const Table flipped = flip(*this);
+    if (divide_width(column_ranges(flipped.columns_, flipped.rows_), width)) {
+      return flipped.terminal(bold, width);
     }
-    return trimmed_right(text);
-  };
+  }
+  const size_t total = widths ? total_width(*widths) : width;
   const auto strong = [bold](const std::string& text) {
     return bold ? "\033[1m" + text + "\033[0m\n" : text + "\n";
   };
-
   const std::string rule = repeat("─", total) + "\n";
-  std::string text = strong(one_line(title_)) + rule;
-  text += strong(line([&](size_t column) { return columns_[column].header; })) + rule;
-  for (const auto& row : rows_) text += line([&](size_t column) { return row[column]; }) + "\n";
+  std::string text;
+  for (const auto& line : wrapped_lines(one_line(title_), width)) text += strong(line);
   text += rule;
-  for (const auto& note : notes_) text += wrap_text(note, std::max<size_t>(total, 80)) + "\n";
+
+  // One row of the table, on as many lines as its longest cell needs.
+  const auto add_row = [&](const auto& text_of, const auto& styled) {
+    std::vector<std::vector<std::string>> cells;  // [column][line]
+    size_t height = 0;
+    for (size_t column = 0; column < columns_.size(); ++column) {
+      cells.push_back(wrapped_lines(one_line(text_of(column)), (*widths)[column]));
+      height = std::max(height, cells.back().size());
+    }
+    for (size_t line = 0; line < height; ++line) {
+      std::string joined;
+      for (size_t column = 0; column < columns_.size(); ++column) {
+        if (column > 0) joined += kGap;
+        const bool empty = line >= cells[column].size();
+        joined += pad(empty ? "" : cells[column][line], (*widths)[column], columns_[column].align);
+      }
+      text += styled(trimmed_right(joined));
+    }
+  };
+  const auto plain = [](const std::string& line) { return line + "\n"; };
+  if (widths) {
+    add_row([&](size_t column) { return columns_[column].header; }, strong);
+    text += rule;
+    for (const auto& row : rows_) add_row([&](size_t column) { return row[column]; }, plain);
+    text += rule;
+  } else {
+    for (const auto& row : rows_) text += block_of(columns_, row, width, strong) + rule;
+  }
+  const size_t note_width = std::min(std::max<size_t>(total, 80), width);
+  for (const auto& note : notes_) text += wrap_text(note, note_width) + "\n";
   return text;
 }
 
@@ -162,15 +312,7 @@ std::string Table::markdown() const {
 }
 
 std::string Table::csv() const {
-  std::string text;
-  const auto add_line = [&text](const auto& cells, const auto& text_of) {
-    for (size_t i = 0; i < cells.size(); ++i)
-      text += (i > 0 ? "," : "") + csv_field(text_of(cells[i]));
-    text += "\r\n";
-  };
-  add_line(columns_, [](const Column& column) { return column.header; });
-  for (const auto& row : rows_) add_line(row, [](const std::string& cell) { return cell; });
-  return text;
+  return csv_of(data_of(*this));
 }
 
 size_t display_width(std::string_view utf8) {
@@ -198,6 +340,29 @@ bool may_style(int descriptor) {
   const char* term = std::getenv("TERM");
   if (term == nullptr || std::string_view(term) == "dumb") return false;
   return ::isatty(descriptor) == 1;
+}
+
+size_t terminal_width(int descriptor) {
+  if (::isatty(descriptor) != 1) {
+    return columns_of_variable("LOCKSTEP_COLUMNS").value_or(kAnyWidth);
+  }
+  if (const auto columns = columns_of_variable("COLUMNS")) return *columns;
+  winsize window{};
+  const bool told = ::ioctl(descriptor, TIOCGWINSZ, &window) == 0 && window.ws_col > 0;
+  return told ? window.ws_col : 80;
+}
+
+std::string clip_text(std::string_view text, size_t width) {
+  if (display_width(text) <= width) return std::string(text);
+  std::string kept;
+  for (size_t used = 0; !text.empty();) {
+    const size_t bytes = first_character(text).bytes;
+    used += display_width(text.substr(0, bytes));
+    if (used + 1 > width) break;
+    kept += text.substr(0, bytes);
+    text.remove_prefix(bytes);
+  }
+  return width > 0 ? kept + "…" : "";
 }
 
 std::string wrap_text(std::string_view text, size_t width, std::string_view indent) {

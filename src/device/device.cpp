@@ -15,6 +15,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
+#include <fstream>
 #include <functional>
 #include <mutex>
 #include <optional>
@@ -45,6 +46,16 @@ int64_t thread_cpu_time_ns(pthread_t handle) {
   return now.tv_sec * 1'000'000'000LL + now.tv_nsec;
 }
 
+// Time for which a thread of this process was ready to run but had no core. None if it has ended,
+// or if the kernel does not account for it.
+std::optional<int64_t> thread_queued_ns(pid_t thread) {
+  std::ifstream file(fmt::format("/proc/self/task/{}/schedstat", thread));
+  int64_t running_ns = 0;
+  int64_t queued_ns = 0;
+  if (!(file >> running_ns >> queued_ns)) return std::nullopt;
+  return queued_ns;
+}
+
 }  // namespace
 
 // One thread that runs tasks in order. Tasks must not throw.
@@ -54,6 +65,7 @@ class Worker {
   Worker(std::string thread_name, std::function<void()> prepare)
       : queue_(std::make_shared<Queue>()),
         thread_([queue = queue_, name = std::move(thread_name), prepare = std::move(prepare)] {
+          queue->thread = ::gettid();
           pthread_setname_np(pthread_self(), name.substr(0, 15).c_str());
           prepare();
           run_tasks(*queue);
@@ -87,9 +99,11 @@ class Worker {
   bool is_this_thread() const { return std::this_thread::get_id() == thread_.get_id(); }
 
   int64_t cpu_time_ns() const { return thread_cpu_time_ns(thread_.native_handle()); }
+  std::optional<int64_t> queued_ns() const { return thread_queued_ns(queue_->thread); }
 
  private:
-  struct Queue {       // shared with the thread, which may outlive this object
+  struct Queue {  // shared with the thread, which may outlive this object
+    std::atomic<pid_t> thread{0};
     std::mutex mutex;  // guards tasks and stopping
     std::condition_variable has_task;
     std::deque<std::function<void()>> tasks;
@@ -148,37 +162,57 @@ class CallerState {
   compat::AutocastDtypes autocast_;
 };
 
-// Processor time of the threads that work for a device besides its worker.
+// Processor time and time without a core of the threads that work for a device besides its worker.
 class UserClock {
  public:
-  void enter(pthread_t thread) {
+  struct Reading {
+    int64_t cpu_ns = 0;
+    int64_t queued_ns = 0;
+  };
+
+  // Called on the thread that enters or leaves.
+  void enter() {
     const std::lock_guard lock(mutex_);
-    inside_.emplace_back(thread, thread_cpu_time_ns(thread));
+    const pid_t id = ::gettid();
+    inside_.push_back({pthread_self(), id, read(pthread_self(), id)});
   }
 
-  void leave(pthread_t thread) {
+  void leave() {
     const std::lock_guard lock(mutex_);
-    const auto entry = std::find_if(inside_.begin(), inside_.end(), [&](const auto& user) {
-      return pthread_equal(user.first, thread) != 0;
-    });
+    const auto entry = std::find_if(inside_.begin(), inside_.end(),
+                                    [](const User& user) { return user.id == ::gettid(); });
     if (entry == inside_.end()) return;
-    past_ns_ += thread_cpu_time_ns(thread) - entry->second;
+    add_since(*entry, past_);
     inside_.erase(entry);
   }
 
-  int64_t total_ns() const {
+  Reading total() const {
     const std::lock_guard lock(mutex_);
-    int64_t total_ns = past_ns_;
-    for (const auto& [thread, at_entry_ns] : inside_) {
-      total_ns += thread_cpu_time_ns(thread) - at_entry_ns;
-    }
-    return total_ns;
+    Reading total = past_;
+    for (const auto& user : inside_) add_since(user, total);
+    return total;
   }
 
  private:
+  struct User {
+    pthread_t thread;
+    pid_t id;
+    Reading at_entry;
+  };
+
+  static Reading read(pthread_t thread, pid_t id) {
+    return {thread_cpu_time_ns(thread), thread_queued_ns(id).value_or(0)};
+  }
+
+  static void add_since(const User& user, Reading& sum) {
+    const Reading now = read(user.thread, user.id);
+    sum.cpu_ns += now.cpu_ns - user.at_entry.cpu_ns;
+    sum.queued_ns += now.queued_ns - user.at_entry.queued_ns;
+  }
+
   mutable std::mutex mutex_;
-  std::vector<std::pair<pthread_t, int64_t>> inside_;  // thread, its CPU time at entry
-  int64_t past_ns_ = 0;
+  std::vector<User> inside_;
+  Reading past_;
 };
 
 struct Device::State {
@@ -333,9 +367,17 @@ int64_t Device::capacity_bytes() const {
 }
 
 double Device::busy_seconds() const {
-  const int64_t busy_ns = state_->stream ? state_->gpu_busy_ns.load()
-                                         : state_->worker->cpu_time_ns() + state_->users.total_ns();
+  const int64_t busy_ns = state_->stream
+                              ? state_->gpu_busy_ns.load()
+                              : state_->worker->cpu_time_ns() + state_->users.total().cpu_ns;
   return static_cast<double>(busy_ns) * 1e-9;
+}
+
+std::optional<double> Device::queued_seconds() const {
+  if (state_->stream) return std::nullopt;
+  const auto of_worker = state_->worker->queued_ns();
+  if (!of_worker) return std::nullopt;
+  return static_cast<double>(*of_worker + state_->users.total().queued_ns) * 1e-9;
 }
 
 Traffic Device::traffic() const {
@@ -425,17 +467,17 @@ UseDevice::UseDevice(Device& device) {
   auto& state = *device.state_;
   saved_ = std::make_unique<Saved>(device, state.stream);
   saved_->pool = exchange_current_pool(nullptr);
-  if (saved_->before != nullptr) saved_->before->state_->users.leave(pthread_self());
+  if (saved_->before != nullptr) saved_->before->state_->users.leave();
   state.enter_thread(device);
-  state.users.enter(pthread_self());
+  state.users.enter();
 }
 
 UseDevice::~UseDevice() {
   if (!saved_) return;
-  saved_->now.state_->users.leave(pthread_self());
+  saved_->now.state_->users.leave();
   device_of_thread = saved_->before;
   if (saved_->before != nullptr && !saved_->before->on_worker()) {
-    saved_->before->state_->users.enter(pthread_self());
+    saved_->before->state_->users.enter();
   }
   exchange_current_pool(saved_->pool);
   at::set_num_threads(saved_->threads);

@@ -6,8 +6,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <utility>
 
+#include "base/fault.hpp"
 #include "device/capture.hpp"
 #include "device/parameter_map.hpp"
 #include "lockstep/clock.hpp"
@@ -18,6 +20,17 @@ namespace {
 // A single rank has nothing to average, unless the user's hook does something else with gradients.
 bool averages(const Communicator& comm, const DdpOptions& options) {
   return comm.size() > 1 || options.hook;
+}
+
+// What `lockstep run --inject` asks for.
+void inject_faults(const Communicator& comm, const torch::Tensor& gradients) {
+  FaultInjector& faults = FaultInjector::of_process();
+  if (faults.take(FaultKind::kNan)) {
+    gradients.view(-1).narrow(0, 0, 1).fill_(std::numeric_limits<double>::quiet_NaN());
+  }
+  if (faults.take(FaultKind::kMismatch)) {
+    comm.all_reduce(torch::zeros({1}), ReduceOp::kSum, {.label = "injected mismatch"});
+  }
 }
 
 // If the parameters in use change from step to step, so does the order in which they are ready.
@@ -178,6 +191,7 @@ void Reducer::begin_backward() {
   // See Note [Nested backward]. Outputs of a user's own type cannot be watched.
   if (!end_is_queued_) at_end_of_backward([this] { end_backward(); });
   if (!backward_decision_) return;
+  FaultInjector::of_process().begin_backward();
   stats_.backward_started_ns = monotonic_ns();
   in_flight_.begin_step();
   if (!passive()) {
@@ -221,6 +235,7 @@ void Reducer::launch_ready_buckets() {
 
 void Reducer::launch(size_t bucket, double weight) {
   const PlannedBucket& plan = buckets_->plan(bucket);
+  inject_faults(comm_, buckets_->bucket(bucket).gradients);
   nonfinite_.look(*buckets_, bucket);
   in_flight_.launch(buckets_->bucket(bucket), plan.bytes(),
                     static_cast<int64_t>(plan.gradients.size()), weight);

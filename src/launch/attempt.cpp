@@ -14,6 +14,8 @@
 
 #include "base/process.hpp"
 #include "base/running_clock.hpp"
+#include "base/stack.hpp"
+#include "launch/crash_bundle.hpp"
 #include "launch/flags.hpp"
 #include "lockstep/clock.hpp"
 
@@ -30,6 +32,8 @@ constexpr int64_t kSettleForCulpritNs = 200 * kMillisecond;
 constexpr int64_t kSettleForEndingCulpritNs = 3'000 * kMillisecond;
 // A rank that ended well may be missed in a rendezvous that the others have yet to start.
 constexpr int64_t kLookForWaitingNs = 50 * kMillisecond;
+constexpr int64_t kStragglerNs = 1'000 * kMillisecond;
+constexpr int64_t kStackNs = 300 * kMillisecond;  // for all ranks to write their stacks
 constexpr int64_t kKillNs = 2'000 * kMillisecond;
 constexpr int64_t kListenNs = 2'000 * kMillisecond;
 constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
@@ -61,6 +65,11 @@ std::string message_in_error_file(const std::string& path) {
   if (message.is_string()) return message.get<std::string>();
   if (!message.is_object() || !message.contains("message")) return "";
   return message["message"].is_string() ? message["message"].get<std::string>() : "";
+}
+
+std::string read_text(const std::string& path) {
+  std::ifstream file(path);
+  return {std::istreambuf_iterator<char>(file), {}};
 }
 
 // Where a rank leaves its error for its launcher.
@@ -96,8 +105,8 @@ void set_torchrun_variables(const LaunchPlan& plan, const AttemptEnvironment& en
 void set_lockstep_variables(const LaunchPlan& plan, const AttemptEnvironment& environment,
                             EnvironmentMap& variables) {
   // These may be inherited from an outer launcher.
-  for (const char* name :
-       {"LOCKSTEP_STORE", "LOCKSTEP_TOKEN", "LOCKSTEP_TIMEOUT_S", "LOCKSTEP_BACKEND"}) {
+  for (const char* name : {"LOCKSTEP_STORE", "LOCKSTEP_TOKEN", "LOCKSTEP_TIMEOUT_S",
+                           "LOCKSTEP_BACKEND", "LOCKSTEP_INJECT", "LOCKSTEP_STACK_FILE"}) {
     variables.erase(name);
   }
   variables["LOCKSTEP_RUN"] = plan.run_name;
@@ -105,6 +114,7 @@ void set_lockstep_variables(const LaunchPlan& plan, const AttemptEnvironment& en
   variables["LOCKSTEP_BOARD"] = environment.board;
   variables["LOCKSTEP_HOST_CORES"] = format_number_list(plan.host_cores);
   if (plan.timeout_s) variables["LOCKSTEP_TIMEOUT_S"] = fmt::format("{}", *plan.timeout_s);
+  if (!plan.faults.empty()) variables["LOCKSTEP_INJECT"] = format_faults(plan.faults);
   if (!plan.backend.empty()) variables["LOCKSTEP_BACKEND"] = plan.backend;
   if (!environment.layout.store.empty()) variables["LOCKSTEP_STORE"] = environment.layout.store;
   if (!environment.token.empty()) variables["LOCKSTEP_TOKEN"] = environment.token;
@@ -122,6 +132,8 @@ std::vector<std::string> worker_environment(const LaunchPlan& plan,
   }
   set_torchrun_variables(plan, environment, local_rank, variables);
   set_lockstep_variables(plan, environment, variables);
+  variables["LOCKSTEP_STACK_FILE"] =
+      stack_file_of(environment.logs, environment.layout.first_rank() + local_rank);
   variables["OMP_NUM_THREADS"] = std::to_string(plan.threads);
   // Python buffers output to a pipe, too; programs of lockstep flush lines themselves.
   variables.try_emplace("PYTHONUNBUFFERED", "1");
@@ -187,6 +199,7 @@ void Attempt::wait() {
 // -1 if only an event can change anything.
 int Attempt::wait_ms() const {
   int64_t left = kForever;
+  if (state_ == State::kRunning && group_.size() > 1) left = kStragglerNs;
   if (state_ == State::kRunning && look_for_waiting_) left = kLookForWaitingNs;
   if (state_ == State::kSettling) left = 10 * kMillisecond;
   if (state_ == State::kStopping || state_ == State::kKilling) {
@@ -269,6 +282,7 @@ void Attempt::advance(int64_t now_ns) {
     case State::kRunning:
       if (!any_bad_) {
         if (!all_ended()) {
+          look_for_straggler(now_ns);
           if (order_ > 0) look_for_early_leaver();
           return;
         }
@@ -313,6 +327,7 @@ void Attempt::finish_stopping(int64_t now_ns) {
 void Attempt::decide() {
   views_ = look_at_ranks();
   root_cause_ = find_root_cause(views_, oom_.happened());
+  ask_for_stacks();
   if (root_cause_->cause != Cause::kRemote) report_root_cause();
   stop(SIGTERM);
 }
@@ -322,6 +337,45 @@ void Attempt::report_root_cause() {
   context_.link->report_failure({context_.environment.layout.node_rank, root_cause_->rank,
                                  root_cause_->exit_code, failure_line(*root_cause_, views_, {}),
                                  !may_change(*root_cause_, views_)});
+}
+
+// While ranks that answer are alive: after a stall their stacks tell who waits where.
+void Attempt::ask_for_stacks() const {
+  switch (root_cause_->cause) {
+    case Cause::kMissing:
+    case Cause::kLate:
+    case Cause::kDisagreement:
+    case Cause::kRemote:
+      break;
+    default:
+      return;  // the culprit's end explains itself
+  }
+  std::vector<std::string> awaited;
+  for (const RankView& view : views_) {
+    if (view.end || view.state == 'T' || !writes_stack(view.pid)) continue;
+    ::kill(view.pid, stack_signal());
+    awaited.push_back(stack_file_of(context_.environment.logs, view.rank));
+  }
+  const int64_t deadline_ns = monotonic_ns() + kStackNs;
+  const auto unwritten = [](const std::string& path) {
+    return !read_text(path).ends_with("end\n");
+  };
+  while (monotonic_ns() < deadline_ns && std::any_of(awaited.begin(), awaited.end(), unwritten)) {
+    ::poll(nullptr, 0, 5);
+  }
+}
+
+void Attempt::look_for_straggler(int64_t now_ns) {
+  if (group_.size() < 2 || now_ns < next_look_ns_) return;
+  next_look_ns_ = now_ns + kStragglerNs;
+  std::vector<RankStatus> ranks;
+  for (const RankView& view : look_at_ranks()) {
+    if (view.end) return;
+    ranks.push_back(view.board);
+    ranks.back().rank = view.rank;
+  }
+  const auto found = stragglers_.look(ranks);
+  if (found && !context_.plan.quiet) context_.console.message("lockstep: " + describe(*found));
 }
 
 // Otherwise nobody would end badly before the whole timeout has passed.
@@ -340,6 +394,7 @@ void Attempt::judge_if_accused() {
   if (worker < 0 || worker >= group_.size()) return;
   views_ = look_at_ranks();
   root_cause_ = find_cause_in_rank(views_, remote_->rank, oom_.happened());
+  ask_for_stacks();
 }
 
 void Attempt::stop(int signal) {
@@ -423,8 +478,16 @@ AttemptResult Attempt::failed() {
     facts.error_message =
         message_in_error_file(error_file(context_.environment.logs, root_cause_->rank));
     facts.last_errors = output_.last_errors(worker);
+    facts.stack =
+        functions_in_stack(read_text(stack_file_of(context_.environment.logs, root_cause_->rank)));
   }
   result.line = failure_line(*root_cause_, views_, facts);
+  facts.bundle =
+      write_crash_bundle({.plan = context_.plan,
+                          .environment = context_.environment,
+                          .board = context_.board,
+                          .ranks = remote ? look_at_ranks() : views_,
+                          .failure = failure_error(*root_cause_, views_, facts).block()});
   result.failure = failure_error(*root_cause_, views_, facts);
   return result;
 }

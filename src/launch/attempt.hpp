@@ -9,6 +9,7 @@
 #include "launch/rendezvous.hpp"
 #include "launch/root_cause.hpp"
 #include "launch/signals.hpp"
+#include "launch/straggler.hpp"
 #include "launch/supervisor.hpp"
 #include "lockstep/detail/board.hpp"
 
@@ -85,6 +86,8 @@ class Attempt {
   void decide();
   void report_root_cause();
   void look_for_early_leaver();
+  void look_for_straggler(int64_t now_ns);
+  void ask_for_stacks() const;
   void judge_if_accused();
   void finish_stopping(int64_t now_ns);
   void stop(int signal);
@@ -111,6 +114,8 @@ class Attempt {
   std::optional<RootCause> root_cause_;
   std::vector<RankView> views_;  // when the root cause was found
   std::optional<RemoteFailure> remote_;
+  StragglerWatch stragglers_;
+  int64_t next_look_ns_ = 0;  // for stragglers
 };
 
 }  // namespace lockstep

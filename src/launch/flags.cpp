@@ -57,6 +57,8 @@ constexpr std::array kFlags = {
     FlagInfo{"grace", "", "SECONDS", "from SIGTERM to SIGKILL (default: 5)", kFailures, ""},
     FlagInfo{"max-restarts", "", "N", "restart all ranks at most N times (default: 0)", kFailures,
              "PET_MAX_RESTARTS"},
+    FlagInfo{"inject", "", "FAULT@rank=R,step=S",
+             "provoke kill, stop, exit, slow, nan, mismatch or netcut in a rank", kFailures, ""},
     FlagInfo{
         "signals-to-handle", "", "LIST",
         "signals to pass on to the ranks (default: SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1,SIGUSR2)",

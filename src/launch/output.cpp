@@ -36,11 +36,6 @@ void make_folder(const std::string& path) {
               "name another one with --log-dir, or set TMPDIR");
 }
 
-// <folder>/rank2.out or .err.
-std::string log_file(const std::string& attempt_folder, int rank, Stream stream) {
-  return fmt::format("{}/rank{}.{}", attempt_folder, rank, stream == Stream::kOut ? "out" : "err");
-}
-
 // Long enough for a failing rank's last lines and its exit to arrive together: Python with libtorch
 // takes half a second to exit.
 constexpr int64_t kHoldNs = 1'000'000'000;
@@ -201,6 +196,10 @@ OutputRouter::OutputRouter(Console& console, const ConsolePlan& plan, std::strin
       folder_(std::move(folder)),
       ranks_(ranks),
       buffer_(kReadBytes) {}
+
+std::string log_file(const std::string& attempt_folder, int rank, Stream stream) {
+  return fmt::format("{}/rank{}.{}", attempt_folder, rank, stream == Stream::kOut ? "out" : "err");
+}
 
 OutputRouter::~OutputRouter() {
   for (const Pipe& pipe : pipes_) {

@@ -103,6 +103,9 @@ class LogFolder {
 /// and its own.
 int files_for_ranks(int ranks);
 
+/// <folder>/rank2.out or .err.
+std::string log_file(const std::string& attempt_folder, int rank, Stream stream);
+
 /// The write ends of one rank's two pipes; the router keeps the read ends.
 struct OutputEnds {
   int output = -1;

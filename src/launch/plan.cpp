@@ -397,6 +397,25 @@ void plan_signals(PlanReader& reader, LaunchPlan& plan) {
   reader.add_fact("signals passed on to the ranks", passed_on.empty() ? "none" : passed_on, source);
 }
 
+void check_faults(const LaunchPlan& plan, const Setting& setting) {
+  const int hosts = plan.nnodes;
+  for (const Fault& fault : plan.faults) {
+    if (hosts == 1 && fault.rank >= plan.local_world_size) {
+      PlanReader::fail(setting, fmt::format("names rank {}", fault.rank),
+                       fmt::format("there are ranks 0 to {}", plan.local_world_size - 1));
+    }
+    const bool between_ranks = fault.kind == FaultKind::kNan || fault.kind == FaultKind::kMismatch;
+    if (between_ranks && hosts == 1 && plan.local_world_size == 1) {
+      PlanReader::fail(setting, "needs gradients that ranks average",
+                       "start two ranks or more: -n 2");
+    }
+    if (fault.kind == FaultKind::kNetcut && hosts == 1 && plan.backend != "gloo") {
+      PlanReader::fail(setting, "cuts connections that ranks of one host do not have",
+                       "add --backend gloo, or use several hosts");
+    }
+  }
+}
+
 void plan_failures(PlanReader& reader, LaunchPlan& plan) {
   if (const Setting* timeout = reader.find("timeout")) {
     plan.timeout_s = reader.seconds("timeout", "longest wait for a rank", 0);
@@ -405,6 +424,11 @@ void plan_failures(PlanReader& reader, LaunchPlan& plan) {
   plan.grace_s = reader.seconds("grace", "from SIGTERM to SIGKILL", 5);
   plan.max_restarts = reader.whole("max-restarts", "restarts", 0, 0, 1'000'000);
   plan_signals(reader, plan);
+  if (const Setting* faults = reader.find("inject")) {
+    plan.faults = parse_faults(faults->text);
+    check_faults(plan, *faults);
+    reader.add_fact("faults provoked", format_faults(plan.faults), faults->source);
+  }
 }
 
 bool is_python(const std::string& word) {

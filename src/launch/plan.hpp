@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "base/fault.hpp"
 #include "launch/flags.hpp"
 #include "lockstep/device_plan.hpp"
 
@@ -63,7 +64,8 @@ struct LaunchPlan {
   std::optional<double> timeout_s;
   double grace_s = 5;
   int max_restarts = 0;
-  std::vector<int> signals;  ///< handled by the launcher; see SignalWatch
+  std::vector<int> signals;   ///< handled by the launcher; see SignalWatch
+  std::vector<Fault> faults;  ///< provoked in the first attempt
 
   ConsolePlan console;
   std::string log_folder;  ///< of this run, with one subfolder per attempt

@@ -385,6 +385,10 @@ Error failure_error(const RootCause& root_cause, const std::vector<RankView>& vi
                                 facts.host, root->pid, facts.program));
     const std::string position = position_of(root->board, facts.now_ns);
     if (!position.empty()) notes.push_back("it was at " + position);
+    if (!facts.stack.empty()) {
+      notes.push_back(
+          one_line(fmt::format("its stack, innermost first: {}", fmt::join(facts.stack, " < "))));
+    }
   }
   if (root_cause.cause == Cause::kDisagreement) {
     add_other_sides(*root, views, notes);
@@ -398,13 +402,14 @@ Error failure_error(const RootCause& root_cause, const std::vector<RankView>& vi
   const char* label = root_cause.cause == Cause::kDisagreement ? "" : "victims: ";
   if (!victims.empty()) notes.push_back(label + victims);
   const Code code = code_of(root_cause, root);
+  const char* bundle = facts.bundle.empty() ? "" : ", and crash.json";
   if (root == nullptr) {
-    notes.push_back("logs of this host's ranks: " + facts.logs);
+    notes.push_back(fmt::format("logs of this host's ranks{}: {}", bundle, facts.logs));
     return {code, message_of(root_cause, root, facts),
             fmt::format("read the logs on that host; `lockstep explain {}`", code_name(code)),
             notes};
   }
-  notes.push_back("logs of all ranks: " + facts.logs);
+  notes.push_back(fmt::format("logs of all ranks{}: {}", bundle, facts.logs));
   return {code, message_of(root_cause, root, facts),
           fmt::format("tail {}/rank{}.*; `lockstep explain {}`", facts.logs, root_cause.rank,
                       code_name(code)),

@@ -85,6 +85,8 @@ struct FailureFacts {
   std::string logs;                      ///< folder of this attempt
   std::string error_message;             ///< from the culprit's error file; "" if there is none
   std::vector<std::string> last_errors;  ///< the culprit's last lines that the console did not show
+  std::vector<std::string> stack;        ///< functions that the culprit is in, innermost first
+  std::string bundle;                    ///< path of the crash bundle; "" if there is none
   std::string remote;                    ///< what another host said about its rank; "" or one line
   int64_t now_ns = 0;
 };

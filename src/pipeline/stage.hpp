@@ -75,7 +75,10 @@ class Stage {
   }
 
   /// Of the last step, if two of its micro-batches were compared.
-  std::optional<LossComparison> take_comparison() { return std::exchange(comparison_, {}); }
+  std::optional<LossComparison> take_comparison() {
+    compared_ = {};  // a first micro-batch without a second
+    return std::exchange(comparison_, {});
+  }
 
  private:
   struct Held {

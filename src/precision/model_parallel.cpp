@@ -89,23 +89,27 @@ torch::Tensor ModelParallelGroup::sum(std::vector<torch::Tensor> parts) const {
 // The ranks of the axes that were summed over now have the same total, which must count once. They
 // recognise each other by the smallest rank among them. Some stages of a pipeline may be divided
 // over a tensor axis and others not; a second round reaches the ranks that the first did not. All
-// of it stays on the device, so that a step can be captured.
+// of it stays on the device, so that an optimizer's own clipping can be captured.
 torch::Tensor ModelParallelGroup::count_replicas(torch::Device device) const {
   const int own = others_->world_ranks()[static_cast<size_t>(others_->rank())];
   const auto smallest = torch::full({1}, own, torch::TensorOptions(torch::kFloat64).device(device));
   for (int round = 0; round < 2; ++round) {
-    for (const auto& axis : tensor_axes_) axis.comm.all_reduce(smallest, ReduceOp::kMin);
-    if (pipeline_) pipeline_->all_reduce(smallest, ReduceOp::kMin);
+    for (const Communicator* axis : divided_over()) axis->all_reduce(smallest, ReduceOp::kMin);
   }
   const auto all = torch::empty({others_->size()}, smallest.options());
   others_->all_gather(all, smallest, {.label = "ranks that share a norm"});
   return all.eq(smallest).sum();
 }
 
+std::vector<const Communicator*> ModelParallelGroup::divided_over() const {
+  std::vector<const Communicator*> axes;
+  for (const auto& axis : tensor_axes_) axes.push_back(&axis.comm);
+  if (pipeline_) axes.push_back(&*pipeline_);
+  return axes;
+}
+
 std::vector<const Communicator*> ModelParallelGroup::communicators() const {
-  std::vector<const Communicator*> all;
-  for (const auto& axis : tensor_axes_) all.push_back(&axis.comm);
-  if (pipeline_) all.push_back(&*pipeline_);
+  auto all = divided_over();
   if (others_) all.push_back(&*others_);
   return all;
 }

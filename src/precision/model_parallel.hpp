@@ -55,7 +55,8 @@ class ModelParallelGroup {
 
   size_t find_axis(const Communicator& axis);
   torch::Tensor count_replicas(torch::Device device) const;
-  std::vector<const Communicator*> communicators() const;
+  std::vector<const Communicator*> divided_over() const;   // the axes that lockstep knows
+  std::vector<const Communicator*> communicators() const;  // these, and others_
 
   std::vector<TensorAxis> tensor_axes_;
   std::unordered_map<const c10::TensorImpl*, size_t> part_;  // of slices

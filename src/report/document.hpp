@@ -2,6 +2,7 @@
 
 #include <ctime>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -10,15 +11,21 @@
 
 namespace lockstep {
 
-/// One fact about the run's environment: "host cpu", "AMD EPYC".
+/// One fact about the run's environment or its training: "host cpu", "AMD EPYC".
 struct Fact {
   std::string name;
   std::string value;
 };
 
+/// The author's own words, in the little Markdown that a report shows: paragraphs, and items of a
+/// list, which start with "- ". Blocks are separated by blank lines.
+using Words = std::string;
+
 struct Question {
   std::string question;
   std::string answer;
+  std::string number = {};  ///< "2.1", by which notes refer to it; may be empty
+  Words notes = {};         ///< the author's, shown apart from the measured answer
 };
 
 /// Tables come first, then figures, then questions.
@@ -27,6 +34,7 @@ struct Section {
   std::vector<Table> tables = {};
   std::vector<Figure> figures = {};
   std::vector<Question> questions = {};
+  Words notes = {};  ///< the author's, at the end of the section
 };
 
 /// A file beside the report.
@@ -35,14 +43,25 @@ struct RecordLink {
   std::string path;  ///< relative to the report's folder
 };
 
+/// Source code that was run.
+struct Listing {
+  std::string name;  ///< of its file: "homework2_combined.cpp"
+  std::string text;
+};
+
 /// A report, independent of its format.
 struct Document {
   std::string title = {};
   std::time_t date = 0;
-  std::string command = {};      ///< the command line that made it
-  std::vector<Fact> facts = {};  ///< host and versions
+  std::string command = {};        ///< the command line that made it
+  std::vector<Fact> facts = {};    ///< host and versions
+  std::string author = {};         ///< who hands it in; may be empty
+  std::vector<Fact> trained = {};  ///< what was trained; empty: the report does not say
+  std::string warning = {};        ///< why the figures cannot be relied on; may be empty
+  Words notes = {};                ///< the author's, before everything else
   std::vector<Section> sections = {};
   std::vector<RecordLink> records = {};
+  std::vector<Listing> code = {};  ///< each is also written to code/<name>
 };
 
 /// "2026-01-02 03:04 UTC".
@@ -54,19 +73,49 @@ std::vector<Figure> all_figures(const Document& document);
 /// Which figures stand side by side, as rows of one or two indices.
 std::vector<std::vector<size_t>> figure_rows(const std::vector<Figure>& figures);
 
+/// A question with its number: "2.1 Is device 0 more loaded?".
+std::string numbered(const Question& question);
+
+/// A block of the author's words: a paragraph, or an item of a list.
+struct WordBlock {
+  std::string text;
+  bool item = false;
+};
+
+/// The blocks of some words; line breaks inside of a block become spaces.
+std::vector<WordBlock> blocks_of(const Words& words);
+
+/// The lines of a listing, with tabs as spaces.
+std::vector<std::string> lines_of(std::string_view text);
+
+/// What stands above the author's words: "Notes by Ada".
+std::string notes_label(const std::string& author);
+
 /// A relative path, percent-encoded for a link.
 std::string encode_link(std::string_view path);
 
 /// Markdown that links to figure-1.svg, figure-2.svg …, which must be written beside it.
 std::string render_markdown(const Document& document);
 
-/// A self-contained page: it includes its styles and figures and has no script.
+/// A self-contained page: it includes its styles, its figures, and a script that zooms timelines.
+/// Without scripts it shows the same figures.
 std::string render_html(const Document& document);
 
 /// A PDF of A4 pages. The same document gives the same bytes.
 std::string render_pdf(const Document& document);
 
-/// Writes report.md with its figures, report.html and report.pdf into a folder that exists.
+/// A file of a report: its path relative to the report's folder, and its bytes.
+struct ReportFile {
+  std::string path;
+  std::string bytes;
+};
+
+/// report.html, report.pdf, report.md with its figures, and code/*.
+std::vector<ReportFile> report_files(const Document& document);
+
+/// Writes the files into a folder that exists. Nothing of the folder changes if one of them
+/// cannot be rendered, and each file is replaced at once. An Error names the file that failed.
 void write_report(const Document& document, const std::string& folder);
+void write_files(const std::vector<ReportFile>& files, const std::string& folder);
 
 }  // namespace lockstep

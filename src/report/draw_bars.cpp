@@ -143,8 +143,9 @@ class CategoryLabels {
 class BarTexts {
  public:
   // Each text has `room`. If they do not fit, the letters become smaller; then the unit, if all
-  // share it, is left to the axis; then nothing is written.
-  BarTexts(const BarChart& chart, double room, double font_size) : unit_(chart.unit) {
+  // share it, is left to the axis; then texts stand upright, no longer than `most_height`.
+  BarTexts(const BarChart& chart, double room, double most_height, double font_size)
+      : unit_(chart.unit) {
     std::vector<std::string> texts;
     for (size_t category = 0; category < chart.categories.size(); ++category) {
       if (chart.stacked) texts.push_back(of(stack_total(chart, category)));
@@ -161,15 +162,35 @@ class BarTexts {
       for (const double size : {font_size * 0.92, font_size * 0.82}) {
         if (widest * size > room) continue;
         font_.size = size;
+        height_ = font_size * 1.3;
         return;
       }
     }
-    font_.size = 0;
+    bare_ = share_unit(texts);
+    upright_ = true;
+    font_.size = font_size * 0.82;
+    double longest = 0;
+    for (const auto& text : texts) {
+      longest = std::max(longest, text_width(bare_ ? number_of(text) : text, font_));
+    }
+    height_ = longest + font_.size * 0.7;
+    if (font_.size > room || height_ > most_height) font_.size = height_ = 0;
   }
+
+  // The height that the texts take above or below their bars.
+  double height() const { return height_; }
 
   void write(Canvas& canvas, Point at, double value, bool below = false) const {
     const std::string text = bare_ ? number_of(of(value)) : of(value);
     if (font_.size == 0 || text.empty()) return;
+    if (upright_) {
+      canvas.text({at.x + font_.size * 0.36, at.y + font_.size * (below ? 0.35 : -0.35)}, text,
+                  {.font = font_,
+                   .colour = {Role::kInk},
+                   .anchor = below ? Anchor::kEnd : Anchor::kStart,
+                   .rotation = -90});
+      return;
+    }
     const double y = below ? at.y + font_.size * 1.1 : at.y - font_.size * 0.35;
     canvas.text({at.x, y}, text,
                 {.font = font_, .colour = {Role::kInk}, .anchor = Anchor::kMiddle});
@@ -194,7 +215,9 @@ class BarTexts {
 
   Unit unit_;
   Font font_;
+  double height_ = 0;
   bool bare_ = false;
+  bool upright_ = false;
 };
 
 void draw_grouped(Canvas& canvas, const BarChart& chart, const Axis& axis,
@@ -285,14 +308,17 @@ void draw_bars(Canvas& canvas, const BarChart& chart, const Box& box, double fon
   const double left = labels_width(axis, font);
   const double slot = (rest.width - left) / static_cast<double>(chart.categories.size());
   const CategoryLabels labels(chart, font, slot, rest.height);
-  const double above = font_size * 1.3;  // for a value above a bar that reaches the top
-  const double hanging = extent.low < 0 ? font_size * 1.3 : 0;  // for a value below a bar
-  const Box plot{rest.x + left, rest.y + above, rest.width - left,
-                 std::max(1.0, rest.height - above - hanging - labels.room())};
-  const BarPositions positions = position_bars(chart, plot, font_size);
-  draw_value_axis(canvas, axis, plot, font);
+  Box plot{rest.x + left, rest.y, rest.width - left, 0};
+  BarPositions positions = position_bars(chart, plot, font_size);
   const double room = chart.stacked ? slot * 0.95 : positions.width + positions.between * 0.5;
-  const BarTexts texts(chart, room, font_size);
+  const BarTexts texts(chart, room, rest.height * 0.3, font_size);
+  // Room for a value above a bar that reaches the top, and below one that hangs.
+  const double above = std::max(texts.height(), font_size * 0.6);
+  const double hanging = extent.low < 0 ? texts.height() : 0;
+  plot.y += above;
+  plot.height = std::max(1.0, rest.height - above - hanging - labels.room());
+  positions.plot = plot;
+  draw_value_axis(canvas, axis, plot, font);
   if (chart.stacked) {
     draw_stacks(canvas, chart, axis, positions, texts, font_size);
   } else {

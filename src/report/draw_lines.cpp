@@ -161,9 +161,13 @@ class Plane {
     const double above = position(data.x, data.y + data.deviation).y - font.size * 0.55;
     const double below = position(data.x, data.y - data.deviation).y + font.size * 1.3;
     const double aside = width / 2 + font.size * 0.5;
-    const std::array positions = {Point{x, above},         Point{x, below},
-                                  Point{x - aside, above}, Point{x + aside, below},
-                                  Point{x + aside, above}, Point{x - aside, below}};
+    const double beside = position(data.x, data.y).y + font.size * 0.36;
+    const double further = font.size * 1.1;
+    const std::array positions = {Point{x, above},           Point{x, below},
+                                  Point{x - aside, above},   Point{x + aside, below},
+                                  Point{x + aside, above},   Point{x - aside, below},
+                                  Point{x + aside, beside},  Point{x - aside, beside},
+                                  Point{x, above - further}, Point{x, below + further}};
     for (const bool strict : {true, false}) {  // better over a line than not at all
       for (const Point& at : positions) {
         const double left = std::clamp(at.x - width / 2, plot_.x, plot_.right() - width);

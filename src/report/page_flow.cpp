@@ -13,6 +13,10 @@ double lead_of(size_t lines) {
   return static_cast<double>(lines == 3 ? 3 : std::min<size_t>(lines, 2));
 }
 
+constexpr double kAfterFloat = 12;
+constexpr size_t kLeastRows = 3;      // of a table on one page
+constexpr double kMostNotes = 60;     // of a table's notes, below its last row
+constexpr double kWholeTable = 0.2;  // of a page; a lower table is not divided
 constexpr double kLargestFont = 7.8;
 constexpr double kSmallestFont = 6.4;
 constexpr double kLeastGap = 9;
@@ -84,10 +88,36 @@ std::vector<double> share_room(const Table& table, const std::vector<Need>& need
 void Flow::new_page() {
   pages_.emplace_back();
   y_ = body_.y;
+  draw_waiting();
 }
 
 void Flow::need(double height) {
-  if (!fits(height) && !at_top()) new_page();
+  while (!fits(height) && !at_top()) new_page();
+}
+
+void Flow::draw_waiting() {
+  while (!waiting_.empty() && (at_top() || fits(waiting_.front().height))) {
+    const Waiting block = std::move(waiting_.front());
+    waiting_.pop_front();
+    block.draw(*this);
+    y_ += kAfterFloat;
+  }
+}
+
+void Flow::float_block(double height, double before, Draw draw) {
+  if (waiting_.empty() && (at_top() || fits(before + height))) {
+    space(before);
+    draw(*this);
+  } else {
+    waiting_.push_back({height, std::move(draw)});
+  }
+}
+
+void Flow::flush_floats() {
+  if (waiting_.empty()) return;
+  space(kAfterFloat);
+  draw_waiting();
+  while (!waiting_.empty()) new_page();
 }
 
 void Flow::space(double height) {
@@ -126,7 +156,8 @@ double lead_height(const std::string& text, const Setting& setting, double width
 PageTable::PageTable(const Table& table, size_t number, double width, double page_height)
     : table_(table),
       title_(fmt::format("Table {}. {}", number, table.title())),
-      page_width_(width) {
+      page_width_(width),
+      page_height_(page_height) {
   choose_widths(width);
   std::vector<std::string> headers;
   for (const auto& column : table.columns()) headers.push_back(column.header);
@@ -205,17 +236,33 @@ void PageTable::add_row(const std::vector<std::string>& texts, double most_heigh
   }
 }
 
-double PageTable::lead_height() const {
-  double height = set_height(title_, kTableTitle, page_width_) + 2 + header_.height;
-  for (size_t i = 0; i < std::min<size_t>(2, rows_.size()); ++i) height += rows_[i].height;
+double PageTable::notes_height() const {
+  double height = 4;
+  for (const auto& note : table_.notes()) height += set_height(note, kNote, page_width_);
   return height;
 }
 
 double PageTable::height() const {
   double height = set_height(title_, kTableTitle, page_width_) + 2 + header_.height;
   for (const auto& row : rows_) height += row.height;
-  for (const auto& note : table_.notes()) height += set_height(note, kNote, page_width_);
-  return height + 4;
+  return height + notes_height();
+}
+
+double PageTable::needed_before(size_t index) const {
+  const size_t left = rows_.size() - index;
+  // The last rows go together, and so do the first ones.
+  const size_t together = index == 0 || left == kLeastRows ? std::min(left, kLeastRows) : 1;
+  double height = 0;
+  for (size_t i = index; i < index + together; ++i) height += rows_[i].height;
+  if (height > page_height_ / 2) return rows_[index].height;
+  return index + together == rows_.size() ? height + std::min(notes_height(), kMostNotes) : height;
+}
+
+double PageTable::lead_height() const {
+  const double title = set_height(title_, kTableTitle, page_width_) + 2 + header_.height;
+  const bool whole = height() < kWholeTable * page_height_ || rows_.size() < 2 * kLeastRows;
+  if (whole && height() < page_height_) return height();
+  return title + (rows_.empty() ? 0 : needed_before(0));
 }
 
 void PageTable::draw_row(Flow& flow, const Row& row, const Font& font, bool at_bottom) const {
@@ -249,8 +296,7 @@ void PageTable::draw_header(Flow& flow) const {
 }
 
 void PageTable::draw(Flow& flow) const {
-  // A table of up to a third of a page is moved to the next page rather than divided.
-  flow.need(height() < flow.page_height() / 3 ? height() : lead_height());
+  flow.need(lead_height());
   flow.paragraph(title_, kTableTitle);
   flow.advance(2);
   flow.need(header_.height + (rows_.empty() ? 0 : rows_.front().height));
@@ -260,9 +306,9 @@ void PageTable::draw(Flow& flow) const {
       flow.page().line({flow.left(), flow.y()}, {flow.left() + right_edge(), flow.y()},
                        {.colour = colour, .width = thickness});
     };
-    if (!flow.fits(rows_[i].height)) {
+    if (i > 0 && !flow.fits(needed_before(i))) {
       rule(kLightRule, {});
-      flow.need(rows_[i].height);
+      flow.need(needed_before(i) + header_.height);
       draw_header(flow);
     } else if (i > 0) {
       rule(kHairline, {Role::kGrid});

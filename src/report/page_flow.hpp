@@ -1,5 +1,7 @@
 #pragma once
 
+#include <deque>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -15,9 +17,12 @@ struct Setting {
   Colour colour;
 };
 
-/// Fills pages from top to bottom.
+/// Fills pages from top to bottom. A block that floats and does not fit any more goes to the top of
+/// the next page, and what follows fills this one.
 class Flow {
  public:
+  using Draw = std::function<void(Flow&)>;
+
   explicit Flow(const Box& body) : body_(body) { new_page(); }
 
   Drawing& page() { return pages_.back(); }
@@ -26,6 +31,7 @@ class Flow {
   double width() const { return body_.width; }
   double page_height() const { return body_.height; }
   bool at_top() const { return y_ <= body_.y; }
+  double rest() const { return body_.bottom() - y_; }  ///< height that is left on the page
   bool fits(double height) const { return y_ + height <= body_.bottom() + 1e-6; }
 
   /// Starts a new page if less than this is left, unless the page is empty.
@@ -42,15 +48,29 @@ class Flow {
   /// Writes a paragraph. No line of it stands alone at the top or bottom of a page.
   void paragraph(const std::string& text, const Setting& setting);
 
+  /// Draws a block that needs `height`, now or at the top of a later page. Blocks keep their order.
+  /// `before` is the space above it.
+  void float_block(double height, double before, Draw draw);
+
+  /// Draws the blocks that wait for a page.
+  void flush_floats();
+
   void rule(double thickness, Colour colour);
 
   std::vector<Drawing> take() { return std::move(pages_); }
 
  private:
+  struct Waiting {
+    double height;
+    Draw draw;
+  };
+
   void new_page();
+  void draw_waiting();
 
   Box body_;
   double y_ = 0;
+  std::deque<Waiting> waiting_;
   std::vector<Drawing> pages_;
 };
 
@@ -65,10 +85,9 @@ class PageTable {
  public:
   PageTable(const Table& table, size_t number, double width, double page_height);
 
-  /// The height of what must stay together: title, header and the first rows.
+  /// The height of what must stay together: title, header and the first rows, or all of a short
+  /// table.
   double lead_height() const;
-
-  double height() const;
 
   void draw(Flow& flow) const;
 
@@ -88,10 +107,17 @@ class PageTable {
   void draw_row(Flow& flow, const Row& row, const Font& font, bool at_bottom) const;
   void draw_header(Flow& flow) const;
   double right_edge() const;
+  double height() const;
+  double notes_height() const;
+
+  /// The height that must be left before row `index`, so that no part of a table is shorter than
+  /// three rows and its notes stand below a row.
+  double needed_before(size_t index) const;
 
   const Table& table_;
   std::string title_;
   double page_width_;
+  double page_height_;
   double font_size_ = 0;
   std::vector<double> lefts_;   // [column], from the left edge of the page
   std::vector<double> widths_;  // [column]

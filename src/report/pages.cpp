@@ -1,16 +1,9 @@
 #include "report/pages.hpp"
 
-#include <cairo/cairo-pdf.h>
-#include <fmt/chrono.h>
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
-#include <numbers>
 
-#include "base/utf8.hpp"
-#include "lockstep/error.hpp"
-#include "report/cairo.hpp"
 #include "report/draw_chart.hpp"
 #include "report/page_flow.hpp"
 
@@ -21,6 +14,10 @@ constexpr Setting kPageTitle{{.size = 15, .bold = true}, 19, {}};
 constexpr Setting kHeading{{.size = 11.5, .bold = true}, 15, {}};
 constexpr Setting kQuestion{{.size = 8.7, .bold = true}, 12.2, {}};
 constexpr Setting kText{{.size = 8.7}, 12.2, {}};
+constexpr Setting kAuthor{{.size = 10}, 15, {}};
+constexpr Setting kBoxTitle{{.size = 8.2, .bold = true}, 12, {}};
+constexpr Setting kOwnLabel{{.size = 7.2}, 10.4, {Role::kMuted}};
+constexpr Setting kCode{{.size = 6.6, .mono = true}, 8.6, {}};
 constexpr Setting kCaption{{.size = 7.2}, 9.8, {Role::kMuted}};
 constexpr Setting kFact{{.size = 7.4}, 10.4, {}};
 constexpr Setting kFactName{{.size = 7.4}, 10.4, {Role::kMuted}};
@@ -29,6 +26,8 @@ constexpr double kChartFont = 7.2;
 constexpr double kBetweenCharts = 20;
 constexpr double kBetweenBlocks = 12;
 constexpr double kBeforeHeading = 16;
+constexpr double kOwnIndent = 10;   // of the author's words, right of their bar
+constexpr double kLeastChart = 0.7;  // of a chart's height, to fill the rest of a page
 
 // One line of a fact, so that a long value can continue on the next page.
 struct FactLine {
@@ -45,9 +44,9 @@ std::vector<FactLine> fact_lines(const Fact& fact, const Setting& setting, doubl
 }
 
 // The width of the column of names.
-double names_width(const Document& document) {
+double names_width(const std::vector<Fact>& facts) {
   double widest = text_width("command", kFactName.font);
-  for (const auto& fact : document.facts) {
+  for (const auto& fact : facts) {
     widest = std::max(widest, text_width(fact.name, kFactName.font));
   }
   return std::min(widest, 90.0) + 9;
@@ -62,24 +61,27 @@ void draw_fact_line(Flow& flow, const FactLine& line, double left, double names,
                    {.font = setting.font, .colour = setting.colour});
 }
 
-// Draws the command over the whole width and below it date and facts in two columns.
-void draw_stamp(Flow& flow, const Document& document) {
-  const double names = names_width(document);
-  const double column = (flow.width() - kBetweenCharts) / 2;
-  flow.rule(0.4, {Role::kMuted});
-  flow.advance(4);
-  if (!document.command.empty()) {
-    const Fact command{"command", document.command};
-    for (const auto& line : fact_lines(command, kCommand, flow.width() - names)) {
-      flow.need(kCommand.leading);
-      draw_fact_line(flow, line, flow.left(), names, kCommand);
-      flow.advance(kCommand.leading);
-    }
+// Draws a fact over the whole width.
+void draw_long_fact(Flow& flow, const Fact& fact, double names, const Setting& setting) {
+  for (const auto& line : fact_lines(fact, setting, flow.width() - names)) {
+    flow.need(setting.leading);
+    draw_fact_line(flow, line, flow.left(), names, setting);
+    flow.advance(setting.leading);
   }
-  std::vector<FactLine> lines =
-      fact_lines({"date", format_date(document.date)}, kFact, column - names);
-  for (const auto& fact : document.facts) {
-    for (auto& line : fact_lines(fact, kFact, column - names)) lines.push_back(std::move(line));
+}
+
+// Draws facts in two columns, and below them those that would need several lines there.
+void draw_facts(Flow& flow, const std::vector<Fact>& facts, double names) {
+  const double column = (flow.width() - kBetweenCharts) / 2;
+  std::vector<FactLine> lines;
+  std::vector<Fact> long_facts;
+  for (const auto& fact : facts) {
+    auto own = fact_lines(fact, kFact, column - names);
+    if (own.size() > 2) {
+      long_facts.push_back(fact);
+    } else {
+      for (auto& line : own) lines.push_back(std::move(line));
+    }
   }
   size_t half = (lines.size() + 1) / 2;
   while (half < lines.size() && lines[half].name.empty()) ++half;  // keeps each fact in one column
@@ -91,8 +93,55 @@ void draw_stamp(Flow& flow, const Document& document) {
     }
     flow.advance(kFact.leading);
   }
+  for (const auto& fact : long_facts) draw_long_fact(flow, fact, names, kFact);
+}
+
+void draw_stamp(Flow& flow, const Document& document) {
+  std::vector<Fact> facts = {{"date", format_date(document.date)}};
+  facts.insert(facts.end(), document.facts.begin(), document.facts.end());
+  const double names = names_width(facts);
+  flow.rule(0.4, {Role::kMuted});
+  flow.advance(4);
+  if (!document.command.empty()) {
+    draw_long_fact(flow, {"command", document.command}, names, kCommand);
+  }
+  draw_facts(flow, facts, names);
   flow.advance(5);
   flow.rule(0.4, {Role::kMuted});
+}
+
+void draw_trained(Flow& flow, const std::vector<Fact>& trained) {
+  if (trained.empty()) return;
+  flow.advance(5);
+  flow.need(kBoxTitle.leading + 2 * kFact.leading);
+  flow.paragraph("What was trained", kBoxTitle);
+  draw_facts(flow, trained, names_width(trained));
+  flow.advance(5);
+  flow.rule(0.4, {Role::kMuted});
+}
+
+// Draws the author's words beside a bar, apart from what was measured.
+void draw_words(Flow& flow, const Words& words, const std::string& author) {
+  const auto blocks = blocks_of(words);
+  if (blocks.empty()) return;
+  const auto barred = [&](const std::string& text, const Setting& setting, double indent) {
+    for (const auto& line : wrap_lines(text, setting.font, flow.width() - indent)) {
+      flow.need(setting.leading);
+      flow.page().rectangle({flow.left(), flow.y(), 2, setting.leading}, {Role::kPalette, 0});
+      flow.line(line, setting, indent);
+    }
+  };
+  flow.space(4);
+  flow.need(kOwnLabel.leading + 2 * kText.leading);
+  barred(notes_label(author), kOwnLabel, kOwnIndent);
+  for (const auto& block : blocks) {
+    if (block.item) {
+      barred("• " + block.text, kText, kOwnIndent + 6);
+    } else {
+      barred(block.text, kText, kOwnIndent);
+    }
+  }
+  flow.space(3);
 }
 
 // One figure or two side by side, with captions.
@@ -105,6 +154,7 @@ class FigureRow {
     for (size_t i = 0; i < indices_.size(); ++i) {
       const Figure& figure = section_.figures[indices_[i]];
       chart_height_ = std::max(chart_height_, chart_height(figure.chart, column_, kChartFont));
+      timeline_ = timeline_ || std::holds_alternative<Timeline>(figure.chart);
       captions_.push_back(
           wrap_lines(fmt::format("Figure {}. {}", first_number + indices_[i], figure.caption),
                      kCaption.font, column_));
@@ -113,12 +163,16 @@ class FigureRow {
     }
   }
 
-  double height() const {
-    return chart_height_ + 4 + static_cast<double>(caption_lines_) * kCaption.leading;
+  double height() const { return chart_height_ + caption_height(); }
+
+  /// Charts become lower to fill the rest of a page. A timeline's rows do not.
+  double least_height() const {
+    return chart_height_ * (timeline_ ? 1 : kLeastChart) + caption_height();
   }
 
-  void draw(Flow& flow) const {
-    flow.need(height());
+  /// Draws into what is left of the page, where the least height fits.
+  void draw(Flow& flow) {
+    chart_height_ = std::min(chart_height_, flow.rest() - caption_height());
     for (size_t i = 0; i < indices_.size(); ++i) {
       const double x = flow.left() + static_cast<double>(i) * (column_ + kBetweenCharts);
       draw_chart(flow.page(), section_.figures[indices_[i]].chart,
@@ -135,16 +189,21 @@ class FigureRow {
  private:
   static constexpr size_t kMostCaptionLines = 16;  // so that a figure with its caption fits a page
 
+  double caption_height() const {
+    return 4 + static_cast<double>(caption_lines_) * kCaption.leading;
+  }
+
   const Section& section_;
   std::vector<size_t> indices_;
   double column_ = 0;
   double chart_height_ = 0;
+  bool timeline_ = false;
   std::vector<std::vector<std::string>> captions_;  // [figure][line]
   size_t caption_lines_ = 0;
 };
 
 double question_lead(const Question& question, double width) {
-  return set_height(question.question, kQuestion, width) +
+  return set_height(numbered(question), kQuestion, width) +
          lead_height(question.answer, kText, width);
 }
 
@@ -158,17 +217,18 @@ struct Numbers {
 double section_lead(const Section& section, const Numbers& numbers, const Flow& flow) {
   if (!section.tables.empty()) {
     const PageTable table(section.tables.front(), numbers.table, flow.width(), flow.page_height());
-    const bool moved_whole = table.height() < flow.page_height() / 3;
-    return moved_whole ? table.height() : table.lead_height();
+    return table.lead_height();
   }
   if (!section.figures.empty()) {
     return FigureRow(section, figure_rows(section.figures).front(), numbers.figure, flow.width())
-        .height();
+        .least_height();
   }
   return section.questions.empty() ? 0 : question_lead(section.questions.front(), flow.width());
 }
 
-void draw_section(Flow& flow, const Section& section, Numbers& numbers) {
+void draw_section(Flow& flow, const Section& section, Numbers& numbers, const std::string& author) {
+  // A heading stands above its own figure, not above one of an earlier section.
+  if (section.tables.empty() && !section.figures.empty()) flow.flush_floats();
   if (!section.heading.empty()) {
     flow.space(kBeforeHeading);
     const double heading = set_height(section.heading, kHeading, flow.width()) + 4;
@@ -185,17 +245,56 @@ void draw_section(Flow& flow, const Section& section, Numbers& numbers) {
     space(kBetweenBlocks);
     PageTable(table, numbers.table++, flow.width(), flow.page_height()).draw(flow);
   }
-  for (const auto& row : figure_rows(section.figures)) {
-    space(kBetweenBlocks);
-    FigureRow(section, row, numbers.figure, flow.width()).draw(flow);
+  for (const auto& indices : figure_rows(section.figures)) {
+    FigureRow row(section, indices, numbers.figure, flow.width());
+    const double least = row.least_height();
+    flow.float_block(least, first ? 0 : kBetweenBlocks,
+                     [row = std::move(row)](Flow& page) mutable { row.draw(page); });
+    first = false;
   }
   numbers.figure += section.figures.size();
   for (const auto& question : section.questions) {
     space(7);
     flow.need(question_lead(question, flow.width()));
-    flow.paragraph(question.question, kQuestion);
+    flow.paragraph(numbered(question), kQuestion);
     flow.paragraph(question.answer, kText);
+    draw_words(flow, question.notes, author);
   }
+  draw_words(flow, section.notes, author);
+}
+
+// Numbered lines. A long line goes on below, without a number.
+void draw_listing(Flow& flow, const Listing& listing) {
+  const auto lines = lines_of(listing.text);
+  const double numbers = text_width(std::to_string(lines.size()), kCode.font);
+  const double indent = numbers + 8;
+  flow.space(kBetweenBlocks);
+  flow.need(kQuestion.leading + 4 * kCode.leading);
+  flow.paragraph(listing.name, kQuestion);
+  flow.advance(2);
+  for (size_t i = 0; i < lines.size(); ++i) {
+    bool first = true;
+    for (const auto& part : fold_line(lines[i], kCode.font, flow.width() - indent)) {
+      flow.need(kCode.leading);
+      if (first) {
+        const double baseline =
+            flow.y() + (kCode.leading - kCode.font.size) / 2 + kAscent * kCode.font.size;
+        flow.page().text(
+            {flow.left() + numbers, baseline}, std::to_string(i + 1),
+            {.font = kCode.font, .colour = {Role::kMuted}, .anchor = Anchor::kEnd});
+      }
+      first = false;
+      flow.line(part, kCode, indent);
+    }
+  }
+}
+
+void draw_code(Flow& flow, const std::vector<Listing>& code) {
+  if (code.empty()) return;
+  flow.space(kBeforeHeading);
+  flow.need(kHeading.leading + kBetweenBlocks + kQuestion.leading + 6 * kCode.leading);
+  flow.paragraph("Code", kHeading);
+  for (const auto& listing : code) draw_listing(flow, listing);
 }
 
 void draw_records(Flow& flow, const Document& document) {
@@ -206,7 +305,8 @@ void draw_records(Flow& flow, const Document& document) {
   }
   flow.space(kBeforeHeading);
   flow.paragraph(
-      fmt::format("Everything above is made from {} record{}, kept beside this file: {}.",
+      fmt::format("Everything measured above is made from {} record{} in the folder records beside "
+                  "this file: {}.",
                   document.records.size(), document.records.size() > 1 ? "s" : "", names),
       kCaption);
 }
@@ -224,170 +324,33 @@ void draw_foot(Drawing& page, const std::string& title, size_t number, size_t co
             {.font = font, .colour = {Role::kMuted}, .anchor = Anchor::kEnd});
 }
 
-uint32_t rgb_of(Colour colour) {
-  switch (colour.role) {
-    case Role::kInk:
-      return 0x15181C;
-    case Role::kMuted:
-      return 0x5A626B;
-    case Role::kGrid:
-      return 0xD5DADF;
-    case Role::kPaper:
-      return 0xFFFFFF;
-    case Role::kPalette:
-      return kPalette.at(palette_index(colour.index));
-    case Role::kOnPalette:
-      break;
-  }
-  return palette_index(colour.index) == 0 ? 0xFFFFFF : 0x111111;
-}
-
-// Draws with Cairo in the colours of print.
-class CairoCanvas final : public Canvas {
- public:
-  // The context must outlive the canvas.
-  explicit CairoCanvas(cairo_t* context) : context_(context) {}
-
-  void segments(std::span<const Segment> lines, const Stroke& stroke) override;
-  void polyline(std::span<const Point> points, const Stroke& stroke) override;
-  void polygon(std::span<const Point> corners, Colour fill) override;
-  void rectangle(const Box& box, Colour fill) override;
-  void circle(Point centre, double radius, Colour fill) override;
-  void text(Point at, std::string_view utf8, const TextStyle& style) override;
-
- private:
-  void set_colour(Colour colour);
-  void stroke_path(const Stroke& stroke);
-
-  cairo_t* context_;
-};
-
-void CairoCanvas::set_colour(Colour colour) {
-  const uint32_t rgb = rgb_of(colour);
-  const auto part = [rgb](unsigned shift) {
-    return static_cast<double>(rgb >> shift & 0xFFU) / 255;
-  };
-  cairo_set_source_rgb(context_, part(16), part(8), part(0));
-}
-
-void CairoCanvas::stroke_path(const Stroke& stroke) {
-  set_colour(stroke.colour);
-  const double w = stroke.width;
-  const std::array dashed = {4 * w, 2.5 * w};
-  const std::array dotted = {1.2 * w, 1.8 * w};
-  const std::array dash_dot = {5 * w, 2 * w, 1.2 * w, 2 * w};
-  std::span<const double> dashes;
-  if (stroke.dash == Dash::kDashed) dashes = dashed;
-  if (stroke.dash == Dash::kDotted) dashes = dotted;
-  if (stroke.dash == Dash::kDashDot) dashes = dash_dot;
-  cairo_set_dash(context_, dashes.data(), static_cast<int>(dashes.size()), 0);
-  cairo_set_line_width(context_, w);
-  cairo_stroke(context_);
-}
-
-void CairoCanvas::segments(std::span<const Segment> lines, const Stroke& stroke) {
-  for (const auto& [from, to] : lines) {
-    cairo_move_to(context_, from.x, from.y);
-    cairo_line_to(context_, to.x, to.y);
-  }
-  stroke_path(stroke);
-}
-
-void CairoCanvas::polyline(std::span<const Point> points, const Stroke& stroke) {
-  for (const auto& [x, y] : points) cairo_line_to(context_, x, y);
-  stroke_path(stroke);
-}
-
-void CairoCanvas::polygon(std::span<const Point> corners, Colour fill) {
-  for (const auto& [x, y] : corners) cairo_line_to(context_, x, y);
-  cairo_close_path(context_);
-  set_colour(fill);
-  cairo_fill(context_);
-}
-
-void CairoCanvas::rectangle(const Box& box, Colour fill) {
-  cairo_rectangle(context_, box.x, box.y, box.width, box.height);
-  set_colour(fill);
-  cairo_fill(context_);
-}
-
-void CairoCanvas::circle(Point centre, double radius, Colour fill) {
-  cairo_new_sub_path(context_);
-  cairo_arc(context_, centre.x, centre.y, radius, 0, 2 * std::numbers::pi);
-  set_colour(fill);
-  cairo_fill(context_);
-}
-
-void CairoCanvas::text(Point at, std::string_view utf8, const TextStyle& style) {
-  const std::string clean = clean_text(utf8);
-  const double width = text_width(clean, style.font);
-  double left = 0;
-  if (style.anchor == Anchor::kMiddle) left = -width / 2;
-  if (style.anchor == Anchor::kEnd) left = -width;
-  select_font(context_, style.font);
-  set_colour(style.colour);
-  cairo_save(context_);
-  cairo_translate(context_, at.x, at.y);
-  cairo_rotate(context_, style.rotation * std::numbers::pi / 180);
-  cairo_move_to(context_, left, 0);
-  cairo_show_text(context_, clean.c_str());
-  cairo_restore(context_);
-  cairo_new_path(context_);
-}
-
-cairo_status_t append_bytes(void* bytes, const unsigned char* data, unsigned int length) {
-  static_cast<std::string*>(bytes)->append(reinterpret_cast<const char*>(data), length);
-  return CAIRO_STATUS_SUCCESS;
-}
-
-void check_cairo(cairo_status_t status) {
-  if (status == CAIRO_STATUS_SUCCESS) return;
-  throw Error(Code::kFileWrite,
-              fmt::format("cannot make the PDF: Cairo says {}", cairo_status_to_string(status)),
-              "apt-get install fonts-dejavu-core");
-}
-
 }  // namespace
 
 std::vector<Drawing> lay_out_pages(const Document& document) {
   require_font();
   Flow flow(kBody);
   flow.paragraph(document.title, kPageTitle);
+  if (!document.author.empty()) flow.paragraph(document.author, kAuthor);
   flow.advance(6);
   draw_stamp(flow, document);
+  draw_trained(flow, document.trained);
+  if (!document.warning.empty()) {
+    flow.space(8);
+    flow.paragraph(document.warning, kQuestion);
+  }
+  draw_words(flow, document.notes, document.author);
   Numbers numbers;
-  for (const auto& section : document.sections) draw_section(flow, section, numbers);
+  for (const auto& section : document.sections) {
+    draw_section(flow, section, numbers, document.author);
+  }
+  flow.flush_floats();
   draw_records(flow, document);
+  draw_code(flow, document.code);
   std::vector<Drawing> pages = flow.take();
   for (size_t i = 0; i < pages.size(); ++i) {
     draw_foot(pages[i], document.title, i + 1, pages.size());
   }
   return pages;
-}
-
-std::string render_pdf(const Document& document) {
-  const auto pages = lay_out_pages(document);
-  std::string bytes;
-  const CairoSurface surface(
-      cairo_pdf_surface_create_for_stream(append_bytes, &bytes, kPageWidth, kPageHeight));
-  check_cairo(cairo_surface_status(surface.get()));
-  const std::string title = clean_text(document.title);
-  cairo_pdf_surface_set_metadata(surface.get(), CAIRO_PDF_METADATA_TITLE, title.c_str());
-  cairo_pdf_surface_set_metadata(surface.get(), CAIRO_PDF_METADATA_CREATOR, "lockstep");
-  const std::string date = fmt::format("{:%Y-%m-%dT%H:%M:%S}Z", fmt::gmtime(document.date));
-  cairo_pdf_surface_set_metadata(surface.get(), CAIRO_PDF_METADATA_CREATE_DATE, date.c_str());
-  {
-    const CairoContext context(cairo_create(surface.get()));
-    CairoCanvas canvas(context.get());
-    for (const auto& page : pages) {
-      page.replay(canvas);
-      cairo_show_page(context.get());
-    }
-    check_cairo(cairo_status(context.get()));
-  }
-  cairo_surface_finish(surface.get());
-  check_cairo(cairo_surface_status(surface.get()));
-  return bytes;
 }
 
 }  // namespace lockstep

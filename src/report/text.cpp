@@ -120,6 +120,19 @@ std::vector<std::string> wrap_lines(std::string_view text, const Font& font, dou
   return lines;
 }
 
+std::vector<std::string> fold_line(std::string_view line, const Font& font, double width) {
+  std::string rest = clean_text(line);
+  std::vector<std::string> parts;
+  while (text_width(rest, font) > width) {
+    const size_t bytes = bytes_that_fit(rest, font, width);
+    if (bytes == rest.size()) break;
+    parts.push_back(rest.substr(0, bytes));
+    rest.erase(0, bytes);
+  }
+  parts.push_back(std::move(rest));
+  return parts;
+}
+
 std::string fit_text(std::string_view text, const Font& font, double width) {
   const std::string clean = clean_text(text);
   width += font.size * 1e-3;  // a text must fit the width that was measured for it

@@ -29,6 +29,9 @@ double text_width(std::string_view utf8, const Font& font);
 /// Breaks a text between words into lines no wider than `width`, and longer words too. Never empty.
 std::vector<std::string> wrap_lines(std::string_view text, const Font& font, double width);
 
+/// Breaks a line of code between any two characters, and keeps its spaces. Never empty.
+std::vector<std::string> fold_line(std::string_view line, const Font& font, double width);
+
 /// The text, or as much of its start as fits, followed by "…"; empty if not even that fits.
 std::string fit_text(std::string_view text, const Font& font, double width);
 

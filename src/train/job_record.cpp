@@ -18,17 +18,17 @@ namespace {
 void send_text(const Communicator& comm, std::string text, int to) {
   const auto bytes = torch::from_blob(text.data(), {static_cast<int64_t>(text.size())},
                                       torch::TensorOptions(torch::kUInt8));
-  comm.send(torch::tensor({bytes.numel()}, torch::kInt64), to, {.label = "size of a report"});
-  comm.send(bytes, to, {.label = "report"});
+  comm.send(torch::tensor({bytes.numel()}, torch::kInt64), to, {.label = "size of a text"});
+  comm.send(bytes, to, {.label = "text"});
 }
 
 std::string receive_text(const Communicator& comm, int from) {
   const auto size = torch::zeros({1}, torch::kInt64);
-  comm.recv(size, from, {.label = "size of a report"});
+  comm.recv(size, from, {.label = "size of a text"});
   std::string text(static_cast<size_t>(size.item<int64_t>()), '\0');
   comm.recv(torch::from_blob(text.data(), {static_cast<int64_t>(text.size())},
                              torch::TensorOptions(torch::kUInt8)),
-            from, {.label = "report"});
+            from, {.label = "text"});
   return text;
 }
 
@@ -97,6 +97,7 @@ void save_record(const RunMeter& meter, const World& world, RunRecord about) {
     ranks.push_back(
         {record_from_json(value.at("record")), value.at("step_ms").get<std::vector<double>>()});
   }
+  world.comm().barrier({.label = "records"});  // no rank leaves before all records have arrived
   if (world.rank() == 0) write_where_told(job_record(ranks));
 }
 
@@ -133,7 +134,6 @@ std::vector<std::string> gather_texts(const Communicator& comm, std::string mine
   } else {
     send_text(comm, std::move(mine), 0);
   }
-  comm.barrier({.label = "reports"});  // no rank leaves before all reports have arrived
   return texts;
 }
 

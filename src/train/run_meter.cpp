@@ -7,6 +7,7 @@
 #include <exception>
 #include <numeric>
 
+#include "base/fault.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
 
@@ -64,7 +65,7 @@ RunMeter::~RunMeter() {
 }
 
 RunMeter::Reading RunMeter::read(const Device& device) const {
-  return {device.busy_seconds(), device.traffic()};
+  return {device.busy_seconds(), device.queued_seconds(), device.traffic()};
 }
 
 RunMeter::SyncReading RunMeter::read_sync() const {
@@ -79,6 +80,7 @@ RunMeter::SyncReading RunMeter::read_sync() const {
 }
 
 void RunMeter::begin_step() {
+  FaultInjector::of_process().begin_step(static_cast<int64_t>(losses_.size()) + 1);
   devices_.synchronize();
   if (static_cast<int64_t>(losses_.size()) == warmup_steps_) {
     for (size_t i = 0; i < devices_.size(); ++i) devices_[i].reset_peak_memory();
@@ -110,6 +112,10 @@ void RunMeter::end_step(const torch::Tensor& loss) {
 void RunMeter::count_step(const std::vector<Reading>& now, const SyncReading& sync_now) {
   for (size_t i = 0; i < devices_.size(); ++i) {
     timed_[i].busy_seconds += now[i].busy_seconds - at_begin_[i].busy_seconds;
+    if (now[i].queued_seconds && at_begin_[i].queued_seconds) {
+      timed_[i].queued_seconds = timed_[i].queued_seconds.value_or(0) + *now[i].queued_seconds -
+                                 *at_begin_[i].queued_seconds;
+    }
     add(timed_[i].traffic, now[i].traffic - at_begin_[i].traffic);
   }
   sync_timed_.all_reduces += sync_now.all_reduces - sync_at_begin_.all_reduces;
@@ -178,6 +184,10 @@ void RunMeter::fill_devices(RunRecord& record, double timed_seconds) const {
       if (i == 0) add(traffic, sync_timed_.traffic);
       device.busy_fraction =
           timed_seconds > 0 ? std::min(1.0, timed_[i].busy_seconds / timed_seconds) : 0;
+      if (timed_[i].queued_seconds && timed_seconds > 0) {
+        device.queued_fraction =
+            std::clamp(*timed_[i].queued_seconds / timed_seconds, 0.0, 1 - device.busy_fraction);
+      }
       device.sent_bytes_per_step = traffic.sent_bytes / timed_steps;
       device.received_bytes_per_step = traffic.received_bytes / timed_steps;
     }

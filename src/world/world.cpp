@@ -14,6 +14,7 @@
 
 #include "base/process.hpp"
 #include "base/running_clock.hpp"
+#include "base/stack.hpp"
 #include "comm/backend.hpp"
 #include "lockstep/detail/board.hpp"
 #include "lockstep/error.hpp"
@@ -333,6 +334,7 @@ World World::from_env(const WorldOptions& options) {
   const auto slots = choose_slots(options, environment);
   auto state = std::make_unique<State>(State{environment, Devices(slots), {}, nullptr, {}});
   if (!environment.board.empty()) {
+    write_stack_on_request();
     state->page = BoardPage::attach(environment.board, environment.local_rank);
     state->page->start(program_invocation_short_name);
   }

@@ -15,7 +15,7 @@
 #include "lockstep/grad_scaler.hpp"
 #include "support.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::captured_step_errors_test {
 namespace {
 
 // Trains with a step that does `bad` while it is captured, and continues after the error.
@@ -186,4 +186,4 @@ TEST_F(CudaCapture, RefusesDataParallelInside) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::captured_step_errors_test

@@ -11,7 +11,7 @@
 #include "lockstep/distributed_data_parallel.hpp"
 #include "lockstep/optim.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::captured_step_ranks_test {
 namespace {
 
 struct DdpRun {
@@ -111,4 +111,4 @@ TEST_F(CudaCapture, OneRankIsOneGraphAlsoOnTheDefaultStream) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::captured_step_ranks_test

@@ -15,7 +15,7 @@
 #include "lockstep/master_weights.hpp"
 #include "lockstep/optim.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::captured_step_test {
 namespace {
 
 TEST_F(CudaCapture, SgdTrainsAsItDoesWithout) {
@@ -232,4 +232,4 @@ TEST_F(CudaCapture, TheDevicesAccountHoldsWhatTheGraphsHold) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::captured_step_test

@@ -12,7 +12,7 @@
 #include "lockstep/mesh.hpp"
 #include "lockstep/world.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::communicator_cuda_test {
 namespace {
 
 using CudaCommunicator = GpuTest;
@@ -257,4 +257,4 @@ TEST_F(CudaCommunicator, GpuBackendsThatCannotBeAreRefused) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::communicator_cuda_test

@@ -12,7 +12,7 @@
 #include "lockstep/schedule.hpp"
 #include "lockstep/tensor_parallel.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::communicator_training_cuda_test {
 namespace {
 
 using CudaCommunicator = GpuTest;
@@ -286,4 +286,4 @@ TEST_F(CudaCommunicator, LayersDividedOverRanksGiveTheWholeOnesResult) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::communicator_training_cuda_test

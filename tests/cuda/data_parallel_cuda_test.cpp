@@ -9,7 +9,7 @@
 #include "lockstep/device.hpp"
 #include "tensor_support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::data_parallel_cuda_test {
 namespace {
 
 using Cuda = test::GpuTest;
@@ -169,4 +169,4 @@ TEST_F(Cuda, AFailingReplicaIsNamed) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::data_parallel_cuda_test

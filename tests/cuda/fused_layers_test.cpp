@@ -13,7 +13,7 @@
 #include "lockstep/fused_layers.hpp"
 #include "tensor_support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::fused_layers_test {
 namespace {
 
 using torch::Tensor;
@@ -425,4 +425,4 @@ TEST_P(FusedLayersCuda, CapturedInAGraphTheyGiveTheSameBits) {
 #endif
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::fused_layers_test

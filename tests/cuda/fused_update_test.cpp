@@ -22,7 +22,7 @@
 #include "optim_support.hpp"
 #include "tensor_support.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::fused_update_test {
 namespace {
 
 using FusedUpdate = GpuTest;
@@ -423,6 +423,6 @@ TEST_F(FusedUpdate, AFirstStepInsideACaptureIsRefused) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::fused_update_test
 
 #endif

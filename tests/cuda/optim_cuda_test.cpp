@@ -12,7 +12,7 @@
 #include "tensor_support.hpp"
 #include "torch_compat.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::optim_cuda_test {
 namespace {
 
 using OptimCuda = GpuTest;
@@ -193,4 +193,4 @@ TEST_F(OptimCuda, OneOptimizerForCpuAndGpuIsRefused) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::optim_cuda_test

@@ -14,7 +14,7 @@
 #include "lockstep/schedule.hpp"
 #include "tensor_support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::pipeline_cuda_test {
 namespace {
 
 constexpr int64_t kWidth = 64;
@@ -281,4 +281,4 @@ TEST_F(CudaPipeline, RanksWithTheirOwnStagesTrainAsTheCpu) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::pipeline_cuda_test

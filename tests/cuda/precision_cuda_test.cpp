@@ -18,7 +18,7 @@
 #include "master_weights_support.hpp"
 #include "tensor_support.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::precision_cuda_test {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
@@ -301,4 +301,4 @@ TEST_F(MasterWeightsCuda, TrainsAsAutocastDoes) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::precision_cuda_test

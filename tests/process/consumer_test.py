@@ -95,6 +95,19 @@ class Installed(Scratch):
     def test_a_program_of_another_project_trains(self):
         self.assertIn("step 9: loss", self.done(run(self.program)))
 
+    def test_a_program_of_the_course_builds_elsewhere(self):
+        """practical10_hybrid, which needs all of the course's helpers, as `lockstep new` copies it."""
+        examples = {path.name for path in (self.prefix / "share" / "lockstep" / "examples").iterdir()}
+        self.assertEqual(examples, {path.name for path in (REPO / "examples").glob("*.cpp")})
+        self.done(run(self.lockstep, "new", "mine", "--template", "pipeline", cwd=self.folder))
+        project = self.folder / "mine"
+        self.assertIn(f'"{self.prefix}', (project / "CMakePresets.json").read_text(encoding="utf-8"))
+        self.done(run(CMAKE, "--preset", "default", "-G", "Ninja", "-DCMAKE_BUILD_TYPE=None", cwd=project))
+        self.done(run(CMAKE, "--build", project / "build"))
+        trained = self.done(run(project / "build" / "mine", "--steps", "2", "--batch", "4", "--dim", "8", "--hidden", "8",
+                                "--micro-batches", "2"))
+        self.assertIn("mine", trained)
+
     def test_it_loads_gloo(self):
         self.need_gloo()
         self.assertIn("step 9: loss", self.done(run(self.lockstep, "run", "-n", "2", "--backend", "gloo", self.program)))

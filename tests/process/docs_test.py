@@ -7,14 +7,20 @@ import glob
 import json
 import os
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+import tempfile
 import unittest
 
 BIN, REPO = "", ""  # set by main
 
 # Made by a build or a run; a page may name them before they exist.
 GENERATED = ("build", "reports")
+
+# Pages whose C++ uses private headers.
+ABOUT_INTERNALS = ("docs/report.md",)
 
 
 def pages():
@@ -33,6 +39,66 @@ def texts():
 def fenced_blocks(text):
     """(language, body) of every fenced block."""
     return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def cpp_blocks():
+    """(page, line, body) of every C++ block of the pages; `line` is that of the body's first line."""
+    for page, text in texts():
+        for block in re.finditer(r"^```cpp\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            yield page, text[:block.start(1)].count("\n") + 1, block[1]
+
+
+def is_quoted(body):
+    return body.startswith(("// file: ", "// from: "))
+
+
+def steps_of(text):
+    """The programs of a page that begins with a complete one and changes it in `diff` blocks, one for each step."""
+    programs = []
+    for language, body in fenced_blocks(text):
+        if language == "cpp" and not programs:
+            programs.append(body)
+        elif language == "diff":
+            program = programs[-1]
+            for hunk in body.split("@@\n"):
+                lines = hunk.splitlines()
+                before = "".join(line[1:] + "\n" for line in lines if line[:1] != "+")
+                after = "".join(line[1:] + "\n" for line in lines if line[:1] != "-")
+                if program.count(before) != 1:
+                    raise AssertionError(f"these lines occur {program.count(before)} times in the step before:\n{before}")
+                program = program.replace(before, after)
+            programs.append(program)
+    return programs
+
+
+def code_alone(program):
+    """A program without comments and layout."""
+    return re.sub(r"\s+", " ", re.sub(r"//.*", "", program)).strip()
+
+
+def in_one_unit(programs, fragments):
+    """One translation unit: each program in a namespace of its own, each fragment in a function of its own.
+
+    programs and fragments: (page, line, body); the compiler reports errors by page and line."""
+    unit = [f'#include "{os.path.join(REPO, "tests", "process", "docs_prelude.hpp")}"\n']
+    for number, (page, line, body) in enumerate(programs):
+        body = re.sub(r"^#include", "//", body, flags=re.MULTILINE)
+        unit.append(f'namespace program_{number} {{\n#line {line} "{page}"\n{body}}}\n')
+    for number, (page, line, body) in enumerate(fragments):
+        unit.append(f'void fragment_{number}() {{\n#line {line} "{page}"\n{body}}}\n')
+    return "".join(unit)
+
+
+def compile_command(source):
+    """How this build compiles the course's programs, to check another source with; None if the build does not say."""
+    path = os.path.join(os.path.dirname(BIN), "compile_commands.json")
+    if not os.path.exists(path):
+        return None
+    with open(path, encoding="utf-8") as file:
+        known = {os.path.basename(entry["file"]): entry["command"] for entry in json.load(file)}
+    words = shlex.split(known["practical6_ddp.cpp"])
+    kept = words[:words.index("-o")]
+    return kept + ["-w", "-fsyntax-only", "-x", "c++", source]
 
 
 def prose(text):
@@ -79,8 +145,12 @@ def keys_in(value):
 
 class Docs(unittest.TestCase):
     def test_every_layer_has_its_page(self):
-        names = {"architecture", "base", "device", "parallel", "labs", "building", "performance"}
+        names = {"index", "architecture", "base", "device", "parallel", "labs", "building", "performance"}
         self.assertLessEqual({f"docs/{name}.md" for name in names}, set(pages()))
+
+    def test_the_index_lists_every_page(self):
+        listed = set(re.findall(r"\]\((\w+\.md)\)", read("docs/index.md")))
+        self.assertEqual({os.path.basename(page) for page in pages()} - {"README.md", "index.md"} - listed, set())
 
     def test_links_lead_somewhere(self):
         for page, text in texts():
@@ -113,10 +183,10 @@ class Docs(unittest.TestCase):
 
     def test_flags_of_the_programs(self):
         real = {flag for text in help_texts().values() for flag in flags_in(text)}
-        told = flags_in(read("docs/labs.md"))
-        self.assertEqual(told - real, set(), "docs/labs.md names flags that no program has")
-        in_tables = flags_in("\n".join(re.findall(r"^\|.*$", read("docs/labs.md"), re.MULTILINE)))
-        self.assertEqual(real - in_tables - {"--version"}, set(), "the tables of docs/labs.md leave flags out")
+        text = read("docs/labs.md") + read("docs/own_programs.md")
+        self.assertEqual(flags_in(text) - real - {"--install"}, set(), "a page names flags that no program has")
+        in_tables = flags_in("\n".join(re.findall(r"^\|.*$", text, re.MULTILINE)))
+        self.assertEqual(real - in_tables - {"--version"}, set(), "the tables of the pages leave flags out")
 
     def test_flags_of_the_scripts(self):
         real = {flag for name in ("quickstart", "test", "lint", "package") for flag in flags_in(read(f"scripts/{name}"))}
@@ -134,16 +204,69 @@ class Docs(unittest.TestCase):
         self.assertLessEqual(set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)), set(record))
 
     def test_quoted_files_are_the_files(self):
-        quoted = []
-        for page, text in texts():
-            for language, body in fenced_blocks(text):
-                first, _, rest = body.partition("\n")
-                if language != "cpp" or not first.startswith("// file: "):
-                    continue
+        for page, line, body in cpp_blocks():
+            first, _, rest = body.partition("\n")
+            if first.startswith("// file: "):
                 path = first.removeprefix("// file: ").strip()
-                quoted.append(path)
-                self.assertEqual(rest, read(path), f"{page} quotes {path}")
-        self.assertIn("examples/tutorial_distributed.cpp", quoted)
+                self.assertEqual(rest, read(path), f"{page}:{line} quotes {path}")
+
+    def test_quoted_lines_are_in_their_files(self):
+        quoted = set()
+        for page, line, body in cpp_blocks():
+            first, _, rest = body.partition("\n")
+            if first.startswith("// from: "):
+                path = first.removeprefix("// from: ").strip()
+                quoted.add(path)
+                self.assertIn("\n" + rest, "\n" + read(path), f"{page}:{line} quotes {path}")
+        self.assertLessEqual({"examples/tutorial_distributed.cpp", "examples/tutorial_training.cpp"}, quoted)
+
+    def test_steps_lead_to_the_tutorial(self):
+        steps = steps_of(read("docs/first_program.md"))
+        self.assertEqual(len(steps), 4)
+        self.assertEqual(code_alone(steps[-1]), code_alone(read("examples/tutorial_distributed.cpp")))
+
+    def test_snippets_compile(self):
+        """Every C++ block that is not quoted from a file of the tree, unless an ellipsis leaves something out."""
+        programs, fragments = [], []
+        for page, line, body in cpp_blocks():
+            if is_quoted(body) or "…" in body or "..." in body or page in ABOUT_INTERNALS:
+                continue
+            (programs if "int main(" in body else fragments).append((page, line, body))
+        programs += [("docs/first_program.md", 1, step) for step in steps_of(read("docs/first_program.md"))[1:]]
+        self.assertGreater(len(fragments), 20)
+        with tempfile.TemporaryDirectory() as folder:
+            source = os.path.join(folder, "pages.cpp")
+            with open(source, "w", encoding="utf-8") as file:
+                file.write(in_one_unit(programs, fragments))
+            command = compile_command(source)
+            if command is None:
+                self.skipTest("this build has no compile_commands.json")
+            result = subprocess.run(command, capture_output=True, text=True, cwd=os.path.dirname(BIN), timeout=300)
+        self.assertEqual(result.returncode, 0, result.stderr)
+
+    def test_every_header_is_in_the_group_of_a_layer(self):
+        for path in glob.glob(os.path.join(REPO, "include", "lockstep", "**", "*.hpp"), recursive=True):
+            command = [sys.executable, os.path.join("cmake", "doxygen_filter.py"), path]
+            result = subprocess.run(command, capture_output=True, text=True, cwd=REPO)
+            self.assertEqual(result.returncode, 0, f"{path}: {result.stderr}")
+            self.assertIn("@defgroup", result.stdout)
+
+    def test_doxygen_does_not_warn(self):
+        if shutil.which("doxygen") is None:
+            self.skipTest("doxygen is not installed")
+        with tempfile.TemporaryDirectory() as folder:
+            result = subprocess.run(["doxygen", "-"], input=f"@INCLUDE = Doxyfile\nOUTPUT_DIRECTORY = {folder}\n",
+                                    capture_output=True, text=True, cwd=REPO, timeout=300)
+            self.assertTrue(os.path.exists(os.path.join(folder, "html", "group__parallel.html")))
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+
+    def test_public_types_have_a_brief(self):
+        definition = re.compile(r"(.*)\n(?:(?:template|requires).*\n)*(?:struct|class|enum class) (\w+)\b[^;<\n]*\{")
+        without = []
+        for path in glob.glob(os.path.join(REPO, "include", "lockstep", "**", "*.hpp"), recursive=True):
+            path = os.path.relpath(path, REPO)
+            without += [f"{path}: {name}" for before, name in definition.findall(read(path)) if not before.startswith("///")]
+        self.assertEqual(without, [], "these types have no brief")
 
     def test_commands_exist(self):
         for page, text in texts():

@@ -46,7 +46,8 @@ TEST_F(LaunchFailure, AnExitCodeIsKept) {
   const JobResult result = rank_1_does("exit:3");
   EXPECT_EQ(result.exit_code, 3);
   expect_block(result, {"error[LS0015]: rank 1 ended with exit code 3", "rank 1 of 3 on ",
-                        "victims: ranks 0 and 2 stopped by lockstep", "logs of all ranks: "});
+                        "victims: ranks 0 and 2 stopped by lockstep",
+                        "logs of all ranks, and crash.json: "});
   EXPECT_TRUE(processes().empty());
   EXPECT_EQ(boards(), 0U);
   EXPECT_EQ(log_folders(), 1U) << "after a failure the logs stay";

@@ -22,13 +22,13 @@ namespace {
 const Arguments kModel = {"--steps",  "10", "--batch", "24", "--dim", "32",
                           "--hidden", "48", "--depth", "6",  "--lr",  "0.05"};
 
-// The program alone where `ranks` is 0, otherwise under `lockstep run`.
+// The program alone where `ranks` is 0, otherwise under `lockstep run`, whose console shows rank 0.
 ChildResult run_hybrid(int ranks, const Arguments& arguments) {
   const Arguments whole = join(kModel, arguments);
   if (ranks == 0) return run("practical10_hybrid", whole);
   const ScratchFolder logs;  // kept after failures: not in the user's folder
-  return run("lockstep", join({"run", "-n", std::to_string(ranks), "--ranks", "all", "--log-dir",
-                               logs.file("logs"), kBin + "practical10_hybrid"},
+  return run("lockstep", join({"run", "-n", std::to_string(ranks), "--log-dir", logs.file("logs"),
+                               kBin + "practical10_hybrid"},
                               whole));
 }
 
@@ -58,13 +58,13 @@ TEST_P(MicroBatches, EachGoesForwardAndBackwardThroughEachStageAndOneSynchronisa
     for (const std::string stage : {"0", "1"}) {
       const std::string device = stage == "0" ? rank : rank == "0" ? "2" : "3";
       const std::string head =
-          "step 1 | rank " + rank + " | stage " + stage + " on cpu:" + device + " | ";
+          "[Rank " + rank + "] step 1 | stage " + stage + " on cpu:" + device + " | ";
       EXPECT_EQ(count(result.output, head + "forward  | micro-batch "), number) << result.output;
       EXPECT_EQ(count(result.output, head + "backward | micro-batch "), number) << result.output;
       EXPECT_EQ(count(result.output, head + "synchronise | 1 all-reduce, "), 1U) << result.output;
     }
   }
-  EXPECT_EQ(count(result.output, "step 2 | rank"), 0U) << "--print-steps is 1";
+  EXPECT_EQ(count(result.output, "step 2 | stage"), 0U) << "--print-steps is 1";
   EXPECT_EQ(count(result.output, "Processes: 2 | "), 1U);
   EXPECT_EQ(count(result.output, "Micro-batches: " + std::to_string(number) + " of "), 1U);
   EXPECT_EQ(count(result.output, "Schedule: 1f1b"), 1U);
@@ -171,9 +171,9 @@ TEST(Practical10, OneProcessSynchronisesNothingAndSaysSo) {
   const ChildResult result = run_hybrid(0, {"--json", folder.file("record.json")});
   ASSERT_EQ(result.exit_code, 0) << result.errors;
   EXPECT_EQ(
-      count(result.output, "step 1 | rank 0 | no synchronisation: one process holds all rows"), 1U)
+      count(result.output, "[Rank 0] step 1 | no synchronisation: one process holds all rows"), 1U)
       << result.output;
-  EXPECT_EQ(count(result.output, "rank 1"), 0U);
+  EXPECT_EQ(count(result.output, "Rank 1]"), 0U);
   EXPECT_EQ(count(result.output, "synchronise |"), 0U);
   const RunRecord record = read_record(folder.file("record.json"));
   EXPECT_EQ(record.all_reduces.count, 0);

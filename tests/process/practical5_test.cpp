@@ -112,6 +112,22 @@ TEST(Practical5, PrintsShapesFromInsideTheModel) {
   }
 }
 
+TEST(Practical5, TheRecordKeepsTheShapesAndTheModel) {
+  const auto result =
+      run("practical5_dp",
+          small({"--devices", "cpu:3", "--print-shapes", "--steps", "1", "--json", "-"}));
+  const RunRecord record = record_from_json(nlohmann::json::parse(result.output));
+  ASSERT_EQ(record.replicas.size(), 3U);
+  EXPECT_EQ(record.replicas[2].device, "cpu:2");
+  EXPECT_EQ(record.replicas[2].input, (std::vector<int64_t>{20, 8}));
+  ASSERT_TRUE(record.model);
+  EXPECT_GT(record.model->parameters, 0);
+  EXPECT_EQ(record.model->dtype, "float32");
+  EXPECT_NE(record.model->description.find("8 inputs"), std::string::npos);
+  const auto quiet = run("practical5_dp", small({"--print-shapes", "--steps", "1", "--quiet"}));
+  EXPECT_EQ(quiet.output, "");
+}
+
 TEST(Practical5, TheRecordOnStandardOutputIsAllThatIsThere) {
   const auto result = run("practical5_single", small({"--devices", "cpu:1", "--json", "-"}));
   EXPECT_EQ(record_from_json(nlohmann::json::parse(result.output)).program, "practical5_single");

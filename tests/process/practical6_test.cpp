@@ -6,6 +6,8 @@
 
 #include <atomic>
 #include <cmath>
+#include <filesystem>
+#include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -149,11 +151,21 @@ TEST(Practical6, TrainsTheTransformer) {
   expect_losses_near(record_of(2, flags), one, 1e-5);
 }
 
-TEST(Practical6, EveryRankSaysWhereItIsAndRankZeroTheRest) {
+TEST(Practical6, TheConsoleShowsWhereEveryRankIsWithoutBeingAsked) {
+  for (const Arguments& flags : {Arguments{}, Arguments{"--ranks", "all"}}) {
+    const ChildResult result = run_ranks(2, small({}), flags);
+    ASSERT_EQ(result.exit_code, 0) << result.errors;
+    const size_t first = result.output.find("Rank: 0 | Local Rank: 0 | Device: cpu:0 (");
+    const size_t second = result.output.find("Rank: 1 | Local Rank: 1 | Device: cpu:1 (");
+    ASSERT_NE(second, std::string::npos) << result.output;
+    EXPECT_LT(first, second) << "by rank";
+    EXPECT_EQ(count(result.output, "Rank: 1 | Local Rank: 1 | "), 1U) << result.output;
+  }
+}
+
+TEST(Practical6, RankZeroSpeaksForTheJob) {
   const ChildResult result = run_ranks(2, small({}), {"--ranks", "all"});
   ASSERT_EQ(result.exit_code, 0) << result.errors;
-  EXPECT_EQ(count(result.output, "Rank: 0 | Local Rank: 0 | Device: cpu:0 ("), 1U) << result.output;
-  EXPECT_EQ(count(result.output, "Rank: 1 | Local Rank: 1 | Device: cpu:1 ("), 1U) << result.output;
   EXPECT_EQ(count(result.output, "step 4/4"), 1U) << result.output;
   EXPECT_EQ(count(result.output, "practical6_ddp | ranks: 2 | backend: shm"), 1U) << result.output;
   EXPECT_EQ(count(result.output, "samples/s"), 1U) << result.output;
@@ -324,6 +336,64 @@ TEST(Practical6Refuses, BadFlagsAndValues) {
 
 TEST(Practical6Refuses, ABackendThatCannotReachAll) {
   expect_refusal(2, small({"--backend", "self"}), "LS0018", "self serves one rank");
+}
+
+// ---- Faults on purpose -----------------------------------------------------------------------
+
+ChildResult run_with_fault(const std::string& fault, const Arguments& flags = {}) {
+  return run_ranks(3, small({"--quiet"}), join({"--inject", fault, "--timeout", "2"}, flags));
+}
+
+void expect_blame(const ChildResult& result, int exit_code, const Arguments& words) {
+  EXPECT_EQ(result.exit_code, exit_code) << result.errors;
+  for (const auto& word : words) {
+    EXPECT_NE(result.errors.find(word), std::string::npos) << word << " in\n" << result.errors;
+  }
+}
+
+TEST(InjectedFault, KillsTheRankInItsStep) {
+  expect_blame(run_with_fault("kill@rank=1,step=3"), 137, {"rank 1", "SIGKILL", "step 2"});
+}
+
+TEST(InjectedFault, EndsTheRankWithItsCode) {
+  expect_blame(run_with_fault("exit@rank=2,step=2,code=7"), 7, {"rank 2"});
+}
+
+TEST(InjectedFault, StopsTheRank) {
+  expect_blame(run_with_fault("stop@rank=1,step=2"), 1, {"rank 1 is stopped (SIGSTOP)"});
+}
+
+TEST(InjectedFault, MakesRanksDisagree) {
+  expect_blame(run_with_fault("mismatch@rank=0,step=2"), 1, {"different", "injected mismatch"});
+}
+
+TEST(InjectedFault, IsGoneAfterARestart) {
+  const ChildResult result = run_with_fault("kill@rank=1,step=3", {"--max-restarts", "1"});
+  expect_blame(result, 0, {"restart 1 of 1"});
+}
+
+// A rank that sleeps outside any collective shows where, and the bundle holds what is known.
+TEST(InjectedFault, AStalledRankShowsItsStackAndLeavesABundle) {
+  const ScratchFolder folder;
+  const ChildResult result =
+      run_with_fault("slow@rank=1,step=2,ms=60000", {"--log-dir", folder.file("logs")});
+  expect_blame(result, 1, {"rank 1", "its stack, innermost first: ", "nanosleep", "crash.json"});
+  std::string bundle;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(folder.file("logs"))) {
+    if (entry.path().filename() == "crash.json") bundle = entry.path();
+  }
+  ASSERT_FALSE(bundle.empty());
+  std::ifstream file(bundle);
+  const auto json = nlohmann::json::parse(file);
+  ASSERT_EQ(json["ranks"].size(), 3U);
+  EXPECT_FALSE(json["ranks"][1]["stack"].empty());
+  EXPECT_FALSE(json["ranks"][1]["last_collectives"].empty());
+  EXPECT_EQ(json["ranks"][1]["step"], 1);
+  EXPECT_EQ(json["plan"]["faults provoked"]["source"], "--inject");
+  EXPECT_NE(json["failure"].get<std::string>().find("rank 1"), std::string::npos);
+  for (const auto& [name, value] : json["environment"].items()) {
+    EXPECT_EQ(name.find("TOKEN"), std::string::npos) << value;
+  }
 }
 
 }  // namespace

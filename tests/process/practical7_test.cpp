@@ -51,6 +51,43 @@ TEST(Practical7, OneSetOfBucketsWithNoSyncAndOneForEachMicroStepWithout) {
   for (size_t i = 0; i < 4; ++i) EXPECT_NEAR(each.losses[i], once.losses[i], 1e-6);
 }
 
+size_t count_of(const std::string& text, const std::string& part) {
+  size_t count = 0;
+  for (size_t at = text.find(part); at != std::string::npos; at = text.find(part, at + 1)) ++count;
+  return count;
+}
+
+TEST(Practical7, SaysWhichMicroStepSynchronisedAndWhenTheWeightsChanged) {
+  for (const char* program : {"practical7_accumulation", "homework2_combined"}) {
+    const std::string said = run_ranks(2, program, {"--accum-steps", "3"}).output;
+    for (const char* rank : {"0", "1"}) {
+      const std::string of_rank = std::string(" | rank ") + rank + " | ";
+      EXPECT_EQ(count_of(said, "step 1" + of_rank + "micro-step 1 of 3 | not synchronised"), 1U)
+          << said;
+      EXPECT_EQ(count_of(said, "step 1" + of_rank + "micro-step 2 of 3 | not synchronised"), 1U);
+      EXPECT_EQ(count_of(said, "step 2" + of_rank + "micro-step 3 of 3 | synchronised: 1 all-"), 1U)
+          << said;
+      EXPECT_EQ(count_of(said, "step 2" + of_rank +
+                                   "update | the weights changed once, for 3 "
+                                   "micro-steps and 36 rows"),
+                1U)
+          << said;
+    }
+    EXPECT_EQ(count_of(said, "step 3 | rank"), 0U) << "--print-steps is 2";
+  }
+  const Arguments each = {"--accum-steps", "3", "--sync-every-step", "--print-steps", "1"};
+  const std::string synced = run_ranks(2, "practical7_accumulation", each).output;
+  EXPECT_EQ(count_of(synced, "| synchronised: 1 all-reduce,"), 6U) << synced;
+  EXPECT_EQ(count_of(synced, "not synchronised"), 0U) << synced;
+  const std::string alone = run_ranks(1, "practical7_accumulation", {}).output;
+  EXPECT_EQ(count_of(alone, "one rank: there is nothing to synchronise"), 8U) << alone;
+  const std::string skipped =
+      run_ranks(2, "homework2_combined", {"--overflow-at", "1", "--devices", "cpu:2"}).output;
+  EXPECT_EQ(count_of(skipped, "update | skipped by the scaler"), 2U) << skipped;
+  EXPECT_EQ(count_of(run_ranks(2, "practical7_accumulation", {"--quiet"}).output, "micro-step"),
+            0U);
+}
+
 TEST(Practical7, AnUndividedLossMakesTheFirstGradientThatManyTimesAsLarge) {
   const RunRecord divided = record_of(2, "practical7_accumulation", {"--accum-steps", "4"});
   const RunRecord undivided =
@@ -168,6 +205,7 @@ TEST(Practical7, RefusesBadFlagsBeforeAnythingStarts) {
         << result.output << result.errors;
   };
   refused("practical7_accumulation", {"--accum-steps", "0"}, "--accum-steps 0");
+  refused("practical7_accumulation", {"--print-steps", "-1"}, "--print-steps -1");
   refused("practical7_accumulation", {"--amp", "bf16"}, "--amp");
   refused("practical7_amp", {"--amp", "fp8"}, "\"fp8\"");
   refused("practical7_amp", {"--nonfinite", "perhaps"}, "\"perhaps\"");

@@ -298,7 +298,9 @@ TEST_F(TopOverBoard, FollowsTheWindowAndTheRun) {
   Terminal terminal(top_command(), kWindow);
   ASSERT_TRUE(terminal.expect("rank 0"));
   terminal.resize({.ws_row = 4, .ws_col = 40, .ws_xpixel = 0, .ws_ypixel = 0});
-  ASSERT_TRUE(terminal.expect("more lines")) << "four rows are too few";
+  ASSERT_TRUE(terminal.expect("1-2 of ")) << "four rows are too few";
+  terminal.type(" ");
+  ASSERT_TRUE(terminal.expect("2-3 of ")) << "the space bar scrolls";
   terminal.resize(kWindow);
   board_.page(0).set_step(43);
   ASSERT_TRUE(terminal.expect("step 43"));
@@ -309,6 +311,43 @@ TEST_F(TopOverBoard, FollowsTheWindowAndTheRun) {
   ASSERT_TRUE(terminal.expect("ended"));
   terminal.type("q");
   EXPECT_EQ(terminal.wait(), 0);
+}
+
+TEST(Top, ManyRunsFoldScrollAndAreFoundByName) {
+  const std::string prefix = "many-" + std::to_string(::getpid()) + "-";
+  std::vector<Board> boards;
+  for (int run = 100; run < 150; ++run) {
+    const std::string name = prefix + std::to_string(run);
+    boards.push_back(Board::create(Board::default_path(name), 8, name));
+    for (int rank = 0; rank < 8; ++rank) {
+      BoardPage page = boards.back().page(rank);
+      page.start("train");
+      page.set_phase(Phase::kTraining);
+      page.set_step(run);
+    }
+  }
+  Terminal terminal({in_bin("lockstep"), "top", prefix, "--interval", "0.1"},
+                    {.ws_row = 24, .ws_col = 80, .ws_xpixel = 0, .ws_ypixel = 0});
+  ASSERT_TRUE(terminal.expect("50 runs")) << terminal.seen();
+  ASSERT_TRUE(terminal.expect("1-22 of 50")) << terminal.seen();
+  ASSERT_TRUE(terminal.expect("step 121")) << "a line for each run: " << terminal.seen();
+  EXPECT_EQ(terminal.seen().find("rank 0"), std::string::npos);
+  EXPECT_EQ(terminal.seen().find("step 122"), std::string::npos) << "below the screen";
+  terminal.type("\033[F");  // End
+  ASSERT_TRUE(terminal.expect("29-50 of 50")) << terminal.seen();
+  terminal.type("\r");
+  ASSERT_TRUE(terminal.expect("rank 7")) << "unfolded: " << terminal.seen();
+  terminal.forget();
+  terminal.type("/" + std::to_string(::getpid()) + "-133\r");
+  ASSERT_TRUE(terminal.expect("1 of 50 runs")) << terminal.seen();
+  ASSERT_TRUE(terminal.expect("step 133")) << terminal.seen();
+  terminal.type("q");
+  EXPECT_EQ(terminal.wait(), 0);
+  EXPECT_TRUE(terminal.restored());
+  const ChildResult once = top({prefix, "--once", "--interval", "0.05"});
+  for (int run = 100; run < 150; ++run) {
+    EXPECT_NE(once.output.find(prefix + std::to_string(run)), std::string::npos) << "prints all";
+  }
 }
 
 TEST_F(TopOverBoard, ADumbTerminalGetsLines) {

@@ -8,7 +8,7 @@
 #include "lockstep/optim.hpp"
 #include "rank_threads.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::accumulation_test {
 namespace {
 
 constexpr int64_t kRowsPerMicroStep = 30;  // divided by 1, 2, 3 and 5 ranks
@@ -292,4 +292,4 @@ TEST(AccumulatedGradients, CanBeZeroedWhereverTheyComeFrom) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::accumulation_test

@@ -9,7 +9,7 @@
 #include "tensor_support.hpp"
 #include "torch_compat.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::autocast_test {
 namespace {
 
 const torch::Device kCpu(torch::kCPU);
@@ -210,4 +210,4 @@ TEST(Autocast, TheFastPrecisionOfEachDevice) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::autocast_test

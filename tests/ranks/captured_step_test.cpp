@@ -12,7 +12,7 @@
 #include "lockstep/distributed_data_parallel.hpp"
 #include "ranks/rank_threads.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::captured_step_test {
 namespace {
 
 TEST(CapturedStepOnCpu, RunsTheFunctionInEveryCall) {
@@ -104,4 +104,4 @@ TEST(CapturedStepOnCpu, RanksTrainThroughItAsWithoutIt) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::captured_step_test

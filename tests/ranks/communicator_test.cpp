@@ -11,7 +11,7 @@
 #include "rank_threads.hpp"
 #include "world/gpu_backends.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::communicator_test {
 namespace {
 
 TEST(Communicator, ReducesTensorsOfEveryShapeAndType) {
@@ -257,4 +257,4 @@ TEST(Mesh, RefusesAxesThatDoNotFit) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::communicator_test

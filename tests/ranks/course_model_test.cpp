@@ -13,7 +13,7 @@
 #include "rank_threads.hpp"
 #include "tensor_support.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::course_model_test {
 namespace {
 
 course::Options sizes(const char* model, int64_t dim, int64_t hidden, int64_t depth) {
@@ -368,4 +368,4 @@ TEST(CourseLayers, RefusesStagesOfAnotherCut) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::course_model_test

@@ -11,7 +11,7 @@
 
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::course_report_test {
 namespace {
 
 using course::RankReport;
@@ -247,4 +247,4 @@ TEST(RankTable, NamesTheRankThatOthersWaitFor) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::course_report_test

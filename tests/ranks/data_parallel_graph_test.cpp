@@ -9,7 +9,7 @@
 #include "tensor_support.hpp"
 #include "torch_compat.hpp"
 
-namespace lockstep {
+namespace lockstep::test::data_parallel_graph_test {
 namespace {
 
 using test::expect_close;
@@ -264,4 +264,4 @@ TEST(Graphs, AFailureNestsTheOriginalException) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::data_parallel_graph_test

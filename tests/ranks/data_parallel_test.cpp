@@ -9,7 +9,7 @@
 #include "ranks/nets.hpp"
 #include "tensor_support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::data_parallel_test {
 namespace {
 
 using test::expect_close;
@@ -500,4 +500,4 @@ TEST(DataParallelRefuses, ReplicasThatReturnOtherKeysAreRefused) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::data_parallel_test

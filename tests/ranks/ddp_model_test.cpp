@@ -6,7 +6,7 @@
 #include "lockstep/mesh.hpp"
 #include "rank_threads.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::ddp_model_test {
 namespace {
 
 void expect_all_fail(const std::vector<RankOutcome>& outcomes, Code code,
@@ -341,4 +341,4 @@ TEST(DdpStatic, BucketsFollowTheOrderOfReadiness) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::ddp_model_test

@@ -8,7 +8,7 @@
 #include "lockstep/grad_scaler.hpp"
 #include "rank_threads.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::ddp_nonfinite_test {
 namespace {
 
 size_t count_of(const std::string& text, const std::string& part) {
@@ -148,4 +148,4 @@ TEST(DdpNonfinite, RowsColumnsAndElementsOfLargeGradients) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::ddp_nonfinite_test

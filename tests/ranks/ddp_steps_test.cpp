@@ -5,7 +5,7 @@
 #include "lockstep/distributed_data_parallel.hpp"
 #include "rank_threads.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::ddp_steps_test {
 namespace {
 
 TEST(DdpNoSync, AccumulatesLocallyAndAveragesTheSum) {
@@ -393,4 +393,4 @@ TEST(DdpJoin, GoesWithAccumulationUnusedParametersAndWeights) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::ddp_steps_test

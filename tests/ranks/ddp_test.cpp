@@ -5,7 +5,7 @@
 #include "ddp_nets.hpp"
 #include "rank_threads.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::ddp_test {
 namespace {
 
 constexpr int64_t kRows = 60;
@@ -364,4 +364,4 @@ TEST(DdpHook, GapsBetweenGradientsAreZeroAfterTheNewOrder) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::ddp_test

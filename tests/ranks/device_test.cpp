@@ -21,7 +21,7 @@
 #include "tensor_support.hpp"
 #include "torch_compat.hpp"
 
-namespace lockstep {
+namespace lockstep::test::device_test {
 namespace {
 
 using test::expect_error;
@@ -459,6 +459,20 @@ TEST(Worker, BusyTimeGrowsWithWorkAndNotWithWaiting) {
       << "a thread under UseDevice works for the device";
 }
 
+TEST(Worker, TimeWithoutACoreIsCounted) {
+  const Hardware hardware = detect_hardware();
+  SlotPlan plan = plan_devices("cpu:1", hardware).front();
+  plan.cores = {hardware.cores.front()};
+  plan.threads = 1;
+  const Devices one({plan});
+  const Devices other({plan});  // on the same core
+  if (!one[0].queued_seconds()) GTEST_SKIP() << "no /proc/self/task/*/schedstat";
+  std::thread rival([&other] { other[0].run("multiply", [] { multiply(60); }); });
+  one[0].run("multiply", [] { multiply(60); });
+  rival.join();
+  EXPECT_GT(*one[0].queued_seconds() + *other[0].queued_seconds(), 0);
+}
+
 TEST(Worker, TasksAppearInTheTimeline) {
   Trace trace;
   trace.enable();
@@ -495,4 +509,4 @@ TEST(Devices, ABadSpecIsAnError) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::device_test

@@ -13,7 +13,7 @@
 
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::distributed_sampler_test {
 namespace {
 
 using Indices = std::vector<int64_t>;
@@ -114,4 +114,4 @@ TEST(DistributedSampler, RefusesRanksThatDoNotExist) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::distributed_sampler_test

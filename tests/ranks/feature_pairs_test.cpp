@@ -14,7 +14,7 @@
 #include "lockstep/tensor_parallel.hpp"
 #include "rank_threads.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::feature_pairs_test {
 namespace {
 
 constexpr int kSteps = 4;
@@ -146,4 +146,4 @@ INSTANTIATE_TEST_SUITE_P(All, FeaturePairs, testing::Range(0, 1 << kFeatures),
                          });
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::feature_pairs_test

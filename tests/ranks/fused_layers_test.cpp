@@ -8,7 +8,7 @@
 #include "lockstep/fused_layers.hpp"
 #include "tensor_support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::fused_layers_test {
 namespace {
 
 using test::expect_close;
@@ -155,4 +155,4 @@ TEST(FusedLayers, WhatDoesNotFitIsNamed) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::fused_layers_test

@@ -23,7 +23,7 @@
 #include "support.hpp"
 #include "tensor_support.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::grad_scaler_test {
 namespace {
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
@@ -563,4 +563,4 @@ TEST(GradientScan, NamesTheFirstGradientThatIsNotFinite) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::grad_scaler_test

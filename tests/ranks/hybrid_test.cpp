@@ -13,7 +13,7 @@
 #include "ranks/pipeline_support.hpp"
 #include "ranks/rank_threads.hpp"
 
-namespace lockstep {
+namespace lockstep::test::hybrid_test {
 namespace {
 
 constexpr int kPairs = 4;
@@ -167,4 +167,4 @@ INSTANTIATE_TEST_SUITE_P(
                       Shape{2, 2, 2, "1f1b", 4, 8, 3}, Shape{2, 2, 2, "1f1b", 4, 8, 2, true}));
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::hybrid_test

@@ -12,7 +12,7 @@
 #include "master_weights_support.hpp"
 #include "rank_threads.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::master_weights_test {
 namespace {
 
 torch::nn::Sequential make_net() {
@@ -218,4 +218,4 @@ TEST(MasterWeights, RanksOfADistributedModelStayTheSame) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::master_weights_test

@@ -12,7 +12,7 @@
 #include "optim_support.hpp"
 #include "tensor_support.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::optim_test {
 namespace {
 
 using torch::optim::OptimizerParamGroup;
@@ -506,4 +506,4 @@ TEST(Optim, AParameterInTwoGroupsIsRefused) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::optim_test

@@ -13,7 +13,7 @@
 #include "ranks/pipeline_support.hpp"
 #include "ranks/rank_threads.hpp"
 
-namespace lockstep {
+namespace lockstep::test::pipeline_data_axis_test {
 namespace {
 
 // Ranks that are threads share libtorch's generator.
@@ -277,4 +277,4 @@ TEST(PipelineDataAxis, RanksFreezeTogether) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::pipeline_data_axis_test

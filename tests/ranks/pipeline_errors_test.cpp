@@ -12,7 +12,7 @@
 #include "ranks/pipeline_support.hpp"
 #include "ranks/rank_threads.hpp"
 
-namespace lockstep {
+namespace lockstep::test::pipeline_errors_test {
 namespace {
 
 /// Throws in call number `at`, counted from 0, or in its backward.
@@ -286,4 +286,4 @@ TEST(PipelineErrors, AFailedStageStopsItsTensorRanks) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::pipeline_errors_test

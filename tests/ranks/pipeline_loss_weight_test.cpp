@@ -18,7 +18,7 @@
 #include "ranks/pipeline_support.hpp"
 #include "ranks/rank_threads.hpp"
 
-namespace lockstep {
+namespace lockstep::test::pipeline_loss_weight_test {
 namespace {
 
 constexpr int64_t kIgnored = -100;
@@ -476,4 +476,4 @@ TEST(PipelineInput, RanksGetThatOfTheirOwnLoss) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::pipeline_loss_weight_test

@@ -10,7 +10,7 @@
 #include "ranks/pipeline_support.hpp"
 #include "ranks/rank_threads.hpp"
 
-namespace lockstep {
+namespace lockstep::test::pipeline_ranks_test {
 namespace {
 
 using test::Trained;
@@ -275,4 +275,4 @@ TEST(PipelineRanks, GradientsAreInBuckets) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::pipeline_ranks_test

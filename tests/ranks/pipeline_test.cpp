@@ -13,7 +13,7 @@
 #include "ranks/pipeline_support.hpp"
 #include "ranks/rank_threads.hpp"
 
-namespace lockstep {
+namespace lockstep::test::pipeline_test {
 namespace {
 
 using test::Trained;
@@ -474,4 +474,4 @@ TEST(Pipeline, LayersThatWorkInPlaceAreMeasured) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::pipeline_test

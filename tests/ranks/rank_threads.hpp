@@ -66,4 +66,20 @@ inline void run_ranks(int size, const std::function<void(const Communicator&)>& 
   }
 }
 
+/// All values in one row, as float32.
+inline torch::Tensor flat_weights(const std::vector<torch::Tensor>& parameters) {
+  std::vector<torch::Tensor> flat;
+  for (const auto& each : parameters) flat.push_back(each.detach().to(torch::kFloat).flatten());
+  return torch::cat(flat);
+}
+
+/// Expects the same bits on all ranks.
+inline void expect_same_on_all(const Communicator& comm, const torch::Tensor& values,
+                               const std::string& what) {
+  const torch::Tensor first = values.clone();
+  comm.broadcast(first, 0);
+  EXPECT_TRUE(torch::equal(values, first)) << what << " on rank " << comm.rank() << " is off by "
+                                           << (values - first).abs().max().item<double>();
+}
+
 }  // namespace lockstep::test

@@ -10,7 +10,7 @@
 
 #include "ranks/pipeline_support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::split_backward_test {
 namespace {
 
 std::atomic<int> products = 0;
@@ -157,4 +157,4 @@ TEST(SplitBackward, AnOutputThatIgnoresItsInputHasNoGradientForIt) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::split_backward_test

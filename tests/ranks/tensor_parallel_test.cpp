@@ -7,7 +7,7 @@
 #include "lockstep/autocast.hpp"
 #include "rank_threads.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::tensor_parallel_test {
 namespace {
 
 using torch::autograd::grad;
@@ -413,4 +413,4 @@ TEST(TensorParallel, RanksWithOtherRowsAreNamedAndNobodyHangs) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::tensor_parallel_test

@@ -54,6 +54,25 @@ TEST_F(BoardTest, ANewBoardIsEmpty) {
   EXPECT_GE(file.st_blocks * 512, file.st_size) << "the file has holes";
 }
 
+TEST_F(BoardTest, KeepsTheLastCollectives) {
+  const Board board = Board::create(path_, 2, "run");
+  BoardPage page = board.page(1);
+  EXPECT_TRUE(board.past_collectives(1).empty());
+  for (int sequence = 1; sequence <= 20; ++sequence) {
+    page.begin_collective(sequence, sequence % 2 == 0 ? "broadcast" : "all_reduce", sequence, 3);
+    if (sequence < 20) page.finish_collective(sequence);
+  }
+  const auto past = board.past_collectives(1);
+  ASSERT_EQ(past.size(), static_cast<size_t>(kBoardCollectives));
+  for (size_t i = 0; i < past.size(); ++i) {
+    EXPECT_EQ(past[i].sequence, static_cast<int64_t>(i) + 5);
+    EXPECT_EQ(past[i].bytes, past[i].sequence);
+    EXPECT_EQ(past[i].operation, past[i].sequence % 2 == 0 ? "broadcast" : "all_reduce");
+    EXPECT_EQ(past[i].finished_ns == 0, past[i].sequence == 20);
+  }
+  EXPECT_TRUE(board.past_collectives(0).empty());
+}
+
 TEST_F(BoardTest, TheFileGoesWithItsMakerOnly) {
   std::optional<Board> board = Board::create(path_, 1, "run");
   BoardPage page = board->page(0);
@@ -155,7 +174,7 @@ TEST_F(BoardTest, ForeignAndOutdatedFilesAreRefused) {
   with(0, 0);
   expect_error(Code::kBoard, {"is not a board, or is still being made"}, open);
   with(8, 1);
-  expect_error(Code::kBoard, {"has layout 1", "reads layout 3", "same version"}, open);
+  expect_error(Code::kBoard, {"has layout 1", "reads layout 4", "same version"}, open);
   with(12, 0);
   expect_error(Code::kBoard, {"0 ranks need"}, open);
   with(12, UINT32_MAX);

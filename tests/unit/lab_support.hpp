@@ -1,5 +1,7 @@
 #pragma once
 
+#include <algorithm>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -54,6 +56,17 @@ inline cli::RunSet& set_up(cli::LabRuns& runs, const std::string& what, size_t i
   return runs.sets.at(what).at(index);
 }
 
+/// Columns that the rows of a table take on a terminal, two between cells.
+inline size_t width_of(const Table& table) {
+  size_t width = 0;
+  for (size_t column = 0; column < table.columns().size(); ++column) {
+    size_t widest = display_width(table.columns()[column].header);
+    for (const auto& row : table.rows()) widest = std::max(widest, display_width(row[column]));
+    width += widest + (column > 0 ? 2 : 0);
+  }
+  return width;
+}
+
 /// The cells of the table's row that begins with this one.
 inline std::vector<std::string> row_with(const Table& table, const std::string& first_cell) {
   for (const auto& row : table.rows()) {
@@ -93,6 +106,7 @@ struct MadeRun {
   std::string amp = "off";
   double syncs = 1;  ///< synchronisations in an optimizer step
   double norm = 0.5;
+  std::string lr = "0.5";
   int ranks = 2;
   int shared_by = 1;
 };
@@ -104,6 +118,7 @@ inline RunRecord made_run(const MadeRun& made) {
   RunRecord record;
   record.host = {{"name", "box"}};
   record.versions = {{"libtorch", "2.11.0"}};
+  record.options = {{"lr", made.lr}};
   record.world_size = made.ranks;
   record.accum_steps = made.accum_steps;
   record.amp = made.amp;
@@ -147,10 +162,38 @@ inline cli::RunSet made_set(const MadeRun& made, size_t repetitions = 2, int64_t
   return {made.ranks, std::vector<RunRecord>(repetitions, made_run(made)), size};
 }
 
+/// Adds what the studies of practical 7 and homework 2 leave: a small model that learns at learning
+/// rate 0.9 and diverges at four times as much, and a deep one over these numbers of rows.
+inline void add_studies(cli::LabRuns& runs, const MadeRun& like, const std::vector<int64_t>& rows) {
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  const auto add = [&](const char* what, double norm, const char* lr, bool diverges) {
+    MadeRun made = like;
+    made.amp = "off", made.accum_steps = 4, made.norm = norm, made.lr = lr;
+    cli::RunSet set = made_set(made, 1, 4);
+    set.runs[0].losses = {0.6, 0.5, 0.3, 0.2, 0.15, 0.12};
+    if (diverges) {
+      set.runs[0].losses = {0.6, 0.5, 0.7, 900, nan, nan};
+      set.runs[0].nonfinite = 2;
+    }
+    runs.sets[what] = {set};
+  };
+  add("divided", 0.1, "0.9", false);
+  add("undivided", 0.4, "0.9", true);
+  add("larger_rate", 0.1, "3.6", true);
+  for (const int64_t count : rows) {
+    MadeRun made = like;
+    made.rows = count, made.amp = "off";
+    runs.sets["memory_fp32"].push_back(made_set(made, 1, count));
+    made.amp = like.amp == "off" ? "bf16" : like.amp;
+    runs.sets["memory_amp"].push_back(made_set(made, 1, count));
+  }
+}
+
 /// Whether a text can stand in a report: ends as a sentence and has no number that is none.
 inline bool reads_well(const std::string& text) {
   return text.ends_with(".") && !mentions(text, "nan") && !mentions(text, "inf ") &&
-         !mentions(text, "  ") && !mentions(text, "..");
+         !mentions(text, "  ") && !mentions(text, "..") && !mentions(text, "of together") &&
+         !mentions(text, " 1 steps") && !mentions(text, " 1 all-reduces");
 }
 
 /// A record for every experiment, with its name as program, to know it again.

@@ -66,12 +66,11 @@ TEST(LineSplitter, ALineWithoutEndIsBounded) {
   EXPECT_EQ(joined, text);
 }
 
-cli::ProgramLine cut(const Texts& words) {
+cli::ProgramLine cut(Texts words) {
   CLI::App app("", "lockstep");
   const cli::RunFlags run(app);
-  std::vector<const char*> argv = {"lockstep"};
-  for (const auto& word : words) argv.push_back(word.c_str());
-  return cli::cut_at_program(static_cast<int>(argv.size()), argv.data(), {run.command()});
+  words.insert(words.begin(), "lockstep");
+  return cli::cut_at_program(words, {run.command()});
 }
 
 TEST(ProgramLine, EverySpellingOfAFlagIsOne) {

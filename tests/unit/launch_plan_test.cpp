@@ -415,5 +415,18 @@ TEST(Cluster, SeveralLaunchersOnAHostAreRefused) {
   });
 }
 
+TEST(LaunchPlan, FaultsAreCheckedAgainstTheJob) {
+  const LaunchPlan plan = World().plan({{"nproc-per-node", "2"}, {"inject", "kill@rank=1,step=5"}});
+  ASSERT_EQ(plan.faults.size(), 1U);
+  EXPECT_EQ(fact(plan, "faults provoked"), "kill@rank=1,step=5 from --inject");
+  const auto refused = [](const Words& flags, const std::string& reason) {
+    test::expect_error(Code::kUsage, {reason}, [&] { World().plan(flags); });
+  };
+  refused({{"nproc-per-node", "2"}, {"inject", "kill@rank=2,step=5"}}, "names rank 2");
+  refused({{"inject", "nan@rank=0,step=5"}}, "needs gradients that ranks average");
+  refused({{"nproc-per-node", "2"}, {"inject", "netcut@rank=0,step=5"}}, "--backend gloo");
+  refused({{"inject", "kil@rank=0,step=5"}}, "there is no fault \"kil\"");
+}
+
 }  // namespace
 }  // namespace lockstep

@@ -81,6 +81,33 @@ TEST(Record, KeepsWhatACaptureCost) {
   expect_error(Code::kRecord, {"capture", "captured"}, [&] { record_from_json(wrong); });
 }
 
+TEST(Record, DescribesTheModelAndWhatItsReplicasSaw) {
+  RunRecord record = sample();
+  for (const char* field : {"model", "replicas"}) EXPECT_FALSE(to_json(record).contains(field));
+  record.model = {.description = "mlp", .parameters = 4198400, .dtype = "float32"};
+  record.replicas = {{.device = "cpu:0", .input = {22, 16}, .output = {22, 8}}};
+  const RunRecord again = record_from_json(to_json(record));
+  ASSERT_TRUE(again.model);
+  EXPECT_EQ(again.model->parameters, 4198400);
+  EXPECT_EQ(again.model->dtype, "float32");
+  ASSERT_EQ(again.replicas.size(), 1U);
+  EXPECT_EQ(again.replicas[0].output, (std::vector<int64_t>{22, 8}));
+  EXPECT_EQ(to_json(again), to_json(record));
+  expect_each_field_named(json::json_pointer("/model"), record);
+  expect_each_field_named(json::json_pointer("/replicas/0"), record);
+}
+
+TEST(Record, TimeWithoutACoreIsAShareThatMayBeMissing) {
+  RunRecord record = sample();
+  EXPECT_FALSE(record_from_json(to_json(record)).devices[0].queued_fraction);
+  record.devices[0].queued_fraction = 0.25;
+  EXPECT_EQ(record_from_json(to_json(record)).devices[0].queued_fraction, 0.25);
+  EXPECT_FALSE(record_from_json(to_json(record)).devices[1].queued_fraction);
+  json wrong = to_json(record);
+  wrong["devices"][0]["queued_fraction"] = 1.5;
+  expect_error(Code::kRecord, {"\"queued_fraction\"", "0 to 1"}, [&] { record_from_json(wrong); });
+}
+
 TEST(Record, SurvivesTheRoundTripThroughAFile) {
   const ScratchFolder scratch;
   const RunRecord record = sample();

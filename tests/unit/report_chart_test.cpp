@@ -183,7 +183,12 @@ TEST(ReportChart, ValuesThatDoNotFitLeaveTheirUnitToTheAxis) {
   EXPECT_EQ(count_text(drawing, "28.6 MiB"), 0U);
   EXPECT_EQ(count_text(drawing, "28.6"), 12U);
   chart.series[2].values[3] = 900;
-  EXPECT_EQ(count_text(drawn(chart), "28.6"), 0U) << "the units differ";
+  const Drawing upright = drawn(chart);
+  EXPECT_EQ(count_text(upright, "28.6"), 0U) << "the units differ";
+  EXPECT_EQ(count_text(upright, "28.6 MiB"), 11U);
+  for (const auto& text : test::texts_of(upright)) {
+    if (text.utf8 == "28.6 MiB") EXPECT_EQ(text.style.rotation, -90);
+  }
 }
 
 TEST(ReportChart, LegendOnlyForSeveralSeries) {

@@ -143,6 +143,49 @@ TEST(ReportPages, WhateverIsInItStaysInside) {
   EXPECT_EQ(lay_out_pages(Document{}).size(), 1U);
 }
 
+TEST(ReportPages, NoPartOfATableHasLessThanThreeRows) {
+  for (int fill = 10; fill < 60; ++fill) {
+    Document document{.title = "T"};
+    Section first;
+    first.questions.push_back({"Q", words(fill * 12)});
+    document.sections = {first, {.tables = {small_table("Divided", 20)}}};
+    size_t rows = 0;
+    for (const auto& page : lay_out_pages(document)) {
+      const size_t here = count_text(page, "26.3 MiB");
+      EXPECT_TRUE(here == 0 || here >= 3) << here << " rows, " << fill;
+      EXPECT_LE(count_text(page, "Mean and deviation over two runs."), here) << "notes alone";
+      rows += here;
+    }
+    EXPECT_EQ(rows, 20U);
+  }
+}
+
+TEST(ReportPages, FiguresThatDoNotFitLeaveNoHole) {
+  Document document{.title = "T"};
+  Section first;
+  first.questions.push_back({"Q", words(45 * 12)});  // leaves less than a figure's height
+  document.sections = {first,
+                       {.heading = "All", .tables = {small_table("Above", 3)},
+                        .figures = {line_figure(), line_figure()}},
+                       {.heading = "Then", .questions = {{"Asked?", words(400)}}}};
+  const auto pages = lay_out_pages(document);
+  ASSERT_EQ(pages.size(), 2U);
+  EXPECT_EQ(count_text(pages[0], "Asked?"), 1U) << "what follows fills the page";
+  EXPECT_EQ(count_text(pages[1], "Figure 1. Time grows with the micro-steps."), 1U);
+  for (const auto& page : pages) expect_inside(page, kPrinted);
+}
+
+TEST(ReportPages, ListsCodeWithNumbers) {
+  Document document = homework();
+  document.trained = {{"model", "mlp"}, {"command", words(60)}};
+  document.code = {{"train.cpp", "int main() {\n\treturn 0;\n}\n" + std::string(400, 'x') + "\n"}};
+  const auto pages = lay_out_pages(document);
+  for (const auto& page : pages) expect_inside(page, kPrinted);
+  EXPECT_EQ(count_text(pages.back(), "    return 0;"), 1U);
+  EXPECT_EQ(count_text(pages.back(), "4"), 1U);
+  EXPECT_EQ(count_text(pages[0], "What was trained"), 1U);
+}
+
 TEST(ReportPdf, IsTheSameForTheSameDocument) {
   const std::string pdf = render_pdf(homework());
   EXPECT_EQ(pdf.rfind("%PDF-", 0), 0U);
@@ -173,9 +216,32 @@ TEST(ReportHtml, NeedsNothingButItself) {
   }
 }
 
+TEST(ReportHtml, TimelinesCanBeZoomed) {
+  Document document = homework();
+  EXPECT_EQ(render_html(document).find("<script"), std::string::npos) << "nothing to zoom";
+  const std::string evil = "</script><script>alert(1)</script>";
+  document.sections[0].figures.push_back(
+      {Timeline{.title = "Step",
+                .rows = {{"rank 0 cpu:0", {{"F0", 0, 1.5, 0}, {evil, 2, 3, 1}, {"odd", 3, 2, 0}}}},
+                .legend = {"F: forward", "B: backward"}},
+       "A step."});
+  const std::string html = render_html(document);
+  EXPECT_EQ(xml_fault(html, {"meta"}), "");
+  EXPECT_NE(html.find("\"label\":\"rank 0 cpu:0\""), std::string::npos);
+  EXPECT_NE(html.find("\"begin\":0.0,\"colour\":0,\"end\":1.5,\"kind\":\"F: forward\""),
+            std::string::npos);
+  EXPECT_EQ(html.find("odd"), std::string::npos) << "ends before it begins";
+  EXPECT_EQ(html.find("<script>alert"), std::string::npos);
+  EXPECT_EQ(html.find("http"), std::string::npos);
+  EXPECT_NE(html.find("<svg viewBox"), std::string::npos) << "the picture, without scripts";
+}
+
 TEST(ReportHtml, EveryTextIsEscaped) {
   const std::string evil = "<script>alert(\"x\")</script>&'\x01\xFF";
   Document document{.title = evil, .command = evil, .facts = {{evil, evil}}};
+  document.author = document.notes = document.warning = evil;
+  document.trained = {{evil, evil}};
+  document.code = {{"a&b.cpp", evil}};
   Table table(evil, {{evil}});
   table.add_row({evil});
   table.add_note(evil);
@@ -183,7 +249,7 @@ TEST(ReportHtml, EveryTextIsEscaped) {
       {.heading = evil,
        .tables = {table},
        .figures = {{BarChart{.title = evil, .categories = {evil}, .series = {{evil, {1}}}}, evil}},
-       .questions = {{evil, evil}}}};
+       .questions = {{evil, evil, evil, evil}}}};
   document.records = {{evil, "javascript:alert(1)//\"><b>"}};
   const std::string html = render_html(document);
   EXPECT_EQ(xml_fault(html, {"meta"}), "");

@@ -89,7 +89,9 @@ inline std::string xml_fault(const std::string& xml, const std::vector<std::stri
       open.push_back(name);
     }
     i = at;
-    if (name == "style" && !closing) i = xml.find("</style", i) - 1;  // CSS has > of its own
+    for (const char* raw : {"style", "script"}) {  // they have > of their own
+      if (name == raw && !closing) i = xml.find(std::string("</") + raw, i) - 1;
+    }
   }
   return open.empty() ? "" : "<" + open.back() + "> is not closed";
 }

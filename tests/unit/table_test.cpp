@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <pty.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -76,6 +77,122 @@ TEST(Table, NotesAreWrappedUnderTheTable) {
   EXPECT_EQ(lines[9], std::string(60, 'y'));
 }
 
+// As the labs have them: texts on the left, figures that must not be broken on the right.
+Table wide() {
+  Table table("Speed of all set-ups on this machine, with a title that is long as well",
+              {{"set-up"},
+               {"step time", Align::kRight},
+               {"range of the steps", Align::kRight},
+               {"proportional to the devices?"},
+               {"bytes", Align::kRight}});
+  table.add_row({"DataParallel on cpu:2", "77.8 ± 5.1 ms", "70.1 … 90.2 ms",
+                 "no: 71 % of twice the speed of one", "12.0 MiB"});
+  table.add_row({"one device", "110 ± 2 ms", "108 … 113 ms", "one device", "0 B"});
+  table.add_note("A note that is longer than the window is wide, so it has to be broken too.");
+  return table;
+}
+
+TEST(Table, AWindowThatIsWideEnoughChangesNothing) {
+  EXPECT_EQ(wide().terminal(false, 200), wide().terminal(false));
+  EXPECT_EQ(wide().terminal(true, 200), wide().terminal(true));
+}
+
+TEST(Table, ANarrowWindowBreaksTextsButNoFigures) {
+  EXPECT_EQ(wide().terminal(false, 80),
+            "Speed of all set-ups on this machine, with a title that is long as well\n"
+            "────────────────────────────────────────────────────────────────────────────────\n"
+            "set-up              step time    range of the  proportional to the         bytes\n"
+            "                                        steps  devices?\n"
+            "────────────────────────────────────────────────────────────────────────────────\n"
+            "DataParallel    77.8 ± 5.1 ms  70.1 … 90.2 ms  no: 71 % of twice the    12.0 MiB\n"
+            "on cpu:2                                       speed of one\n"
+            "one device         110 ± 2 ms    108 … 113 ms  one device                    0 B\n"
+            "────────────────────────────────────────────────────────────────────────────────\n"
+            "A note that is longer than the window is wide, so it has to be broken too.\n");
+}
+
+TEST(Table, AVeryNarrowWindowGetsABlockForEachRow) {
+  EXPECT_EQ(wide().terminal(false, 50),
+            "Speed of all set-ups on this machine, with a title\n"
+            "that is long as well\n"
+            "──────────────────────────────────────────────────\n"
+            "set-up: DataParallel on cpu:2\n"
+            "  step time                  77.8 ± 5.1 ms\n"
+            "  range of the steps         70.1 … 90.2 ms\n"
+            "  proportional to the        no: 71 % of twice the\n"
+            "  devices?                   speed of one\n"
+            "  bytes                      12.0 MiB\n"
+            "──────────────────────────────────────────────────\n"
+            "set-up: one device\n"
+            "  step time                  110 ± 2 ms\n"
+            "  range of the steps         108 … 113 ms\n"
+            "  proportional to the        one device\n"
+            "  devices?\n"
+            "  bytes                      0 B\n"
+            "──────────────────────────────────────────────────\n"
+            "A note that is longer than the window is wide, so\n"
+            "it has to be broken too.\n");
+}
+
+TEST(Table, RowsBecomeColumnsWhereThoseFit) {
+  Table table("Speed", {{"set-up"},
+                        {"step time", Align::kRight},
+                        {"range", Align::kRight},
+                        {"total time", Align::kRight},
+                        {"speed-up", Align::kRight}});
+  table.add_row({"single", "842 ± 698 µs", "246 … 1851 µs", "10.1 ms", "1"});
+  table.add_row({"DataParallel", "6.95 ± 5.09 ms", "933 … 12116 µs", "29.9 ms", "0.12 ± 0.02"});
+  table.add_note("A note.");
+  EXPECT_EQ(table.terminal(false, 50),
+            "Speed\n"
+            "─────────────────────────────────────────\n"
+            "set-up             single    DataParallel\n"
+            "─────────────────────────────────────────\n"
+            "step time    842 ± 698 µs  6.95 ± 5.09 ms\n"
+            "range       246 … 1851 µs  933 … 12116 µs\n"
+            "total time        10.1 ms         29.9 ms\n"
+            "speed-up                1     0.12 ± 0.02\n"
+            "─────────────────────────────────────────\n"
+            "A note.\n");
+}
+
+TEST(Table, NoLineIsWiderThanTheWindow) {
+  for (size_t width = 30; width < 160; ++width) {
+    for (const auto& line : lines_of(wide().terminal(false, width))) {
+      EXPECT_LE(display_width(line), width) << line;
+    }
+  }
+}
+
+TEST(TerminalWidth, IsWhatTheTerminalOrTheUserSays) {
+  int terminal = -1;
+  int other = -1;
+  winsize window{.ws_row = 24, .ws_col = 57, .ws_xpixel = 0, .ws_ypixel = 0};
+  ASSERT_EQ(::openpty(&other, &terminal, nullptr, nullptr, &window), 0);
+  ::unsetenv("COLUMNS");
+  EXPECT_EQ(terminal_width(terminal), 57U);
+  ::setenv("COLUMNS", "66", 1);
+  EXPECT_EQ(terminal_width(terminal), 66U);
+  for (const char* nonsense : {"", "0", "-3", "wide", "80x24"}) {
+    ::setenv("COLUMNS", nonsense, 1);
+    EXPECT_EQ(terminal_width(terminal), 57U) << nonsense;
+  }
+  int pipe_ends[2];
+  ASSERT_EQ(::pipe(pipe_ends), 0);
+  ::setenv("COLUMNS", "66", 1);
+  EXPECT_EQ(terminal_width(pipe_ends[1]), kAnyWidth) << "a pipe has no width";
+  ::unsetenv("COLUMNS");
+  for (const int descriptor : {terminal, other, pipe_ends[0], pipe_ends[1]}) ::close(descriptor);
+}
+
+TEST(ClipText, KeepsWholeCharacters) {
+  EXPECT_EQ(clip_text("abc", 3), "abc");
+  EXPECT_EQ(clip_text("abcd", 3), "ab…");
+  EXPECT_EQ(clip_text("µµµµ", 3), "µµ…");
+  EXPECT_EQ(clip_text("日本語", 4), "日…") << "half a wide character does not fit";
+  EXPECT_EQ(clip_text("abc", 0), "");
+}
+
 TEST(Table, MarkdownEscapesWhatItWouldInterpret) {
   Table table("a|b", {{"spec"}, {"n", Align::kRight}});
   table.add_row({"cuda:0*2,1*2", "a|b"});
@@ -93,7 +210,7 @@ TEST(Table, CsvQuotesOnlyWhereNeeded) {
   table.add_row({"a b", "say \"hi\""});
   table.add_row({"two\nlines", ""});
   EXPECT_EQ(table.csv(),
-            "plain,\"odd, name\"\r\n"
+            "plain,odd_name\r\n"
             "a b,\"say \"\"hi\"\"\"\r\n"
             "\"two\nlines\",\r\n");
 }

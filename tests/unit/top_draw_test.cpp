@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include "cli/top/top_draw.hpp"
+#include "cli/top/top_screen.hpp"
 #include "lockstep/table.hpp"
 #include "lockstep/units.hpp"
 #include "top_support.hpp"
@@ -53,7 +54,7 @@ TEST(TopDraw, NoLineIsWiderThanAsked) {
   });
   for (size_t width = 1; width < 200; ++width) {
     for (const bool utf8 : {false, true}) {
-      for (const auto& line : draw_screen(view, 1, 50, plain(width, utf8))) {
+      for (const auto& line : TopScreen(1).draw(view, 50, plain(width, utf8))) {
         EXPECT_LE(display_width(line), width) << line;
         EXPECT_EQ(line.find('\n'), std::string::npos);
       }
@@ -138,29 +139,9 @@ TEST(TopDraw, NamesCannotMoveTheCursor) {
 }
 
 TEST(TopDraw, AsciiIsAscii) {
-  for (const auto& line : draw_screen(two_samples(), 0.05, 20, plain(80, false))) {
+  for (const auto& line : TopScreen(0.05).draw(two_samples(), 20, plain(80, false))) {
     for (const char c : line) EXPECT_LT(static_cast<unsigned char>(c), 0x80) << line;
   }
-}
-
-TEST(TopDraw, TheScreenIsNeverTallerThanTheWindow) {
-  TopRates rates;
-  const TopView view =
-      rates.update({run_of({rank_after(1), rank_after(1), rank_after(1)})}, time_of(1));
-  const auto all = draw_screen(view, 1, 100, plain(80));
-  EXPECT_EQ(all.at(0), "lockstep top  1 run  every 1.00 s  q quits");
-  EXPECT_EQ(all.size(), 2U + 1U + 3U * 3U);
-  const auto cut = draw_screen(view, 1, 6, plain(80));
-  ASSERT_EQ(cut.size(), 6U);
-  EXPECT_EQ(cut[4], all[4]);
-  EXPECT_EQ(cut[5], "7 more lines: enlarge the window, or name one run");
-  EXPECT_EQ(draw_screen(view, 1, 1, plain(80)).size(), 1U);
-}
-
-TEST(TopDraw, NoRunIsAFriendlyLine) {
-  EXPECT_EQ(
-      draw_screen({}, 2, 24, plain(100)),
-      (std::vector<std::string>{"lockstep top  0 runs  every 2.00 s  q quits", "", no_run_text()}));
 }
 
 TEST(TopDraw, ALinePerRankForOutputThatIsNoTerminal) {

@@ -4,6 +4,7 @@
 
 #include "cli/nvml.hpp"
 #include "cli/top/top_draw.hpp"
+#include "cli/top/top_screen.hpp"
 #include "lockstep/table.hpp"
 #include "lockstep/units.hpp"
 #include "top_support.hpp"
@@ -57,7 +58,7 @@ TEST(TopGpus, NoLineIsWiderThanAskedAndAsciiIsAscii) {
   TopView view = two_samples();
   view.gpus = {busy_gpu(), busy_gpu()};
   for (size_t width = 1; width < 120; ++width) {
-    for (const auto& line : draw_screen(view, 1, 50, plain(width, false))) {
+    for (const auto& line : TopScreen(1).draw(view, 50, plain(width, false))) {
       EXPECT_LE(display_width(line), width) << line;
       for (const char c : line) EXPECT_LT(static_cast<unsigned char>(c), 0x80) << line;
     }
@@ -68,11 +69,11 @@ TEST(TopGpus, NoLineIsWiderThanAskedAndAsciiIsAscii) {
 TEST(TopGpus, AreShownAlsoWhereNoRunGoesOn) {
   TopView view;
   view.gpus = {busy_gpu()};
-  const auto lines = draw_screen(view, 2, 24, plain(100));
-  ASSERT_EQ(lines.size(), 5U);
-  EXPECT_EQ(lines[2], no_run_text());
-  EXPECT_EQ(lines[3], "");
-  EXPECT_TRUE(lines[4].starts_with("GPU 0  NVIDIA H200"));
+  const auto lines = TopScreen(2).draw(view, 24, plain(100));
+  ASSERT_EQ(lines.size(), 24U);
+  EXPECT_EQ(lines[1], no_run_text());
+  EXPECT_EQ(lines[2], "");
+  EXPECT_TRUE(lines[3].starts_with("GPU 0  NVIDIA H200"));
 }
 
 TEST(TopGpus, JsonHasNullForTheUnknown) {

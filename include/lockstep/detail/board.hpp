@@ -21,6 +21,10 @@ class FileRemoval;
 /// The most logical devices that one rank can show.
 inline constexpr int kBoardDevices = 256;
 
+/// How many of its last collectives a rank's page keeps.
+inline constexpr int kBoardCollectives = 16;
+
+/// What a rank is doing.
 enum class Phase : uint32_t {
   kStarting,
   kLoading,
@@ -141,7 +145,7 @@ class Board {
   /// Opens an existing board for reading. Throws if it is truncated, of another user or version.
   static Board open(const std::string& path);
 
-  /// /dev/shm/lockstep-<uid>-<run_name>. A name has 1 to 63 letters, digits, '.', '_' or '-'.
+  /// `/dev/shm/lockstep-<uid>-<run_name>`. A name has 1 to 63 letters, digits, '.', '_' or '-'.
   static std::string default_path(const std::string& run_name);
 
   const std::string& path() const;
@@ -150,6 +154,10 @@ class Board {
 
   /// A copy of one rank's page.
   RankStatus status(int rank) const;
+
+  /// The last collectives of a rank, oldest first. Of collectives that several communicators number
+  /// alike, only the later one is kept.
+  std::vector<CollectiveStatus> past_collectives(int rank) const;
 
   /// One rank's page for writing. Only a Board from create() has it.
   BoardPage page(int rank) const;
@@ -162,6 +170,7 @@ class Board {
   std::shared_ptr<const FileRemoval> removal_;  // null unless this Board came from create()
 };
 
+/// Whether a board belongs to a running job.
 enum class BoardState { kLive, kStale, kUnusable };
 
 /// A board file found in /dev/shm.

@@ -1,0 +1,147 @@
+// A whole training program on as many ranks as it was started with: torch::data's loader, a seed
+// for each rank, accumulation, evaluation and metrics over all ranks, weights saved by rank 0.
+// Usage: tutorial_training [FILE], the file for the weights. Exits with 1 if the model did not
+// learn.
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "lockstep/lockstep.hpp"
+
+// Points of the plane, and whether they lie in a ring around the origin.
+struct Points : torch::data::Dataset<Points> {
+  Points(int64_t rows, uint64_t seed) {
+    torch::manual_seed(seed);
+    x = torch::randn({rows, 2});
+    const auto radius = x.norm(2, 1);
+    y = ((radius > 0.7) & (radius < 1.5)).to(torch::kLong);
+  }
+  torch::data::Example<> get(size_t index) override { return {x[index], y[index]}; }
+  torch::optional<size_t> size() const override { return x.size(0); }
+
+  torch::Tensor x;
+  torch::Tensor y;
+};
+
+// DistributedSampler for torch::data: every iteration over a loader takes this rank's rows of the
+// epoch that was set last.
+class RankSampler : public torch::data::samplers::Sampler<> {
+ public:
+  explicit RankSampler(std::shared_ptr<const lockstep::DistributedSampler> rows)
+      : rows_(std::move(rows)) {}
+
+  void reset(torch::optional<size_t> = torch::nullopt) override {
+    const auto indices = rows_->indices();
+    indices_.assign(indices.begin(), indices.end());
+    next_ = 0;
+  }
+  torch::optional<std::vector<size_t>> next(size_t batch_size) override {
+    if (next_ == indices_.size()) return torch::nullopt;
+    const auto first = indices_.begin() + static_cast<int64_t>(next_);
+    const auto count = std::min(batch_size, indices_.size() - next_);
+    next_ += count;
+    return std::vector<size_t>(first, first + static_cast<int64_t>(count));
+  }
+  void save(torch::serialize::OutputArchive& archive) const override {
+    archive.write("next", torch::tensor(static_cast<int64_t>(next_)));
+  }
+  void load(torch::serialize::InputArchive& archive) override {
+    torch::Tensor next;
+    archive.read("next", next);
+    reset();
+    next_ = static_cast<size_t>(next.item<int64_t>());
+  }
+
+ private:
+  std::shared_ptr<const lockstep::DistributedSampler> rows_;
+  std::vector<size_t> indices_;
+  size_t next_ = 0;  // in indices_
+};
+
+struct Metrics {
+  double loss = 0;
+  double accuracy = 0;
+};
+
+// Each rank evaluates every R-th row through the module itself, and the sums are added up. Every
+// row counts once, also if the ranks' numbers of rows differ.
+Metrics evaluate(const lockstep::World& world, torch::nn::Sequential& net, const Points& points) {
+  const torch::NoGradGuard no_grad;
+  net->eval();
+  const auto device = world.device().torch_device();
+  const auto rows = points.x.size(0);
+  const auto x = points.x.slice(0, world.rank(), rows, world.size()).to(device);
+  const auto y = points.y.slice(0, world.rank(), rows, world.size()).to(device);
+  const auto out = net->forward(x);
+  const auto loss =
+      torch::cross_entropy_loss(out, y, /*weight=*/{}, at::Reduction::Sum).to(torch::kDouble);
+  const auto correct = (out.argmax(1) == y).sum().to(torch::kDouble);
+  const auto sums = torch::stack({loss, correct});
+  world.comm().all_reduce(sums, lockstep::ReduceOp::kSum, {.label = "metrics"});
+  net->train();
+  return {sums[0].item<double>() / static_cast<double>(rows),
+          sums[1].item<double>() / static_cast<double>(rows)};
+}
+
+int train(int argc, char** argv) {
+  constexpr int64_t kEpochs = 8;
+  constexpr int64_t kBatch = 32;  // rows of one micro-step on one rank
+  constexpr int64_t kAccumSteps = 2;
+  constexpr uint64_t kSeed = 1;
+
+  const auto world = lockstep::World::from_env();
+  const lockstep::UseDevice home(world.device());
+  const auto device = world.device().torch_device();
+
+  Points points(4096, /*seed=*/100);  // the same data set on every rank
+  const Points test(1000, /*seed=*/101);
+
+  torch::manual_seed(kSeed + static_cast<uint64_t>(world.rank()));  // other dropout on each rank
+  torch::nn::Sequential net(torch::nn::Linear(2, 64), torch::nn::ReLU(), torch::nn::Dropout(0.1),
+                            torch::nn::Linear(64, 64), torch::nn::ReLU(), torch::nn::Linear(64, 2));
+  net->to(device);
+  lockstep::DistributedDataParallel ddp(net, world.comm());  // rank 0's weights go to all
+  lockstep::AdamW optimizer(ddp.parameters(), {.lr = 3e-3});
+
+  const auto sampler = std::make_shared<lockstep::DistributedSampler>(
+      points.x.size(0), world.size(), world.rank(), lockstep::SamplerOptions{.seed = kSeed});
+  const auto loader = torch::data::make_data_loader(
+      points.map(torch::data::transforms::Stack<>()), RankSampler(sampler),
+      torch::data::DataLoaderOptions().batch_size(kBatch).drop_last(true));
+  const int64_t batches = sampler->size() / kBatch;  // of an epoch; the same on every rank
+
+  Metrics metrics;
+  for (int64_t epoch = 0; epoch < kEpochs; ++epoch) {
+    sampler->set_epoch(epoch);  // another order, the same on all ranks
+    int64_t micro = 0;
+    for (auto& batch : *loader) {
+      const int64_t window_begin = micro / kAccumSteps * kAccumSteps;
+      const int64_t window = std::min(kAccumSteps, batches - window_begin);
+      const bool last = micro + 1 == window_begin + window;
+      std::optional<lockstep::NoSync> no_sync;
+      if (!last) no_sync.emplace(ddp);  // gradients stay on this rank
+      const auto out = ddp(batch.data.to(device));
+      const auto loss = torch::cross_entropy_loss(out, batch.target.to(device));
+      (loss / window).backward();
+      if (last) optimizer.step({.max_norm = 1.0, .zero_grad = true});
+      ++micro;
+    }
+    metrics = evaluate(world, net, test);
+    if (world.rank() == 0) {
+      std::printf("epoch %lld: test loss %.4f, accuracy %.1f %%\n", static_cast<long long>(epoch),
+                  metrics.loss, 100 * metrics.accuracy);
+    }
+  }
+
+  if (argc > 1 && world.rank() == 0) lockstep::save_weights(*net, argv[1]);
+  return metrics.accuracy > 0.9 ? 0 : 1;
+}
+
+int main(int argc, char** argv) {
+  return lockstep::run_program(train, argc, argv);
+}
