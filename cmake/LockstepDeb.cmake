@@ -64,11 +64,15 @@ lockstep_deb(lockstep_development liblockstep-dev libdevel
  C++ programs that train with libtorch on several processes, devices or hosts.")
 install(FILES "${made}/changelog.gz" DESTINATION "${CMAKE_INSTALL_DOCDIR}")
 
-# Manual pages are compressed, once all are laid down.
+# Manual pages are compressed, and completion for zsh is where Debian's zsh looks for it, once all are laid down.
 install(CODE [[
-  file(GLOB pages "$ENV{DESTDIR}${CMAKE_INSTALL_PREFIX}/share/man/man1/*.1")
+  set(share "$ENV{DESTDIR}${CMAKE_INSTALL_PREFIX}/share")
+  file(GLOB pages "${share}/man/man1/*.1")
   if(pages)
     execute_process(COMMAND gzip -9nf ${pages} COMMAND_ERROR_IS_FATAL ANY)
+  endif()
+  if(EXISTS "${share}/zsh/site-functions")
+    file(RENAME "${share}/zsh/site-functions" "${share}/zsh/vendor-completions")
   endif()]] COMPONENT lockstep_programs)
 
 # Packages that link a library depend on its exact version. A trigger runs ldconfig.

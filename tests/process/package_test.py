@@ -165,6 +165,8 @@ class Packages(unittest.TestCase):
     def test_8_what_they_hold_is_as_debian_wants_it(self):
         programs = {path for path in self.files_of("lockstep") if path.startswith("/usr/bin/")}
         self.assertEqual(programs, {"/usr/bin/lockstep"})
+        self.assertLessEqual({"/usr/share/man/man1/lockstep.1.gz", "/usr/share/bash-completion/completions/lockstep",
+                              "/usr/share/zsh/vendor-completions/_lockstep"}, set(self.files_of("lockstep")))
         for package in PACKAGES:
             files = self.files_of(package)
             self.assertIn(f"/usr/share/doc/{package}/copyright", files)
