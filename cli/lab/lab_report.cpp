@@ -86,7 +86,8 @@ std::vector<ReportFile> table_files(const std::vector<NamedTable>& tables) {
 }
 
 std::string remake_help(const std::string& why, const std::string& folder) {
-  return fmt::format("{}; then `lockstep report {}` makes the report from the records", why, folder);
+  return fmt::format("{}; then `lockstep report {}` makes the report from the records", why,
+                     folder);
 }
 
 // Files are replaced one by one, so a disk that would fill up half-way is refused before the first.

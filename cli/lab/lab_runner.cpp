@@ -134,8 +134,7 @@ LabRuns run_experiments(const LabPlan& plan, const SavedLab& saved, const fs::pa
                         const Interrupts& interrupts) {
   double weight = 0;
   for (const auto& experiment : plan.experiments) weight += experiment.weight;
-  LabRuns runs{
-      .sets = {}, .others_busy_cores = saved.others_busy_cores, .options = saved.options};
+  LabRuns runs{.sets = {}, .others_busy_cores = saved.others_busy_cores, .options = saved.options};
   Progress progress(plan.experiments.size(), weight);
   for (const auto& experiment : plan.experiments) {
     const std::string record = (records / (experiment.name + ".json")).string();
@@ -161,8 +160,8 @@ int run_lab(const Lab& lab, const LabOptions& options, const HandIn& hand_in,
   const fs::path out = options.out.empty() ? lab.folder : options.out;
   make_folder(out / "records");
   const FolderLock lock(out.string());
-  const SavedLab saved{lab.name, command, std::time(nullptr), busy_cores(), options,
-                       plan.experiments};
+  const SavedLab saved{lab.name,     command, std::time(nullptr),
+                       busy_cores(), options, plan.experiments};
   save_lab(saved, out);  // first, so that the report can be made even if the disk is full then
   const LabReport report = lab.report(run_experiments(plan, saved, out / "records", interrupts));
   print_lab(report);
