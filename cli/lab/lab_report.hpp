@@ -12,8 +12,9 @@ namespace lockstep::cli {
 /// Who hands a report in, and how.
 struct HandIn {
   std::string author = {};
-  std::string notes = {};  ///< file of the author's notes; "": the folder's notes.md, if there is one
-  bool zip = false;        ///< also writes hand-in.zip
+  std::string notes =
+      {};            ///< file of the author's notes; "": the folder's notes.md, if there is one
+  bool zip = false;  ///< also writes hand-in.zip
 };
 
 /// How the figures of a report came about.

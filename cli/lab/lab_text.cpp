@@ -208,31 +208,6 @@ std::string times_warning(const Disturbance& disturbance, const std::vector<Comp
       reason);
 }
 
-std::string times_warning(const Disturbance& disturbance, const std::vector<Comparison>& compared) {
-  std::string reason;
-  if (disturbance.disturbed()) {
-    reason = disturbance.queued
-                 ? fmt::format(
-                       "devices were ready to compute but had no core for up to {} of the "
-                       "time, because other programs used the cores",
-                       format_percent(*disturbance.queued))
-                 : fmt::format("other programs kept {:.1f} cores busy when the lab began",
-                               disturbance.busy_cores);
-  }
-  for (const auto& comparison : compared) {
-    if (!reason.empty() || !comparison.unsafe) continue;
-    reason = fmt::format(
-        "step times of the same set-up varied by {} between runs (speed-ups {:.2f} "
-        "to {:.2f})",
-        format_percent(comparison.noise), comparison.speedup.min, comparison.speedup.max);
-  }
-  if (reason.empty()) return "";
-  return fmt::format(
-      "The times in this report cannot be judged: {}. Close other programs and run "
-      "the lab again. Memory, splits, traffic and losses are not affected.",
-      reason);
-}
-
 std::string shared_remark(const RunSet& set_up) {
   return fmt::format(
       "All {} devices share the same hardware here ({}), so this run cannot show what "

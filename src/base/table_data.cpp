@@ -19,11 +19,17 @@ struct UnitScale {
   double scale;
 };
 
-constexpr UnitScale kUnitScales[] = {
-    {"ns", "ms", 1e-6},      {"µs", "ms", 1e-3},        {"ms", "ms", 1},
-    {"s", "ms", 1e3},        {"B", "mib", 1.0 / (1 << 20)}, {"KiB", "mib", 1.0 / 1024},
-    {"MiB", "mib", 1},       {"GiB", "mib", 1024},      {"TiB", "mib", 1024.0 * 1024},
-    {"%", "percent", 1},     {"", "", 1}};
+constexpr UnitScale kUnitScales[] = {{"ns", "ms", 1e-6},
+                                     {"µs", "ms", 1e-3},
+                                     {"ms", "ms", 1},
+                                     {"s", "ms", 1e3},
+                                     {"B", "mib", 1.0 / (1 << 20)},
+                                     {"KiB", "mib", 1.0 / 1024},
+                                     {"MiB", "mib", 1},
+                                     {"GiB", "mib", 1024},
+                                     {"TiB", "mib", 1024.0 * 1024},
+                                     {"%", "percent", 1},
+                                     {"", "", 1}};
 
 // Numbers of one unit, and what they are together.
 struct Quantities {
@@ -218,9 +224,8 @@ void add_column(TableData& data, const TextColumn& column) {
   for (size_t part = 0; part < names.size(); ++part) {
     DataColumn added{column_name(names[part]), shape ? shape->unit : ""};
     const auto taken = [&] {
-      return std::any_of(data.columns.begin(), data.columns.end(), [&](const DataColumn& other) {
-        return other.header() == added.header();
-      });
+      return std::any_of(data.columns.begin(), data.columns.end(),
+                         [&](const DataColumn& other) { return other.header() == added.header(); });
     };
     const std::string name = added.name;
     for (int count = 2; taken(); ++count) added.name = fmt::format("{}_{}", name, count);

@@ -151,13 +151,13 @@ std::string table_html(const Table& table, size_t number) {
 std::string figure_html(const Figure& figure, size_t number) {
   const auto* timeline = std::get_if<Timeline>(&figure.chart);
   const std::string id = fmt::format("figure-{}", number);
-  std::string html = fmt::format("<figure{}>\n", timeline != nullptr       ? " class=\"wide timeline\""
+  std::string html = fmt::format("<figure{}>\n", timeline != nullptr ? " class=\"wide timeline\""
                                                  : is_wide(figure.chart) ? " class=\"wide\""
                                                                          : "");
-  html += fmt::format("<div class=\"static scroll\" role=\"region\" aria-label=\"{}\"{}>\n{}</div>\n",
-                      escape_xml(chart_title(figure.chart)),
-                      is_wide(figure.chart) ? " tabindex=\"0\"" : "",
-                      render_svg(figure.chart, id, SvgTarget::kInPage));
+  html += fmt::format(
+      "<div class=\"static scroll\" role=\"region\" aria-label=\"{}\"{}>\n{}</div>\n",
+      escape_xml(chart_title(figure.chart)), is_wide(figure.chart) ? " tabindex=\"0\"" : "",
+      render_svg(figure.chart, id, SvgTarget::kInPage));
   if (timeline != nullptr) {
     html += "<script type=\"application/json\">" + timeline_json(*timeline) + "</script>\n";
   }

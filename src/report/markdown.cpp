@@ -49,7 +49,8 @@ std::string markdown_listing(const Listing& listing) {
 
 std::string render_markdown(const Document& document) {
   std::string text = fmt::format("# {}\n\n", markdown_text(document.title));
-  if (!document.author.empty()) text += fmt::format("- author: {}\n", markdown_text(document.author));
+  if (!document.author.empty())
+    text += fmt::format("- author: {}\n", markdown_text(document.author));
   text += fmt::format("- date: {}\n", format_date(document.date));
   if (!document.command.empty())
     text += fmt::format("- command: {}\n", markdown_code(document.command));

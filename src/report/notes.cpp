@@ -152,8 +152,9 @@ void add_notes(Document& document, const std::vector<Note>& notes, const std::st
       throw Error(Code::kUsage,
                   fmt::format("line {} of {}: this report has nothing called \"{}\"", note.line,
                               file, note.heading),
-                  meant.empty() ? "use one of these headings, or its number alone"
-                                : fmt::format("did you mean \"{}\"? Its number alone will do", meant),
+                  meant.empty()
+                      ? "use one of these headings, or its number alone"
+                      : fmt::format("did you mean \"{}\"? Its number alone will do", meant),
                   known);
     }
     const auto [other, is_new] = taken.emplace(place, note.line);

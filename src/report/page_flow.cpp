@@ -14,8 +14,8 @@ double lead_of(size_t lines) {
 }
 
 constexpr double kAfterFloat = 12;
-constexpr size_t kLeastRows = 3;      // of a table on one page
-constexpr double kMostNotes = 60;     // of a table's notes, below its last row
+constexpr size_t kLeastRows = 3;     // of a table on one page
+constexpr double kMostNotes = 60;    // of a table's notes, below its last row
 constexpr double kWholeTable = 0.2;  // of a page; a lower table is not divided
 constexpr double kLargestFont = 7.8;
 constexpr double kSmallestFont = 6.4;

@@ -26,7 +26,7 @@ constexpr double kChartFont = 7.2;
 constexpr double kBetweenCharts = 20;
 constexpr double kBetweenBlocks = 12;
 constexpr double kBeforeHeading = 16;
-constexpr double kOwnIndent = 10;   // of the author's words, right of their bar
+constexpr double kOwnIndent = 10;    // of the author's words, right of their bar
 constexpr double kLeastChart = 0.7;  // of a chart's height, to fill the rest of a page
 
 // One line of a fact, so that a long value can continue on the next page.
@@ -279,9 +279,8 @@ void draw_listing(Flow& flow, const Listing& listing) {
       if (first) {
         const double baseline =
             flow.y() + (kCode.leading - kCode.font.size) / 2 + kAscent * kCode.font.size;
-        flow.page().text(
-            {flow.left() + numbers, baseline}, std::to_string(i + 1),
-            {.font = kCode.font, .colour = {Role::kMuted}, .anchor = Anchor::kEnd});
+        flow.page().text({flow.left() + numbers, baseline}, std::to_string(i + 1),
+                         {.font = kCode.font, .colour = {Role::kMuted}, .anchor = Anchor::kEnd});
       }
       first = false;
       flow.line(part, kCode, indent);

@@ -14,8 +14,8 @@ std::string timeline_json(const Timeline& timeline) {
   for (const auto& row : timeline.rows) {
     json spans = json::array();
     for (const auto& span : row.spans) {
-      const bool drawn = is_plottable(span.begin_ms) && is_plottable(span.end_ms) &&
-                         span.end_ms >= span.begin_ms;
+      const bool drawn =
+          is_plottable(span.begin_ms) && is_plottable(span.end_ms) && span.end_ms >= span.begin_ms;
       if (!drawn) continue;
       const auto colour = static_cast<size_t>(std::max(0, span.colour));
       spans.push_back(
@@ -56,7 +56,7 @@ outline-offset:1px}
 .viewer .view:active{cursor:grabbing}
 .viewer .view svg{min-width:0}
 .viewer .picked{stroke:var(--ink);stroke-width:2}
-.viewer output{display:block;min-height:1.6em;font-size:.82rem;margin-top:.2rem;
+.viewer output{display:block;color:var(--muted);min-height:1.6em;font-size:.82rem;margin-top:.2rem;
 font-variant-numeric:tabular-nums}
 figure.timeline.live .static{display:none}
 @media print{.viewer{display:none}figure.timeline.live .static{display:block}}

@@ -18,7 +18,8 @@ std::array<uint32_t, 256> crc_table() {
   std::array<uint32_t, 256> table{};
   for (uint32_t byte = 0; byte < table.size(); ++byte) {
     uint32_t rest = byte;
-    for (int bit = 0; bit < 8; ++bit) rest = (rest & 1U) != 0 ? 0xEDB88320U ^ (rest >> 1U) : rest >> 1U;
+    for (int bit = 0; bit < 8; ++bit)
+      rest = (rest & 1U) != 0 ? 0xEDB88320U ^ (rest >> 1U) : rest >> 1U;
     table.at(byte) = rest;
   }
   return table;
@@ -87,7 +88,8 @@ std::string render_zip(const std::vector<ReportFile>& files, const std::string& 
   std::string directory;
   for (const auto& file : files) {
     const std::string name = folder + "/" + file.path;
-    if (archive.size() + file.bytes.size() > kMostBytes - (1U << 20U) || files.size() > kMostFiles) {
+    if (archive.size() + file.bytes.size() > kMostBytes - (1U << 20U) ||
+        files.size() > kMostFiles) {
       throw Error(Code::kFileWrite, fmt::format("the zip would be too large at {}", file.path),
                   "hand in the folder itself, or leave --zip out");
     }

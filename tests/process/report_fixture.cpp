@@ -12,19 +12,21 @@ namespace {
 using namespace lockstep;
 
 Table wide_table() {
-  Table table("Schedules: 2 stages in one process, 8 micro-batches, and a title that is too long for a phone",
-              {{"schedule"},
-               {"step time", Align::kRight},
-               {"speed-up", Align::kRight},
-               {"bubble, predicted", Align::kRight},
-               {"measured", Align::kRight},
-               {"span, predicted", Align::kRight},
-               {"measured", Align::kRight},
-               {"ratio", Align::kRight},
-               {"held", Align::kRight},
-               {"peak per device", Align::kRight},
-               {"order"},
-               {"losses against one device"}});
+  Table table(
+      "Schedules: 2 stages in one process, 8 micro-batches, and a title that is too long for a "
+      "phone",
+      {{"schedule"},
+       {"step time", Align::kRight},
+       {"speed-up", Align::kRight},
+       {"bubble, predicted", Align::kRight},
+       {"measured", Align::kRight},
+       {"span, predicted", Align::kRight},
+       {"measured", Align::kRight},
+       {"ratio", Align::kRight},
+       {"held", Align::kRight},
+       {"peak per device", Align::kRight},
+       {"order"},
+       {"losses against one device"}});
   for (const char* name : {"sequential", "gpipe", "1f1b", "zero-bubble"}) {
     table.add_row({name, "511 ± 86 ms", "1.81 ± 0.28", "54 %", "57 %", "464 ms", "490 ms", "95 %",
                    "8", "15.2 MiB / 13.5 MiB", "as base", "less than 0.001 % apart"});
@@ -39,8 +41,8 @@ Timeline timeline() {
                  .legend = {"F: forward", "B: backward", "", "S: synchronisation"}};
   for (int rank = 0; rank < 2; ++rank) {
     for (int stage = 0; stage < 2; ++stage) {
-      TimelineRow row{.label = "measured rank " + std::to_string(rank) + " cpu:" +
-                               std::to_string(rank + 2 * stage)};
+      TimelineRow row{.label = "measured rank " + std::to_string(rank) +
+                               " cpu:" + std::to_string(rank + 2 * stage)};
       for (int i = 0; i < 8; ++i) {
         const std::string number = std::to_string(i);
         row.spans.push_back({"F" + number, 3.0 * i + stage, 3.0 * i + stage + 2.5, 0});
@@ -54,17 +56,20 @@ Timeline timeline() {
 }
 
 Document document() {
-  Document made{.title = "Practical 10: hybrid parallelism, in a report of all parts",
-                .date = 1767323040,
-                .command = "lockstep lab 10 --devices cpu:4 --quick --micro-batches 2,4,8 --out "
-                           "/home/student/reports/a-folder-with-a-rather-long-name",
-                .facts = {{"host", "vm"}, {"cpu", "AMD EPYC 7B13 64-Core Processor"}, {"cores", "2"}},
-                .author = "Ada Lovelace",
-                .trained = {{"model", "mlp, 1024 wide, 2 hidden layers"},
-                            {"optimizer", "SGD, learning rate 0.01"},
-                            {"repeat", "lockstep lab 10 --devices cpu:4 --steps 8 --batch 64 --dim "
-                                       "768 --hidden 768 --depth 2 --micro-batches 2,4,8"}},
-                .warning = "Other programs kept 1.8 cores busy: do not rely on the times."};
+  Document made{
+      .title = "Practical 10: hybrid parallelism, in a report of all parts",
+      .date = 1767323040,
+      .command =
+          "lockstep lab 10 --devices cpu:4 --quick --micro-batches 2,4,8 --out "
+          "/home/student/reports/a-folder-with-a-rather-long-name",
+      .facts = {{"host", "vm"}, {"cpu", "AMD EPYC 7B13 64-Core Processor"}, {"cores", "2"}},
+      .author = "Ada Lovelace",
+      .trained = {{"model", "mlp, 1024 wide, 2 hidden layers"},
+                  {"optimizer", "SGD, learning rate 0.01"},
+                  {"repeat",
+                   "lockstep lab 10 --devices cpu:4 --steps 8 --batch 64 --dim "
+                   "768 --hidden 768 --depth 2 --micro-batches 2,4,8"}},
+      .warning = "Other programs kept 1.8 cores busy: do not rely on the times."};
   const BarChart bars{.title = "Time of a step by schedule",
                       .unit = Unit::kMilliseconds,
                       .categories = {"sequential", "gpipe", "1f1b", "zero-bubble"},

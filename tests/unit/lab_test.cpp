@@ -78,8 +78,7 @@ TEST(LabFolderLock, OneLabAtATime) {
   const LabFolder folder;
   {
     const FolderLock lock(folder.path.string());
-    expect_error(Code::kUsage,
-                 {"another lab is writing into", std::to_string(::getpid()), "--out"},
+    expect_error(Code::kUsage, {"another lab is writing into", std::to_string(::getpid()), "--out"},
                  [&folder] { const FolderLock second(folder.path.string()); });
   }
   EXPECT_FALSE(folder.has(".lock"));
@@ -132,9 +131,8 @@ TEST(LabReportFolder, NotesAreReadAndNeverLost) {
   EXPECT_NE(folder.text("report.md").find("> My words."), std::string::npos);
   EXPECT_EQ(folder.text("notes.md"), "## 1.2\nMy words.\n");
   write_file_atomically(notes, "## 9.9\nLost.\n");
-  expect_error(Code::kUsage, {"\"9.9\"", "1.1 Faster?", "without the notes", "--notes"}, [&] {
-    write_lab_report(small_report(), kOrigin, {}, folder.path.string());
-  });
+  expect_error(Code::kUsage, {"\"9.9\"", "1.1 Faster?", "without the notes", "--notes"},
+               [&] { write_lab_report(small_report(), kOrigin, {}, folder.path.string()); });
   EXPECT_EQ(folder.text("report.md").find("My words."), std::string::npos);
   EXPECT_EQ(folder.text("notes.md"), "## 9.9\nLost.\n");
   expect_error(Code::kFileRead, {"missing.md"},
@@ -144,9 +142,8 @@ TEST(LabReportFolder, NotesAreReadAndNeverLost) {
 TEST(LabReportFolder, SaysHowToMakeItAgain) {
   const LabFolder folder;
   std::filesystem::create_directory(folder.path / "report.html");
-  expect_error(Code::kFileWrite, {"report.html", "lockstep report " + folder.path.string()}, [&] {
-    write_lab_report(small_report(), kOrigin, {}, folder.path.string());
-  });
+  expect_error(Code::kFileWrite, {"report.html", "lockstep report " + folder.path.string()},
+               [&] { write_lab_report(small_report(), kOrigin, {}, folder.path.string()); });
 }
 
 TEST(LabQuestions, HaveTheCoursesNumbers) {
@@ -161,7 +158,9 @@ TEST(LabQuestions, HaveTheCoursesNumbers) {
   };
   EXPECT_EQ(numbers({{"speed", "a", ""}, {"speed", "b", ""}, {"memory", "c", ""}}),
             "1.1 a; 1.2 b; 2.1 c; ");
-  EXPECT_EQ(numbers({{"10.1 base", "a", ""}, {"10.1 base", "b", ""}, {"10.2 more", "c", ""},
+  EXPECT_EQ(numbers({{"10.1 base", "a", ""},
+                     {"10.1 base", "b", ""},
+                     {"10.2 more", "c", ""},
                      {"beyond", "d", ""}}),
             "10.1.1 a; 10.1.2 b; 10.2 c; A d; ");
   EXPECT_EQ(numbers({{"all", "1. Time", ""}, {"all", "2. Memory", ""}}), "1 Time; 2 Memory; ");

@@ -18,7 +18,8 @@ Document two_topics() {
       {.heading = "Measurements"},
       {.heading = "Questions: speed",
        .questions = {{"Did training become faster?", "Yes.", "1.1"}, {"Why?", "Because.", "1.2"}}},
-      {.heading = "Questions: 10.2 micro-batches", .questions = {{"What changes?", "It.", "10.2"}}}};
+      {.heading = "Questions: 10.2 micro-batches",
+       .questions = {{"What changes?", "It.", "10.2"}}}};
   return document;
 }
 
@@ -52,8 +53,8 @@ TEST(ReportNotes, TheTemplateAddsNothing) {
 
 TEST(ReportNotes, UnknownHeadingsListTheKnownOnes) {
   expect_error(Code::kUsage,
-               {"line 3 of notes.md", "nothing called \"7.7 Moon\"", "1.1 Did training become faster?",
-                "10.2 What changes?", "Measurements"},
+               {"line 3 of notes.md", "nothing called \"7.7 Moon\"",
+                "1.1 Did training become faster?", "10.2 What changes?", "Measurements"},
                [] { with_notes("\n\n## 7.7 Moon\nWords.\n"); });
   expect_error(Code::kUsage, {"lines 1 and 3 of notes.md", "same"},
                [] { with_notes("## 1.1\na\n## Did training become faster?\nb\n"); });

@@ -14,9 +14,11 @@ std::string csv_of_column(const std::string& title, const std::vector<std::strin
 }
 
 TEST(TableData, QuantitiesAreNumbersInOneUnit) {
-  EXPECT_EQ(csv_of_column("step time", {"77.8 ± 5.1 ms", "1.23 ± 0.05 s", "213 ± 4 µs", "—"}),
-            "step_time_mean_ms,step_time_deviation_ms\r\n77.8,5.1\r\n1230,50\r\n0.213,0.004\r\n,\r\n");
-  EXPECT_EQ(csv_of_column("range", {"40.1 … 44 ms"}), "range_least_ms,range_most_ms\r\n40.1,44\r\n");
+  EXPECT_EQ(
+      csv_of_column("step time", {"77.8 ± 5.1 ms", "1.23 ± 0.05 s", "213 ± 4 µs", "—"}),
+      "step_time_mean_ms,step_time_deviation_ms\r\n77.8,5.1\r\n1230,50\r\n0.213,0.004\r\n,\r\n");
+  EXPECT_EQ(csv_of_column("range", {"40.1 … 44 ms"}),
+            "range_least_ms,range_most_ms\r\n40.1,44\r\n");
   EXPECT_EQ(csv_of_column("peak", {"24.0 MiB", "512 KiB", "2.00 GiB", "0 B"}),
             "peak_mib\r\n24\r\n0.5\r\n2048\r\n0\r\n");
   EXPECT_EQ(csv_of_column("against", {"-28 %", "+3 %", "±0 %"}),
