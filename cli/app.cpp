@@ -11,6 +11,7 @@
 
 #include "base/process.hpp"
 #include "cli/child.hpp"
+#include "cli/ckpt.hpp"
 #include "cli/doctor/doctor.hpp"
 #include "cli/lab/lab_command.hpp"
 #include "cli/run.hpp"
@@ -55,6 +56,7 @@ constexpr const char* kAppExamples =
     "  lockstep lab 6                      practical 6: DDP against DataParallel\n"
     "  lockstep top                        who is busy, who waits, whose memory is full\n"
     "  lockstep run -n 4 ./train           four ranks of a program on this host\n"
+    "  lockstep ckpt verify runs/a         are the checkpoints of a run good?\n"
     "  lockstep explain LS0002             what an error code means\n";
 
 // A child's exit code 2 means that the request was at fault, so it stays 2. Only lockstep's own
@@ -116,10 +118,11 @@ int run_command(int argc, char** argv) {
   TopOptions top_options;
   auto* top = add_top_command(app, top_options);
   const RunFlags run(app);
+  const CkptCommand ckpt(app);
   SlurmScriptOptions script_options;
   auto* script = add_slurm_script_command(app, script_options);
 
-  for (auto* command : {doctor, explain_command, lab, top, run.command(), script}) {
+  for (auto* command : {doctor, explain_command, lab, top, run.command(), ckpt.command(), script}) {
     command->group("Commands");
   }
   app.footer(kAppExamples);  // not before: a subcommand would inherit it
@@ -134,6 +137,7 @@ int run_command(int argc, char** argv) {
   if (lab->parsed()) return run_lab_command(lab_request, shell_line(argc, argv));
   if (top->parsed()) return run_top(top_options);
   if (run.command()->parsed()) return run_launch(run, line.program, {argv, argv + argc});
+  if (ckpt.command()->parsed()) return ckpt.run();
   if (script->parsed()) {
     fmt::print("{}", slurm_script(script_options, line.program));
     return 0;
