@@ -32,7 +32,7 @@ constexpr const char* kCkptExamples =
     "  lockstep ckpt verify runs/a                  is every byte what was written?\n"
     "  lockstep ckpt diff runs/a runs/b             how do their latest ones differ?\n"
     "  lockstep ckpt prune runs/a --keep 2          remove all but the two latest good ones\n"
-    "  lockstep ckpt import runs/a --step 100 model.safetensors optimizer.safetensors\n";
+    "  lockstep ckpt import runs/a --step 100 model.safetensors --values values.json\n";
 
 // The checkpoints that a path means: itself, or those of a run's folder.
 std::vector<CheckpointEntry> entries_of(const std::string& path) {

@@ -34,7 +34,8 @@ OPTIMIZERS = {
 
 
 def make(name):
-    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    # BatchNorm comes first: after a linear layer, the gradient of its bias would be nothing but rounding.
+    net = torch.nn.Sequential(torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
     net.double()
     return net, OPTIMIZERS[name](net.parameters())
 

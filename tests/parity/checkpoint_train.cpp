@@ -52,10 +52,11 @@ int train(int argc, char** argv) {
     throw lockstep::Error(lockstep::Code::kUsage, "three arguments are needed",
                           "FOLDER OPTIMIZER UNTIL");
   }
+  // Not net->to(kFloat64), which converts BatchNorm's counter too; PyTorch's double() does not.
+  torch::set_default_dtype(torch::scalarTypeToTypeMeta(torch::kFloat64));
   torch::manual_seed(7);
-  torch::nn::Sequential net(torch::nn::Linear(6, 8), torch::nn::BatchNorm1d(8), torch::nn::Tanh(),
+  torch::nn::Sequential net(torch::nn::BatchNorm1d(6), torch::nn::Linear(6, 8), torch::nn::Tanh(),
                             torch::nn::Linear(8, 3));
-  net->to(torch::kFloat64);
   const Optimizer optimizer = make_optimizer(argv[2], *net);
   lockstep::Checkpoint checkpoint(argv[1], {.every = 1, .keep = 1000});
   checkpoint.add("model", *net).add("optimizer", *optimizer, *net);
