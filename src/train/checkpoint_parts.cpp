@@ -192,8 +192,6 @@ class RandomPart final : public CheckpointPart {
   RandomPart(const RandomStreams& streams, int rank)
       : streams_(streams), prefix_(fmt::format("rank{}.", rank)) {}
 
-  bool is_per_rank() const override { return true; }
-
   PartContents contents() override {
     PartContents contents;
     contents.value = positions();

@@ -34,7 +34,6 @@ class SectionSource {
   SectionSource(const CheckpointReader& reader, std::string section, int rank, int ranks);
 
   const std::string& section() const { return section_; }
-  int rank() const { return rank_; }
 
   /// Whether as many ranks load it as saved it, so that each finds its own.
   bool same_ranks() const { return same_ranks_; }
@@ -80,9 +79,6 @@ class CheckpointPart {
 
   /// Checks that the section fits and reads it, but changes nothing: the function returned does.
   virtual std::function<void()> load(SectionSource& source) = 0;
-
-  /// Whether each rank has tensors of its own here, so that some may be left over.
-  virtual bool is_per_rank() const { return false; }
 };
 
 /// Names of parameters.

@@ -71,7 +71,7 @@ def compare(what, ours, theirs):
             sys.exit(f"FAIL: {what}: {name} is {tensor.dtype} {tensor.shape} and {other.dtype} {other.shape}")
         difference = (tensor.double() - other.double()).abs().max().item() if tensor.numel() else 0.0
         worst = max(worst, difference / max(1e-3, tensor.double().abs().max().item()))
-    if not worst < 1e-11:
+    if not worst < 1e-13:
         sys.exit(f"FAIL: {what}: relative difference {worst}")
     return worst
 

@@ -48,7 +48,7 @@ TEST(CommandLine, EveryMistakeNamesTheWordAndTheRemedy) {
       {{"docter"}, "lockstep has no command \"docter\"", "did you mean `lockstep doctor`?"},
       {{"zzz"},
        "lockstep has no command \"zzz\"",
-       "commands are: doctor, explain, lab, top, run, slurm-script"},
+       "commands are: doctor, explain, lab, top, run, ckpt, slurm-script"},
       {{"--versoin"}, "lockstep has no flag --versoin", "did you mean --version?"},
       {{"doctor", "--jsn"}, "lockstep doctor has no flag --jsn", "did you mean --json?"},
       {{"doctor", "now"},
