@@ -87,6 +87,11 @@ std::vector<CheckpointEntry> list_checkpoints(const std::string& folder) {
   return found;
 }
 
+bool is_held_for_writing(const std::string& folder) {
+  std::error_code ignored;
+  return fs::exists(folder + kLockName, ignored);
+}
+
 CheckpointStore::CheckpointStore(std::string folder, FileSystem& files)
     : folder_(std::move(folder)), files_(files) {
   while (folder_.size() > 1 && folder_.ends_with('/')) folder_.pop_back();

@@ -24,6 +24,10 @@ std::string checkpoint_name(int64_t step);
 /// The checkpoints of a folder, ascending. Empty if there is no such folder.
 std::vector<CheckpointEntry> list_checkpoints(const std::string& folder);
 
+/// Whether a CheckpointStore was opened for this folder, as seen by this process: false for a rank
+/// that has another folder of that name.
+bool is_held_for_writing(const std::string& folder);
+
 /// Note [How a checkpoint is written]
 /// Everything goes to a new folder whose name starts with a dot. When all files, the manifest and
 /// that folder are on disk, it is renamed to step-N, and the folder above is flushed. So a

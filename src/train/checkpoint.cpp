@@ -181,7 +181,7 @@ Checkpoint::State::~State() {
   }
 }
 
-// Rank 0 alone needs the folder for writing; the others only hear how it went.
+// Rank 0 alone holds the folder; the others hear how it went, and must see the same folder.
 void Checkpoint::State::open_store() {
   std::string failure;
   std::exception_ptr error;
@@ -193,12 +193,22 @@ void Checkpoint::State::open_store() {
       failure = caught.message();
     }
   }
-  if (control_) failure = share_text(*control_, failure);
+  int blamed = 0;
+  if (control_) {
+    failure = share_text(*control_, failure);
+    const bool unseen = failure.empty() && !is_held_for_writing(folder_);
+    const auto others =
+        gather_texts(*control_, unseen ? "it does not see rank 0's " + folder_ : "");
+    for (size_t rank = 0; rank < others.size() && failure.empty(); ++rank) {
+      failure = others[rank];
+      blamed = static_cast<int>(rank);
+    }
+  }
   if (error) std::rethrow_exception(error);
   opened_ = failure.empty();
   if (opened_) return;
-  throw RankError(Code::kFileWrite, 0, fmt::format("rank 0: {}", failure),
-                  "give a folder that rank 0 can write to and all ranks see");
+  throw RankError(Code::kFileWrite, blamed, fmt::format("rank {}: {}", blamed, failure),
+                  "give the full path of a folder that rank 0 can write to and all ranks share");
 }
 
 void Checkpoint::State::add(const std::string& section, std::unique_ptr<CheckpointPart> part) {

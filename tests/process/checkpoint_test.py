@@ -81,6 +81,15 @@ class Checkpoints(unittest.TestCase):
             self.assertGreater(latest(folder), before)
         self.expect_same_end(folder)
 
+    def test_ranks_need_the_same_folder(self):
+        for rank in (0, 1):
+            os.makedirs(os.path.join(self.scratch.name, f"rank{rank}"))
+        line = f"cd {self.scratch.name}/rank$RANK && exec {os.path.abspath(BIN)}/tutorial_checkpoint runs/a 10"
+        done = subprocess.run([os.path.join(BIN, "lockstep"), "run", "-n", "2", "sh", "-c", line], capture_output=True,
+                              text=True, timeout=120)
+        self.assertEqual(done.returncode, 2, done.stderr)
+        self.assertIn("rank 1: it does not see rank 0's runs/a", done.stderr)
+
     def test_preempted(self):
         for number, sent in enumerate([signal.SIGTERM, signal.SIGUSR1]):
             folder = os.path.join(self.scratch.name, f"preempted{number}")
