@@ -12,6 +12,7 @@
 
 #include "base/process.hpp"
 #include "cli/child.hpp"
+#include "cli/ckpt.hpp"
 #include "cli/completion.hpp"
 #include "cli/doctor/doctor.hpp"
 #include "cli/lab/lab_command.hpp"
@@ -61,6 +62,7 @@ const std::vector<Example> kAppExamples = {
     {"lockstep top", "who is busy, who waits, whose memory is full"},
     {"lockstep new mine", "a program of your own, ready to build"},
     {"lockstep compare ./a vs ./b", "which is faster, with a report"},
+    {"lockstep ckpt verify runs/a", "are the checkpoints of a run good?"},
     {"lockstep explain LS0002", "what an error code means"},
     {"lockstep help run", "everything about one command"}};
 
@@ -171,6 +173,7 @@ int run_command(int argc, char** argv) {
   TopOptions top_options;
   auto* top = add_top_command(app, top_options);
   const RunFlags run(app);
+  const CkptCommand ckpt(app);
   SlurmScriptOptions script_options;
   auto* script = add_slurm_script_command(app, script_options);
   NewOptions new_options;
@@ -222,6 +225,7 @@ int run_command(int argc, char** argv) {
     return run_compare(compare_options, line.program, shell_line(argc, argv));
   }
   if (report->parsed()) return run_report(report_options, shell_line(argc, argv));
+  if (ckpt.command()->parsed()) return ckpt.run();
   if (script->parsed()) {
     fmt::print("{}", slurm_script(script_options, line.program));
     return 0;

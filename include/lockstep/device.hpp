@@ -80,6 +80,12 @@ class Device : public std::enable_shared_from_this<Device> {
   /// Waits until all work queued on the GPU is done. Does nothing on the CPU.
   void synchronize() const;
 
+  /// How many tasks were submitted since the calling thread's generator was last seeded or drawn
+  /// from. Together with that generator's state it determines the random numbers of the next task,
+  /// so a checkpoint has both.
+  int64_t random_position() const;
+  void set_random_position(int64_t position);
+
   /// Whether the calling thread is this device's worker.
   bool on_worker() const;
 

@@ -19,11 +19,26 @@ class DistributedSampler {
  public:
   DistributedSampler(int64_t rows, int ranks, int rank, const SamplerOptions& options = {});
 
-  /// Call it before each epoch; otherwise every epoch has the same order.
-  void set_epoch(int64_t epoch) { epoch_ = epoch; }
+  /// Call it before each epoch; otherwise every epoch has the same order. next() does so itself.
+  void set_epoch(int64_t epoch) { seek(epoch, 0); }
+  int64_t epoch() const { return epoch_; }
 
   int64_t size() const { return size_; }  ///< rows of each rank
   std::vector<int64_t> indices() const;
+
+  /// The rows of the next batch: `count` of them, or fewer at the end of an epoch. The call after
+  /// that begins the next epoch.
+  std::vector<int64_t> next(int64_t count);
+
+  /// How many rows of the epoch next() has given to this rank.
+  int64_t position() const { return position_; }
+
+  /// Goes on from there.
+  void seek(int64_t epoch, int64_t position);
+
+  int64_t rows() const { return rows_; }
+  int ranks() const { return ranks_; }
+  const SamplerOptions& options() const { return options_; }
 
  private:
   int64_t rows_;
@@ -32,6 +47,8 @@ class DistributedSampler {
   SamplerOptions options_;
   int64_t epoch_ = 0;
   int64_t size_ = 0;
+  int64_t position_ = 0;
+  std::vector<int64_t> order_;  // indices() of this epoch, once next() needs them
 };
 
 }  // namespace lockstep

@@ -4,6 +4,7 @@
 
 #include "lockstep/autocast.hpp"
 #include "lockstep/captured_step.hpp"
+#include "lockstep/checkpoint.hpp"
 #include "lockstep/communicator.hpp"
 #include "lockstep/data_parallel.hpp"
 #include "lockstep/device.hpp"

@@ -60,6 +60,12 @@ class FusedOptimizer {
   /// Whether this parameter is a rounded copy of a float32 weight (MasterWeights). Its gradients
   /// are then multiplied in float32.
   virtual bool has_master(const torch::Tensor& parameter) const = 0;
+
+  /// Brings what only GPUs know, such as how many steps they did, into state(). Waits for them.
+  virtual void collect_state() const = 0;
+
+  /// To be called after state() was written: the next step goes on from there.
+  virtual void note_loaded_state() = 0;
 };
 
 /// Those of torch::optim::SGD, and master weights.
@@ -114,6 +120,8 @@ class Sgd final : public torch::optim::SGD, public FusedOptimizer {
   torch::Tensor step(const StepExtras& extras);  ///< returns what step_fused() does
   torch::Tensor step_fused(const ScaledGradients& gradients, const StepExtras& extras) override;
   bool has_master(const torch::Tensor& parameter) const override;
+  void collect_state() const override;
+  void note_loaded_state() override;
 
   /// Drops the gradients, which costs nothing; set_to_none = false fills them with zeros.
   void zero_grad(bool set_to_none = true);
@@ -147,6 +155,8 @@ class FusedAdam final : public TorchAdam, public FusedOptimizer {
   torch::Tensor step(const StepExtras& extras);  ///< returns what step_fused() does
   torch::Tensor step_fused(const ScaledGradients& gradients, const StepExtras& extras) override;
   bool has_master(const torch::Tensor& parameter) const override;
+  void collect_state() const override;
+  void note_loaded_state() override;
 
   /// Drops the gradients, which costs nothing; set_to_none = false fills them with zeros.
   void zero_grad(bool set_to_none = true);

@@ -157,6 +157,10 @@ class Pipeline {
   /// optimizer per stage. `name` appears in the timeline.
   void for_each_stage(const char* name, const std::function<void(int stage)>& work);
 
+  /// As Device::random_position(), for the random numbers of the next step.
+  int64_t random_position() const;
+  void set_random_position(int64_t position);
+
   /// What the last step() did; empty if it failed. Waits for GPUs.
   const StepTrace& last_step() const;
   LinkStats links() const;

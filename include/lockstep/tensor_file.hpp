@@ -9,10 +9,12 @@ namespace lockstep {
 
 using TensorMap = std::map<std::string, torch::Tensor>;
 
-/// Reads all tensors of a safetensors file to the CPU.
+/// Reads all tensors of a safetensors file to the CPU. A file of save_tensors() that was changed
+/// since is an Error.
 TensorMap load_tensors(const std::string& path);
 
-/// Writes tensors, from any device, as safetensors; the file appears complete or not at all.
+/// Writes tensors, from any device, as safetensors with a checksum; the file appears complete or
+/// not at all.
 void save_tensors(const std::string& path, const TensorMap& tensors,
                   const std::map<std::string, std::string>& metadata = {});
 

@@ -16,6 +16,7 @@
 #include <set>
 #include <tuple>
 
+#include "base/checksum.hpp"
 #include "base/file.hpp"
 #include "lockstep/error.hpp"
 
@@ -31,6 +32,11 @@ constexpr int64_t kMaxHeaderBytes = 100'000'000;  // limit of the reference impl
 constexpr int kMaxDepth = 3;                      // header { entry { shape [
 constexpr size_t kMaxDimensions = 64;             // the most that libtorch supports
 constexpr const char* kMetadataKey = "__metadata__";
+// See Note [Checksum of a file].
+constexpr const char* kOwnKey = "lockstep";
+constexpr const char* kOwnText = "checksummed";
+constexpr const char* kChecksumKey = "xxh3_128";
+constexpr size_t kChecksumDigits = 32;
 constexpr const char* kSafetensorsRemedy =
     "the file is damaged or not safetensors; write it again, e.g. with safetensors.torch.save_file";
 
@@ -301,6 +307,14 @@ std::string remedy_for(std::span<const std::byte, kLengthBytes> start) {
          "safetensors.torch.save_file(torch.load(old), new)";
 }
 
+// What the checksum of a file covers: its header, then the checksums of its tensors.
+Digest checksum_over(std::string_view header, const std::vector<Digest>& digests) {
+  Checksum sum;
+  sum.add(header);
+  for (const Digest& digest : digests) sum.add(digest);
+  return sum.digest();
+}
+
 void check_for_writing(const std::vector<TensorBytes>& tensors) {
   std::set<std::string_view> names;
   for (const auto& tensor : tensors) {
@@ -386,6 +400,7 @@ SafetensorsReader::SafetensorsReader(const std::string& path) : path_(path) {
   const json header = check.parse(text);
   metadata_ = check.metadata(header);
   tensors_ = check.tensors(header);
+  take_checksum(std::move(text));
   for (size_t position = 0; position < tensors_.size(); ++position) {
     index_.emplace(tensors_[position].name, position);
   }
@@ -422,14 +437,67 @@ void SafetensorsReader::read(const TensorInfo& info, std::span<std::byte> destin
   }
 }
 
-void write_safetensors(const std::string& path, std::vector<TensorBytes> tensors,
-                       const std::map<std::string, std::string>& metadata) {
+// Moves the file's own checksum out of the metadata.
+void SafetensorsReader::take_checksum(std::string header) {
+  const auto own = metadata_.find(kOwnKey);
+  const auto sum = metadata_.find(kChecksumKey);
+  if (own == metadata_.end() && sum == metadata_.end()) return;
+  if (own == metadata_.end() || sum == metadata_.end() || own->second != kOwnText ||
+      sum->second.size() != kChecksumDigits) {
+    throw Error(Code::kFileFormat, fmt::format("{}: the file's own checksum is damaged", path_),
+                kSafetensorsRemedy);
+  }
+  checksum_ = sum->second;
+  checked_header_ = std::move(header);
+  const size_t at = checked_header_.find(checksum_);
+  if (at != std::string::npos) checked_header_.replace(at, kChecksumDigits, kChecksumDigits, '0');
+  metadata_.erase(kOwnKey);
+  metadata_.erase(kChecksumKey);
+}
+
+void SafetensorsReader::verify() const {
+  if (!has_checksum()) return;
+  std::vector<Digest> digests;
+  std::vector<std::byte> chunk(size_t{1} << 20);
+  for (const auto& info : tensors_) {
+    Checksum sum;
+    for (int64_t at = info.begin; at < info.end;) {
+      const auto count = std::min<int64_t>(info.end - at, static_cast<int64_t>(chunk.size()));
+      const auto part = std::span(chunk).first(static_cast<size_t>(count));
+      if (!read_exactly(file_->get(), part, data_offset_ + at)) fail_read(path_, errno);
+      sum.add(part);
+      at += count;
+    }
+    digests.push_back(sum.digest());
+  }
+  if (digest_text(checksum_over(checked_header_, digests)) == checksum_) return;
+  throw Error(Code::kFileFormat,
+              fmt::format("{}: its bytes do not match its checksum: the file was damaged", path_),
+              "use another copy of the file, or write it again");
+}
+
+std::vector<std::span<const std::byte>> SafetensorsImage::pieces() const {
+  std::vector<std::span<const std::byte>> all = {std::as_bytes(std::span(start))};
+  for (const auto& tensor : tensors) all.push_back(tensor.bytes);
+  return all;
+}
+
+SafetensorsImage make_safetensors(const std::string& path, std::vector<TensorBytes> tensors,
+                                  std::map<std::string, std::string> metadata,
+                                  FileChecksum checksum) {
   check_for_writing(tensors);
   std::sort(tensors.begin(), tensors.end(), [](const auto& a, const auto& b) {
     const int64_t a_width = dtype_bytes(a.dtype);
     const int64_t b_width = dtype_bytes(b.dtype);
     return std::tie(b_width, a.name) < std::tie(a_width, b.name);
   });
+  SafetensorsImage image;
+  const std::string zeros(kChecksumDigits, '0');
+  if (checksum == FileChecksum::kOwn) {
+    metadata[kOwnKey] = kOwnText;
+    metadata[kChecksumKey] = zeros;
+    for (const auto& tensor : tensors) image.digests.push_back(checksum_of(tensor.bytes));
+  }
   std::string header;
   try {
     header = make_header(tensors, metadata);
@@ -438,10 +506,21 @@ void write_safetensors(const std::string& path, std::vector<TensorBytes> tensors
                 fmt::format("cannot write {}: a tensor name or a metadata text is not UTF-8", path),
                 "use names in UTF-8");
   }
-  const auto length = std::bit_cast<std::array<std::byte, kLengthBytes>>(uint64_t{header.size()});
-  std::vector<std::span<const std::byte>> pieces = {length, std::as_bytes(std::span(header))};
-  for (const auto& tensor : tensors) pieces.push_back(tensor.bytes);
-  write_file_atomically(path, pieces);
+  if (checksum == FileChecksum::kOwn) {
+    const std::string sum = digest_text(checksum_over(header, image.digests));
+    const std::string entry = fmt::format("\"{}\":\"", kChecksumKey);
+    header.replace(header.find(entry + zeros) + entry.size(), zeros.size(), sum);
+  }
+  const auto length = std::bit_cast<std::array<char, kLengthBytes>>(uint64_t{header.size()});
+  image.start = std::string(length.data(), length.size()) + header;
+  image.tensors = std::move(tensors);
+  return image;
+}
+
+void write_safetensors(const std::string& path, std::vector<TensorBytes> tensors,
+                       const std::map<std::string, std::string>& metadata, FileChecksum checksum) {
+  const auto image = make_safetensors(path, std::move(tensors), metadata, checksum);
+  write_file_atomically(path, image.pieces());
 }
 
 }  // namespace lockstep

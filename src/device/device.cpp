@@ -345,6 +345,16 @@ void Device::post(const char* name, std::shared_ptr<Task> task) {
   });
 }
 
+int64_t Device::random_position() const {
+  const std::lock_guard lock(state_->submit_mutex);
+  return state_->rng.position();
+}
+
+void Device::set_random_position(int64_t position) {
+  const std::lock_guard lock(state_->submit_mutex);
+  state_->rng.set_position(position);
+}
+
 bool Device::on_worker() const {
   return state_->worker->is_this_thread();
 }

@@ -148,11 +148,24 @@ DeviceRng::DeviceRng(c10::Device device, int index)
   if (device.is_cuda()) cuda_ = at::globalContext().defaultGenerator(device).clone();
 }
 
-uint64_t DeviceRng::next_seed() {
+DeviceRng::Mark DeviceRng::mark_of_thread() {
   static Mark default_mark;  // in the default generator, whose mutex guards it
-  const Mark mark = current_rng != nullptr
-                        ? marked(current_rng->cpu_, current_rng->own_mark_)
-                        : marked(at::detail::getDefaultCPUGenerator(), default_mark);
+  return current_rng != nullptr ? marked(current_rng->cpu_, current_rng->own_mark_)
+                                : marked(at::detail::getDefaultCPUGenerator(), default_mark);
+}
+
+int64_t DeviceRng::position() {
+  return mark_of_thread().number == last_mark_ ? static_cast<int64_t>(tasks_since_mark_) + 1 : 0;
+}
+
+void DeviceRng::set_position(int64_t position) {
+  const Mark mark = mark_of_thread();
+  last_mark_ = position > 0 ? mark.number : 0;
+  tasks_since_mark_ = position > 0 ? static_cast<uint64_t>(position) - 1 : 0;
+}
+
+uint64_t DeviceRng::next_seed() {
+  const Mark mark = mark_of_thread();
   tasks_since_mark_ = mark.number == last_mark_ ? tasks_since_mark_ + 1 : 0;
   last_mark_ = mark.number;
   const std::array<uint64_t, 3> parts = {mark.fingerprint, tasks_since_mark_,
@@ -167,6 +180,18 @@ void DeviceRng::reseed(uint64_t seed) {
 
 const at::Generator& DeviceRng::generator_for(c10::DeviceType type) const {
   return type == c10::DeviceType::CUDA && cuda_ ? *cuda_ : cpu_;
+}
+
+std::map<std::string, at::Generator> generators_of_thread(const std::vector<c10::Device>& gpus) {
+  const DeviceRng* rng = current_rng;
+  std::map<std::string, at::Generator> generators = {
+      {"cpu", rng != nullptr ? rng->generator_for(c10::DeviceType::CPU)
+                             : at::detail::getDefaultCPUGenerator()}};
+  for (const c10::Device gpu : gpus) {
+    generators.emplace(gpu.str(), rng != nullptr ? rng->generator_for(gpu.type())
+                                                 : at::globalContext().defaultGenerator(gpu));
+  }
+  return generators;
 }
 
 UseRng::UseRng(DeviceRng& rng)

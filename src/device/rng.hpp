@@ -4,7 +4,10 @@
 #include <c10/core/Device.h>
 
 #include <cstdint>
+#include <map>
 #include <optional>
+#include <string>
+#include <vector>
 
 namespace lockstep {
 
@@ -33,6 +36,11 @@ class DeviceRng {
   /// Returns the seed of the task being submitted. Called on the submitting thread.
   uint64_t next_seed();
 
+  /// How many tasks were submitted since the calling thread's generator was last seeded or drawn
+  /// from. set_position() makes the next task go on from there.
+  int64_t position();
+  void set_position(int64_t position);
+
   /// Starts the sequence of a task. Called on the worker.
   void reseed(uint64_t seed);
 
@@ -46,6 +54,9 @@ class DeviceRng {
   };
 
  private:
+  // The mark in the generator of the calling thread.
+  static Mark mark_of_thread();
+
   int index_;
   at::Generator cpu_;
   std::optional<at::Generator> cuda_;
@@ -53,6 +64,10 @@ class DeviceRng {
   uint64_t last_mark_ = 0;  // the mark of the last submitting thread's generator
   uint64_t tasks_since_mark_ = 0;
 };
+
+/// The generators that random operations of this thread draw from: "cpu", and one for each of
+/// these GPUs, such as "cuda:0".
+std::map<std::string, at::Generator> generators_of_thread(const std::vector<c10::Device>& gpus);
 
 /// Guard: random operations of this thread draw from `rng`.
 class UseRng {

@@ -251,6 +251,16 @@ void FusedAdam<TorchAdam>::store_gpu_steps() const {
 }
 
 template <class TorchAdam>
+void FusedAdam<TorchAdam>::collect_state() const {
+  store_gpu_steps();
+}
+
+template <class TorchAdam>
+void FusedAdam<TorchAdam>::note_loaded_state() {
+  slots_ = nullptr;
+}
+
+template <class TorchAdam>
 void FusedAdam<TorchAdam>::save(torch::serialize::OutputArchive& archive) const {
   store_gpu_steps();
   TorchAdam::save(archive);
@@ -261,7 +271,7 @@ template <class TorchAdam>
 void FusedAdam<TorchAdam>::load(torch::serialize::InputArchive& archive) {
   const auto masters = read_masters(this->param_groups(), masters_, archive);
   TorchAdam::load(archive);
-  slots_ = nullptr;
+  note_loaded_state();
   put_masters(this->param_groups(), masters_, masters);
 }
 

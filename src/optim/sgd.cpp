@@ -166,6 +166,13 @@ bool Sgd::has_master(const torch::Tensor& parameter) const {
   return masters_ && masters_->holds(parameter);
 }
 
+// GPUs count no steps for SGD.
+void Sgd::collect_state() const {}
+
+void Sgd::note_loaded_state() {
+  slots_ = nullptr;
+}
+
 void Sgd::save(torch::serialize::OutputArchive& archive) const {
   torch::optim::SGD::save(archive);
   save_masters(param_groups(), masters_, archive);
@@ -174,7 +181,7 @@ void Sgd::save(torch::serialize::OutputArchive& archive) const {
 void Sgd::load(torch::serialize::InputArchive& archive) {
   const auto masters = read_masters(param_groups(), masters_, archive);
   torch::optim::SGD::load(archive);
-  slots_ = nullptr;
+  note_loaded_state();
   put_masters(param_groups(), masters_, masters);
 }
 

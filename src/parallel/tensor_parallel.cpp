@@ -8,6 +8,7 @@
 #include <string_view>
 #include <vector>
 
+#include "device/slice_map.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/split.hpp"
 #include "precision/model_parallel.hpp"
@@ -27,6 +28,9 @@ class FeatureSplit {
 
   /// This rank's features of `whole` along `dim`, by ordinary operations that autograd can record.
   torch::Tensor slice(const torch::Tensor& whole, int64_t dim) const;
+
+  /// Where slice() lies in a tensor of this shape.
+  Slice position(const Shape& whole, size_t dim) const;
 
   /// All ranks' features along `dim`, in their order. Collective; autograd does not record it.
   torch::Tensor gather(const Communicator& axis, const torch::Tensor& own, int64_t dim,
@@ -72,6 +76,19 @@ torch::Tensor FeatureSplit::slice(const torch::Tensor& whole, int64_t dim) const
     pieces.push_back(whole.narrow(dim, part * (features_ / parts_) + first_[rank_], piece_[rank_]));
   }
   return torch::cat(pieces, dim);
+}
+
+Slice FeatureSplit::position(const Shape& whole, size_t dim) const {
+  Slice slice{whole, whole, {}};
+  slice.local[dim] = own();
+  for (int64_t part = 0; part < parts_; ++part) {
+    Block block{Shape(whole.size(), 0), Shape(whole.size(), 0), slice.local};
+    block.shape[dim] = piece_[rank_];
+    block.local[dim] = part * piece_[rank_];
+    block.whole[dim] = part * (features_ / parts_) + first_[rank_];
+    slice.blocks.push_back(std::move(block));
+  }
+  return slice;
 }
 
 // Blocks of an all_gather are equal: a rank with fewer features than rank 0 pads its block.
@@ -241,6 +258,9 @@ ColumnLinearImpl::ColumnLinearImpl(const torch::nn::Linear& whole, const Communi
   }
   note_shard(weight, shard_);
   note_shard(bias, shard_);
+  if (axis.size() == 1) return;
+  note_slice(weight, split.position(whole->weight.sizes().vec(), 0));
+  if (bias.defined()) note_slice(bias, split.position(whole->bias.sizes().vec(), 0));
 }
 
 ColumnLinearImpl::~ColumnLinearImpl() = default;
@@ -286,6 +306,9 @@ RowLinearImpl::RowLinearImpl(const torch::nn::Linear& whole, const Communicator&
   weight = register_parameter("weight", own_copy(shard_->split.slice(whole->weight, 1)),
                               whole->weight.requires_grad());
   note_shard(weight, shard_);
+  if (axis.size() > 1) {
+    note_slice(weight, shard_->split.position(whole->weight.sizes().vec(), 1));
+  }
   if (!whole->bias.defined()) return;
   bias = register_parameter("bias", own_copy(whole->bias), whole->bias.requires_grad());
 }

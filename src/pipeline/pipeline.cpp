@@ -110,6 +110,7 @@ class Pipeline::State {
   int64_t unaveraged_steps() const;
 
   LocalStage& local(int stage) const;
+  DeviceRng& seeds() { return seeds_; }
 
   // Runs `work` for every local rank, on its device, after the caller's work there and before what
   // the caller does next; all of it has ended when this returns or throws.
@@ -480,6 +481,14 @@ void Pipeline::for_each_stage(const char* name, const std::function<void(int)>& 
   state_->run_ranks(name, [&](PipelineRank& rank) {
     for (const auto& each : rank.stages()) work(each->stage.index());
   });
+}
+
+int64_t Pipeline::random_position() const {
+  return state_->seeds().position();
+}
+
+void Pipeline::set_random_position(int64_t position) {
+  state_->seeds().set_position(position);
 }
 
 const StepTrace& Pipeline::last_step() const {

@@ -4,6 +4,8 @@
 #include <fmt/format.h>
 #include <torch/types.h>
 
+#include <algorithm>
+
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -36,6 +38,30 @@ std::vector<int64_t> DistributedSampler::indices() const {
   // After the last row the order starts again at its beginning: that is the padding.
   for (int64_t i = 0; i < size_; ++i) mine.push_back(rows[(i * ranks_ + rank_) % rows_]);
   return mine;
+}
+
+std::vector<int64_t> DistributedSampler::next(int64_t count) {
+  if (count < 1) {
+    throw Error(Code::kSplit, fmt::format("a batch cannot have {} rows", count),
+                "ask for one row or more");
+  }
+  if (size_ > 0 && position_ == size_) seek(epoch_ + 1, 0);
+  if (order_.empty()) order_ = indices();
+  const int64_t end = std::min(position_ + count, size_);
+  const std::vector<int64_t> batch(order_.begin() + position_, order_.begin() + end);
+  position_ = end;
+  return batch;
+}
+
+void DistributedSampler::seek(int64_t epoch, int64_t position) {
+  if (position < 0 || position > size_) {
+    throw Error(Code::kSplit,
+                fmt::format("position {} is not in an epoch of {} rows", position, size_),
+                "give a position that position() has returned");
+  }
+  epoch_ = epoch;
+  position_ = position;
+  order_.clear();
 }
 
 }  // namespace lockstep

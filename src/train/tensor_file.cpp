@@ -54,6 +54,7 @@ void require_fit(const std::string& path, const std::string& name, const torch::
 
 TensorMap load_tensors(const std::string& path) {
   const SafetensorsReader file(path);
+  file.verify();
   TensorMap tensors;
   for (const auto& info : file.tensors()) tensors.emplace(info.name, read_tensor(file, info));
   return tensors;
@@ -69,7 +70,7 @@ void save_tensors(const std::string& path, const TensorMap& tensors,
     parts.push_back({name, require_dtype(name, flat), flat.sizes().vec(),
                      std::span(static_cast<const std::byte*>(flat.data_ptr()), flat.nbytes())});
   }
-  write_safetensors(path, std::move(parts), metadata);
+  write_safetensors(path, std::move(parts), metadata, FileChecksum::kOwn);
 }
 
 void load_weights(torch::nn::Module& module, const std::string& path) {
@@ -82,6 +83,7 @@ void load_weights(torch::nn::Module& module, const std::string& path) {
                 fmt::format("{} has a tensor \"{}\" that the model does not", path, info.name),
                 "save it from a model of the same shape");
   }
+  file.verify();
   TensorMap loaded;  // everything is read before anything is changed
   for (const auto& info : file.tensors()) loaded.emplace(info.name, read_tensor(file, info));
   const torch::NoGradGuard no_grad;

@@ -570,7 +570,7 @@ TEST(Lab5Report, HoldsStampTablesAnswersAndRecords) {
   for (const char* part :
        {"- date: 2026-01-02 03:04 UTC", "- command: `lockstep lab 5`", "- host: box",
         "- libtorch: 2.11.0", "### Speed", "### Memory", "### How DataParallel divides",
-        "### Where the load is", "**Did training become faster?** Yes.",
+        "### Where the load is", "Did training become faster?** Yes.",
         "[single-cpu2-run1](records/single-cpu2-run1.json)"}) {
     EXPECT_TRUE(mentions(report, part)) << part;
   }

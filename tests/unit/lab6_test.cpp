@@ -448,7 +448,7 @@ TEST(Lab6Report, HoldsStampTablesAnswersAndRecords) {
        {"# Practical 6: DistributedDataParallel", "- command: `lockstep lab 6`",
         "- libtorch: 2.11.0", "### DataParallel against DDP on 2 devices", "### All set-ups",
         "### Balance", "### Overlap", "### Communication per step", "### Scaling",
-        "**Which of the two is faster?** DDP.", "[ddp-cpu2](records/ddp-cpu2.json)"}) {
+        "Which of the two is faster?** DDP.", "[ddp-cpu2](records/ddp-cpu2.json)"}) {
     EXPECT_TRUE(mentions(report, part)) << part;
   }
 }

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
+#include <algorithm>
+#include <iterator>
 
 #include "lockstep/table.hpp"
 #include "top_support.hpp"
@@ -70,8 +72,9 @@ TEST(TopScreen, RunsThatFitAreUnfoldedAndApart) {
   const Lines lines = TopScreen(1).draw(many_runs(2, 1), 24, plain(80));
   EXPECT_EQ(with(lines, "rank 0").size(), 2U);
   EXPECT_TRUE(lines[1].starts_with("▌ train-000"));
-  EXPECT_EQ(lines[4], "");
-  EXPECT_TRUE(lines[5].starts_with("  train-001"));
+  const auto gap = std::find(lines.begin(), lines.end(), "");
+  ASSERT_NE(gap, lines.end());
+  EXPECT_TRUE(std::next(gap)->starts_with("  train-001")) << *std::next(gap);
 }
 
 TEST(TopScreen, RunsThatDoNotFitAreALineEach) {
@@ -85,15 +88,15 @@ TEST(TopScreen, RunsThatDoNotFitAreALineEach) {
 
 TEST(TopScreen, EnterUnfoldsTheSelectedRunOnly) {
   TopScreen screen(1);
-  const TopView view = many_runs(12, 8);
+  const TopView view = many_runs(12, 3);
   screen.draw(view, 24, plain(80));
   EXPECT_TRUE(screen.press({{Key::kDown}, {Key::kEnter}}));
   Lines lines = screen.draw(view, 24, plain(80));
   EXPECT_EQ(with(lines, "▌ train-001").size(), 1U);
-  EXPECT_EQ(with(lines, "rank 7").size(), 1U) << "unfolded, and scrolled to its end";
+  EXPECT_EQ(with(lines, "rank 2").size(), 1U) << "unfolded to its end";
   screen.press({{Key::kEnter}});
   lines = screen.draw(view, 24, plain(80));
-  EXPECT_TRUE(with(lines, "rank 7").empty());
+  EXPECT_TRUE(with(lines, "rank 2").empty());
 }
 
 TEST(TopScreen, TheSelectionStaysInSightAndWithItsRun) {

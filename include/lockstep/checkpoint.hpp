@@ -1,0 +1,129 @@
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/schedulers/lr_scheduler.h>
+#include <torch/types.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+
+#include "lockstep/communicator.hpp"
+#include "lockstep/device.hpp"
+#include "lockstep/distributed_sampler.hpp"
+#include "lockstep/grad_scaler.hpp"
+#include "lockstep/master_weights.hpp"
+#include "lockstep/pipeline.hpp"
+
+namespace lockstep {
+
+/// Exit code of a program that was asked to stop, saved a checkpoint and can be started again.
+inline constexpr int kExitPreempted = 75;
+
+/// When a Checkpoint saves, and how many it keeps.
+struct CheckpointOptions {
+  int64_t every = 0;  ///< step() saves after each multiple of this; 0: only save() does
+  int keep = 3;       ///< how many checkpoints the folder keeps
+
+  /// true: a save returns when everything is copied, and a thread writes the files.
+  bool asynchronous = true;
+
+  /// With `every`: SIGTERM or SIGUSR1 on any rank makes step() save on all ranks after the same
+  /// step and return false. A second signal has its usual effect.
+  bool preemption = true;
+};
+
+/// Saves everything that a training run consists of, so that it can go on later with the same bits.
+///
+///     lockstep::Checkpoint checkpoint("runs/a", world.comm(), {.every = 100});
+///     checkpoint.add("model", *net).add("optimizer", optimizer, *net).add("scaler", scaler);
+///     for (int64_t step = checkpoint.resume() + 1; step <= steps; ++step) {
+///       ...
+///       if (!checkpoint.step(step)) return lockstep::kExitPreempted;
+///     }
+///     checkpoint.finish();
+///
+/// A checkpoint is a folder of safetensors files with a manifest: docs/checkpoint.md. It appears
+/// when it is complete and on disk, and never replaces a good one. What ranks have in common is
+/// written by the first of them; slices of tensor-parallel layers and stages of a pipeline are
+/// written by those that have them. All ranks need the same folder.
+///
+/// What was added must outlive the Checkpoint. Every rank makes the same calls in the same order.
+class Checkpoint {
+ public:
+  /// With `every`, checks at once that the folder can be written to, and that no other run saves
+  /// there. Collective over `ranks`, if given.
+  explicit Checkpoint(std::string folder, const CheckpointOptions& options = {});
+  Checkpoint(std::string folder, const Communicator& ranks, const CheckpointOptions& options = {});
+
+  /// Waits for the last save, and reports its failure on standard error unless finish() did.
+  ~Checkpoint();
+  Checkpoint(const Checkpoint&) = delete;
+  Checkpoint& operator=(const Checkpoint&) = delete;
+
+  /// Parameters and buffers, under their names. A part of a model has its names in the whole model,
+  /// and parts are added under one name, so that the model can be divided differently later.
+  Checkpoint& add(const std::string& name, torch::nn::Module& module);
+
+  /// The stages of this process, and the pipeline's random numbers.
+  Checkpoint& add(const std::string& name, Pipeline& pipeline);
+
+  /// State and options (learning rates) of an optimizer; its parameters are named by the module.
+  /// SGD, Adam, AdamW, Adagrad and RMSprop, of lockstep or torch::optim.
+  Checkpoint& add(const std::string& name, torch::optim::Optimizer& optimizer,
+                  const torch::nn::Module& module);
+  Checkpoint& add(const std::string& name, torch::optim::Optimizer& optimizer,
+                  const Pipeline& pipeline);
+
+  Checkpoint& add(const std::string& name, GradScaler& scaler);
+  Checkpoint& add(const std::string& name, const MasterWeights& masters,
+                  const torch::nn::Module& module);
+
+  /// How many steps it has done. Rates are the optimizer's. A scheduler with more state of its own
+  /// needs the functions below.
+  Checkpoint& add(const std::string& name, torch::optim::LRScheduler& scheduler);
+
+  /// Epoch and position: the rows that next() will give.
+  Checkpoint& add(const std::string& name, DistributedSampler& sampler);
+
+  /// The program's own values. If ranks have different ones, each gets its own back; with another
+  /// number of ranks, all get those of rank 0. A tensor is always that of rank 0.
+  Checkpoint& add(const std::string& name, torch::Tensor& tensor);
+  Checkpoint& add(const std::string& name, int64_t& value);
+  Checkpoint& add(const std::string& name, double& value);
+  Checkpoint& add(const std::string& name, std::string& value);
+  Checkpoint& add(const std::string& name, nlohmann::json& value);
+  Checkpoint& add(const std::string& name, std::function<nlohmann::json()> save,
+                  std::function<void(const nlohmann::json&)> load);
+
+  /// The random streams of these devices' workers, which DataParallel and Device::run use. Those of
+  /// the calling thread are always saved.
+  Checkpoint& add(const Devices& devices);
+
+  /// Loads the latest good checkpoint into everything that was added and returns the step after
+  /// which it was saved; 0 if there is none. Damaged ones are named on standard error and passed
+  /// over. One that is not of this model is an Error that names what differs; then nothing has
+  /// changed. Call it when everything has been added, after Pipeline and DistributedDataParallel
+  /// were made.
+  int64_t resume();
+
+  /// Call it after each optimizer step. Saves if this one is due. Returns false if the run should
+  /// end (see CheckpointOptions::preemption); it is saved then.
+  [[nodiscard]] bool step(int64_t step);
+
+  /// Saves now. Waits for the save before, if it has not ended yet. A save that fails is reported
+  /// on standard error, and by finish(); training can go on, and earlier checkpoints are intact.
+  void save(int64_t step);
+
+  /// Waits for the last save. An Error if any save has failed.
+  void finish();
+
+ private:
+  class State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace lockstep

@@ -1,0 +1,469 @@
+#include "train/checkpoint_parts.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <mutex>
+#include <utility>
+
+#include "device/dtype_map.hpp"
+#include "device/rng.hpp"
+#include "device/slice_map.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/tensor_text.hpp"
+
+namespace lockstep {
+namespace {
+
+using nlohmann::json;
+
+constexpr const char* kSameModelHelp =
+    "resume with the program and the options that saved it, or save to another folder";
+
+std::vector<PartContents::Item> items_of(const torch::nn::Module& module) {
+  std::vector<PartContents::Item> items;
+  for (const auto& item : module.named_parameters()) {
+    items.push_back({item.key(), item.value(), slice_of(item.value())});
+  }
+  for (const auto& item : module.named_buffers()) {
+    items.push_back({item.key(), item.value(), slice_of(item.value())});
+  }
+  return items;
+}
+
+// Reads a tensor for each item; the function returned copies them there.
+std::function<void()> load_items(SectionSource& source, std::vector<PartContents::Item> items) {
+  std::vector<torch::Tensor> loaded;
+  for (const auto& item : items) {
+    loaded.push_back(source.read(item.name, item.slice, item.tensor.scalar_type()));
+  }
+  return [items = std::move(items), loaded = std::move(loaded)] {
+    const torch::NoGradGuard no_grad;
+    for (size_t i = 0; i < items.size(); ++i) torch::Tensor(items[i].tensor).copy_(loaded[i]);
+  };
+}
+
+class ModulePart final : public CheckpointPart {
+ public:
+  explicit ModulePart(torch::nn::Module& module) : module_(module) {}
+  PartContents contents() override { return {items_of(module_), {}}; }
+  std::function<void()> load(SectionSource& source) override {
+    return load_items(source, items_of(module_));
+  }
+
+ private:
+  torch::nn::Module& module_;
+};
+
+class PipelinePart final : public CheckpointPart {
+ public:
+  explicit PipelinePart(Pipeline& pipeline) : pipeline_(pipeline) {}
+  PartContents contents() override { return {items(), {}}; }
+  std::function<void()> load(SectionSource& source) override { return load_items(source, items()); }
+
+ private:
+  std::vector<PartContents::Item> items() const {
+    std::vector<PartContents::Item> all;
+    for (const int stage : pipeline_.local_stages()) {
+      for (auto& item : items_of(*pipeline_.stage(stage))) all.push_back(std::move(item));
+    }
+    return all;
+  }
+
+  Pipeline& pipeline_;
+};
+
+class MastersPart final : public CheckpointPart {
+ public:
+  MastersPart(MasterWeights masters, const torch::nn::Module& module)
+      : masters_(std::move(masters)), module_(module) {}
+
+  PartContents contents() override {
+    PartContents contents;
+    for (const auto& item : module_.named_parameters()) {
+      if (!masters_.holds(item.value())) continue;
+      contents.items.push_back({item.key(), masters_.of(item.value()), slice_of(item.value())});
+    }
+    return contents;
+  }
+
+  std::function<void()> load(SectionSource& source) override {
+    std::vector<std::pair<torch::Tensor, torch::Tensor>> loaded;  // parameter, master
+    for (const auto& item : module_.named_parameters()) {
+      if (!masters_.holds(item.value())) continue;
+      loaded.emplace_back(item.value(),
+                          source.read(item.key(), slice_of(item.value()), torch::kFloat32));
+    }
+    return [masters = masters_, loaded = std::move(loaded)] {
+      const torch::NoGradGuard no_grad;
+      for (const auto& [parameter, master] : loaded) {
+        masters.of(parameter).copy_(master);
+        masters.round(parameter);
+      }
+    };
+  }
+
+ private:
+  MasterWeights masters_;
+  const torch::nn::Module& module_;
+};
+
+class TensorPart final : public CheckpointPart {
+ public:
+  TensorPart(std::string section, torch::Tensor& tensor)
+      : section_(std::move(section)), tensor_(tensor) {}
+
+  PartContents contents() override {
+    if (!tensor_.defined()) return {{}, json::object()};
+    return {{{section_, tensor_, slice_of(tensor_)}}, {}};
+  }
+
+  std::function<void()> load(SectionSource& source) override {
+    if (tensor_.defined()) return load_items(source, contents().items);
+    if (!source.has(section_)) return [] {};
+    return [this, loaded = source.read_whole(section_)] { tensor_ = loaded; };
+  }
+
+ private:
+  std::string section_;
+  torch::Tensor& tensor_;
+};
+
+// A value without tensors. `load` checks it and returns what takes it over.
+class ValuePart final : public CheckpointPart {
+ public:
+  using Load = std::function<std::function<void()>(const SectionSource&, const json&)>;
+  ValuePart(std::function<json()> save, Load load)
+      : save_(std::move(save)), load_(std::move(load)) {}
+
+  PartContents contents() override { return {{}, save_()}; }
+
+  std::function<void()> load(SectionSource& source) override {
+    if (source.value().is_null()) source.fail("the checkpoint does not have it", kSameModelHelp);
+    try {
+      return load_(source, source.value());
+    } catch (const json::exception&) {
+      source.fail("its value is of another kind", kSameModelHelp);
+    }
+  }
+
+ private:
+  std::function<json()> save_;
+  Load load_;
+};
+
+// Reaches the count of steps, which libtorch keeps from everybody but schedulers.
+struct SchedulerSteps : torch::optim::LRScheduler {
+  static unsigned& of(torch::optim::LRScheduler& scheduler) {
+    return scheduler.*(&SchedulerSteps::step_count_);
+  }
+};
+
+void require_same(const SectionSource& source, const json& stored, const json& ours,
+                  const char* field) {
+  if (stored.at(field) == ours.at(field)) return;
+  source.fail(fmt::format("it has {} {}, and this run has {}", field, stored.at(field).dump(),
+                          ours.at(field).dump()),
+              kSameModelHelp);
+}
+
+// JSON has no such numbers.
+json number_or_text(double value) {
+  if (std::isfinite(value)) return value;
+  return std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf";
+}
+
+double number_from(const json& value) {
+  if (!value.is_string()) return value.get<double>();
+  const auto text = value.get<std::string>();
+  const double infinity = std::numeric_limits<double>::infinity();
+  return text == "inf" ? infinity : text == "-inf" ? -infinity : std::nan("");
+}
+
+torch::Tensor state_of_generator(at::Generator generator) {
+  const std::lock_guard lock(generator.mutex());
+  return generator.get_state();
+}
+
+class RandomPart final : public CheckpointPart {
+ public:
+  RandomPart(const RandomStreams& streams, int rank)
+      : streams_(streams), prefix_(fmt::format("rank{}.", rank)) {}
+
+  PartContents contents() override {
+    PartContents contents;
+    contents.value = positions();
+    for (const auto& [name, generator] : generators_of_thread(streams_.gpus)) {
+      const auto state = state_of_generator(generator);
+      contents.items.push_back({prefix_ + name, state, whole_slice(state.sizes().vec())});
+    }
+    return contents;
+  }
+
+  std::function<void()> load(SectionSource& source) override {
+    if (!source.same_ranks() || source.value().is_null()) return [] {};
+    const json ours = positions();
+    const json& stored = source.value();
+    for (const char* kind : {"devices", "pipelines"}) {
+      if (stored.contains(kind) && stored[kind].size() == ours[kind].size()) continue;
+      source.fail(
+          fmt::format("it has random numbers of {} {}, and this run has {}",
+                      stored.contains(kind) ? stored[kind].size() : 0, kind, ours[kind].size()),
+          kSameModelHelp);
+    }
+    std::vector<std::pair<at::Generator, torch::Tensor>> states;
+    for (const auto& name : source.names_with(prefix_)) {
+      const std::string device = name.substr(prefix_.size());
+      if (device != "cpu" && torch::Device(device).index() >= gpu_count()) continue;
+      std::vector<c10::Device> gpus;
+      if (device != "cpu") gpus.emplace_back(device);
+      const auto generator = generators_of_thread(gpus).at(device);
+      const auto state = source.read_whole(name);
+      if (state.numel() != state_of_generator(generator).numel()) {
+        source.fail(fmt::format("the state of generator {} is of another libtorch", device),
+                    "resume with the libtorch that saved it");
+      }
+      states.emplace_back(generator, state);
+    }
+    return [this, states = std::move(states), stored] {
+      for (auto [generator, state] : states) {
+        const std::lock_guard lock(generator.mutex());
+        generator.set_state(state);
+      }
+      put_positions(stored);  // they refer to the generator
+    };
+  }
+
+ private:
+  static int gpu_count() { return static_cast<int>(torch::cuda::device_count()); }
+
+  json positions() const {
+    json devices = json::array();
+    json pipelines = json::array();
+    for (const auto& each : streams_.devices) {
+      for (size_t i = 0; i < each.size(); ++i) devices.push_back(each[i].random_position());
+    }
+    for (const Pipeline* each : streams_.pipelines) pipelines.push_back(each->random_position());
+    return {{"devices", devices}, {"pipelines", pipelines}};
+  }
+
+  void put_positions(const json& stored) const {
+    size_t next = 0;
+    for (const auto& each : streams_.devices) {
+      for (size_t i = 0; i < each.size(); ++i) {
+        each[i].set_random_position(stored["devices"][next++].get<int64_t>());
+      }
+    }
+    next = 0;
+    for (Pipeline* each : streams_.pipelines) {
+      each->set_random_position(stored["pipelines"][next++].get<int64_t>());
+    }
+  }
+
+  const RandomStreams& streams_;
+  std::string prefix_;
+};
+
+}  // namespace
+
+SectionSource::SectionSource(const CheckpointReader& reader, std::string section, int rank,
+                             int ranks)
+    : reader_(reader),
+      section_(std::move(section)),
+      rank_(rank),
+      same_ranks_(reader.manifest().ranks == ranks) {}
+
+const json& SectionSource::value() const {
+  static const json kNone;
+  const auto& values = reader_.manifest().values;
+  if (!values.contains(section_)) return kNone;
+  const json& stored = values.at(section_);
+  if (stored.contains("all")) return stored["all"];
+  return stored["ranks"].at(same_ranks_ ? static_cast<size_t>(rank_) : 0);
+}
+
+bool SectionSource::has(const std::string& name) const {
+  return reader_.manifest().find(section_, name) != nullptr;
+}
+
+std::vector<std::string> SectionSource::names_with(const std::string& prefix) const {
+  std::vector<std::string> names;
+  for (const auto& tensor : reader_.manifest().tensors) {
+    if (tensor.section == section_ && tensor.name.starts_with(prefix)) names.push_back(tensor.name);
+  }
+  return names;
+}
+
+void SectionSource::fail(const std::string& reason, const std::string& help) const {
+  throw Error(Code::kTensorMismatch,
+              fmt::format("{} of {} does not fit: {}", section_, reader_.path(), reason), help);
+}
+
+const StoredTensor& SectionSource::find(const std::string& name) const {
+  const StoredTensor* tensor = reader_.manifest().find(section_, name);
+  if (tensor == nullptr) fail(fmt::format("it has no tensor {}", name), kSameModelHelp);
+  return *tensor;
+}
+
+torch::ScalarType SectionSource::dtype_of(const std::string& name) const {
+  return scalar_type_of(find(name).dtype);
+}
+
+torch::Tensor SectionSource::read(const std::string& name, const Slice& slice,
+                                  torch::ScalarType dtype) {
+  const StoredTensor& stored = find(name);
+  const auto stored_dtype = scalar_type_of(stored.dtype);
+  if (stored.shape() != slice.whole || stored_dtype != dtype) {
+    fail(fmt::format("its tensor {} is {} {}, and this run's is {} {}", name,
+                     dtype_text(stored_dtype), shape_text(stored.shape()), dtype_text(dtype),
+                     shape_text(slice.whole)),
+         kSameModelHelp);
+  }
+  const auto tensor = torch::empty(slice.local, dtype);
+  reader_.read(stored, slice,
+               {static_cast<std::byte*>(tensor.data_ptr()), static_cast<size_t>(tensor.nbytes())});
+  used_.insert(name);
+  return tensor;
+}
+
+torch::Tensor SectionSource::read_whole(const std::string& name) {
+  const StoredTensor& stored = find(name);
+  return read(name, whole_slice(stored.shape()), scalar_type_of(stored.dtype));
+}
+
+NamesOfParameters names_of(const torch::nn::Module& module) {
+  NamesOfParameters names;
+  for (const auto& item : module.named_parameters()) {
+    names.emplace(item.value().unsafeGetTensorImpl(), item.key());
+  }
+  return names;
+}
+
+NamesOfParameters names_of(const Pipeline& pipeline) {
+  NamesOfParameters names;
+  for (const int stage : pipeline.local_stages()) names.merge(names_of(*pipeline.stage(stage)));
+  return names;
+}
+
+std::unique_ptr<CheckpointPart> module_part(torch::nn::Module& module) {
+  return std::make_unique<ModulePart>(module);
+}
+
+std::unique_ptr<CheckpointPart> pipeline_part(Pipeline& pipeline) {
+  return std::make_unique<PipelinePart>(pipeline);
+}
+
+std::unique_ptr<CheckpointPart> masters_part(const MasterWeights& masters,
+                                             const torch::nn::Module& module) {
+  return std::make_unique<MastersPart>(masters, module);
+}
+
+std::unique_ptr<CheckpointPart> tensor_part(const std::string& section, torch::Tensor& tensor) {
+  return std::make_unique<TensorPart>(section, tensor);
+}
+
+std::unique_ptr<CheckpointPart> value_part(int64_t& value) {
+  return std::make_unique<ValuePart>(
+      [&value] { return json(value); },
+      [&value](const SectionSource& source, const json& saved) -> std::function<void()> {
+        if (!saved.is_number_integer()) source.fail("it is not a whole number", kSameModelHelp);
+        return [&value, taken = saved.get<int64_t>()] { value = taken; };
+      });
+}
+
+std::unique_ptr<CheckpointPart> value_part(double& value) {
+  return std::make_unique<ValuePart>([&value] { return number_or_text(value); },
+                                     [&value](const SectionSource&, const json& saved) {
+                                       return
+                                           [&value, taken = number_from(saved)] { value = taken; };
+                                     });
+}
+
+std::unique_ptr<CheckpointPart> value_part(std::string& value) {
+  return std::make_unique<ValuePart>([&value] { return json(value); },
+                                     [&value](const SectionSource&, const json& saved) {
+                                       return [&value, taken = saved.get<std::string>()] {
+                                         value = taken;
+                                       };
+                                     });
+}
+
+std::unique_ptr<CheckpointPart> value_part(json& value) {
+  return value_part([&value] { return value; }, [&value](const json& saved) { value = saved; });
+}
+
+std::unique_ptr<CheckpointPart> value_part(std::function<json()> save,
+                                           std::function<void(const json&)> load) {
+  return std::make_unique<ValuePart>(
+      std::move(save), [load = std::move(load)](const SectionSource&, const json& saved) {
+        return [load, saved] { load(saved); };
+      });
+}
+
+std::unique_ptr<CheckpointPart> scaler_part(GradScaler& scaler) {
+  const auto save = [&scaler]() -> json {
+    const auto state = scaler.state_dict();
+    if (!state) return {{"enabled", false}};
+    return {{"enabled", true},
+            {"scale", state->scale},
+            {"growth_factor", state->growth_factor},
+            {"backoff_factor", state->backoff_factor},
+            {"growth_interval", state->growth_interval},
+            {"_growth_tracker", state->growth_tracker}};
+  };
+  const auto load = [&scaler](const SectionSource& source,
+                              const json& value) -> std::function<void()> {
+    if (value.at("enabled").get<bool>() != scaler.is_enabled()) {
+      source.fail(fmt::format("its scaler is {}, and this run's is not",
+                              scaler.is_enabled() ? "disabled" : "enabled"),
+                  kSameModelHelp);
+    }
+    if (!scaler.is_enabled()) return [] {};
+    const GradScalerState state{
+        value.at("scale").get<double>(), value.at("growth_factor").get<double>(),
+        value.at("backoff_factor").get<double>(), value.at("growth_interval").get<int64_t>(),
+        value.at("_growth_tracker").get<int64_t>()};
+    return [&scaler, state] { scaler.load_state_dict(state); };
+  };
+  return std::make_unique<ValuePart>(save, load);
+}
+
+std::unique_ptr<CheckpointPart> scheduler_part(torch::optim::LRScheduler& scheduler) {
+  const auto save = [&scheduler]() -> json { return {{"steps", SchedulerSteps::of(scheduler)}}; };
+  const auto load = [&scheduler](const SectionSource&, const json& value) -> std::function<void()> {
+    const auto steps = value.at("steps").get<unsigned>();
+    return [&scheduler, steps] { SchedulerSteps::of(scheduler) = steps; };
+  };
+  return std::make_unique<ValuePart>(save, load);
+}
+
+std::unique_ptr<CheckpointPart> sampler_part(DistributedSampler& sampler) {
+  // Rows that all ranks together have had, so that other numbers of ranks go on from there too.
+  const auto save = [&sampler]() -> json {
+    return {{"rows", sampler.rows()},
+            {"seed", sampler.options().seed},
+            {"shuffle", sampler.options().shuffle},
+            {"epoch", sampler.epoch()},
+            {"rows_done", sampler.position() * sampler.ranks()}};
+  };
+  const auto load = [&sampler, save](const SectionSource& source,
+                                     const json& value) -> std::function<void()> {
+    for (const char* field : {"rows", "seed", "shuffle"}) {
+      require_same(source, value, save(), field);
+    }
+    const auto epoch = value.at("epoch").get<int64_t>();
+    const int64_t done = value.at("rows_done").get<int64_t>() / sampler.ranks();
+    return [&sampler, epoch, done] {
+      sampler.seek(epoch, std::clamp<int64_t>(done, 0, sampler.size()));
+    };
+  };
+  return std::make_unique<ValuePart>(save, load);
+}
+
+std::unique_ptr<CheckpointPart> random_part(const RandomStreams& streams, int rank) {
+  return std::make_unique<RandomPart>(streams, rank);
+}
+
+}  // namespace lockstep

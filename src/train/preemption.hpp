@@ -1,0 +1,19 @@
+#pragma once
+
+namespace lockstep {
+
+/// Guard: SIGTERM and SIGUSR1 only ask this process to stop soon. The second of either has its
+/// usual effect, so that a program which does not react can still be ended. Several guards may
+/// exist; the last restores the handlers.
+class PreemptionSignals {
+ public:
+  PreemptionSignals();
+  ~PreemptionSignals();
+  PreemptionSignals(const PreemptionSignals&) = delete;
+  PreemptionSignals& operator=(const PreemptionSignals&) = delete;
+
+  /// The signal that came while a guard existed; 0 if none did.
+  static int received();
+};
+
+}  // namespace lockstep
