@@ -56,14 +56,12 @@ std::string list_codes() {
 const std::vector<Example> kAppExamples = {
     {"lockstep doctor", "is this machine ready? what is slow or missing?"},
     {"lockstep lab 5", "practical 5: DataParallel, measured and explained"},
-    {"lockstep lab 5 --devices cpu:4", "the same on four logical devices"},
     {"lockstep lab 6 --quick --out today", "a short practical 6, its report in ./today"},
     {"lockstep run -n 4 ./train", "four ranks of a program on this host"},
     {"lockstep top", "who is busy, who waits, whose memory is full"},
     {"lockstep new mine", "a program of your own, ready to build"},
     {"lockstep compare ./a vs ./b", "which is faster, with a report"},
     {"lockstep ckpt verify runs/a", "are the checkpoints of a run good?"},
-    {"lockstep explain LS0002", "what an error code means"},
     {"lockstep help run", "everything about one command"}};
 
 const std::vector<Example> kDoctorExamples = {

@@ -16,6 +16,7 @@
 #include "checkpoint/compare.hpp"
 #include "checkpoint/reader.hpp"
 #include "checkpoint/store.hpp"
+#include "lockstep/cli_parse.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/table.hpp"
 #include "lockstep/units.hpp"
@@ -27,13 +28,12 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-constexpr const char* kCkptExamples =
-    "Examples:\n"
-    "  lockstep ckpt ls runs/a                      the checkpoints of a run\n"
-    "  lockstep ckpt verify runs/a                  is every byte what was written?\n"
-    "  lockstep ckpt diff runs/a runs/b             how do their latest ones differ?\n"
-    "  lockstep ckpt prune runs/a --keep 2          remove all but the two latest good ones\n"
-    "  lockstep ckpt import runs/a --step 100 model.safetensors --values values.json\n";
+const std::vector<Example> kCkptExamples = {
+    {"lockstep ckpt ls runs/a", "the checkpoints of a run"},
+    {"lockstep ckpt verify runs/a", "is every byte what was written?"},
+    {"lockstep ckpt diff runs/a runs/b", "how do their latest ones differ?"},
+    {"lockstep ckpt prune runs/a --keep 2", "keep the two latest good ones"},
+    {"lockstep ckpt import runs/a --step 9 *.safetensors --values v.json", "from PyTorch"}};
 
 // The checkpoints that a path means: itself, or those of a run's folder.
 std::vector<CheckpointEntry> entries_of(const std::string& path) {
@@ -108,7 +108,7 @@ std::string section_of(const std::string& file) {
 
 CkptCommand::CkptCommand(CLI::App& app)
     : command_(app.add_subcommand("ckpt", "list, verify, compare and remove checkpoints")) {
-  command_->footer(kCkptExamples);
+  command_->footer(format_examples(kCkptExamples));
   command_->require_subcommand(1);
   const auto add = [&](const char* name, const char* what) {
     auto* sub = command_->add_subcommand(name, what);
