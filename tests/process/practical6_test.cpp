@@ -352,7 +352,8 @@ void expect_blame(const ChildResult& result, int exit_code, const Arguments& wor
 }
 
 TEST(InjectedFault, KillsTheRankInItsStep) {
-  expect_blame(run_with_fault("kill@rank=1,step=3"), 137, {"rank 1 was killed by signal 9", "step 2"});
+  expect_blame(run_with_fault("kill@rank=1,step=3"), 137,
+               {"rank 1 was killed by signal 9", "step 2"});
 }
 
 TEST(InjectedFault, EndsTheRankWithItsCode) {

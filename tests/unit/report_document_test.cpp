@@ -168,11 +168,10 @@ TEST(ReportPages, FiguresThatDoNotFitLeaveNoHole) {
     Document document{.title = "T"};
     Section first;
     first.questions.push_back({"Q", words(fill * 12)});
-    document.sections = {first,
-                         {.heading = "All",
-                          .tables = {small_table("Above", 3)},
-                          .figures = {{tall, "A caption."}}},
-                         {.heading = "Then", .questions = {{"Asked?", words(900)}}}};
+    document.sections = {
+        first,
+        {.heading = "All", .tables = {small_table("Above", 3)}, .figures = {{tall, "A caption."}}},
+        {.heading = "Then", .questions = {{"Asked?", words(900)}}}};
     const auto pages = lay_out_pages(document);
     for (size_t i = 0; i + 1 < pages.size(); ++i) {
       double lowest = 0;
