@@ -25,6 +25,15 @@ constexpr size_t kAnswerWidth = 100;
 constexpr const char* kNotesFile = "notes.md";
 constexpr const char* kZipFile = "hand-in.zip";
 
+void print_trained(const LabFacts& trained, size_t width) {
+  if (trained.empty()) return;
+  fmt::print("\nWhat was trained\n");
+  const std::string indent(13, ' ');
+  for (const auto& [name, value] : trained) {
+    fmt::print("  {:<10} {}\n", name, wrap_text(value, width, indent).substr(indent.size()));
+  }
+}
+
 void print_answers(const std::vector<Answer>& answers, bool style, size_t width) {
   std::string topic;
   for (const auto& answer : answers) {
@@ -184,8 +193,7 @@ void print_lab(const LabReport& report) {
   if (!report.warning.empty()) {
     fmt::print("\n{}\n", wrap_text("Warning: " + report.warning, std::min(width, kAnswerWidth)));
   }
-  fmt::print("\nWhat was trained\n");
-  for (const auto& [name, value] : report.trained) fmt::print("  {:<10} {}\n", name, value);
+  print_trained(report.trained, std::min(width, kAnswerWidth));
   for (const auto& [name, table] : report.tables) {
     fmt::print("\n{}", table.terminal(style, width));
   }

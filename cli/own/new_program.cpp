@@ -2,11 +2,13 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <cstdlib>
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <sstream>
 #include <system_error>
 
 #include "base/file.hpp"
@@ -135,15 +137,25 @@ target_precompile_headers({0} PRIVATE <torch/torch.h> <lockstep/lockstep.hpp>)
       name, from.library);
 }
 
+bool is_in_path(const std::string& program) {
+  const char* variable = std::getenv("PATH");
+  std::stringstream folders(variable == nullptr ? "" : variable);
+  for (std::string folder; std::getline(folders, folder, ':');) {
+    if (::access((fs::path(folder) / program).c_str(), X_OK) == 0) return true;
+  }
+  return false;
+}
+
+// CMake's own choice is make, which a machine with Ninja may not have.
 std::string presets(const Home& home) {
+  nlohmann::ordered_json configure = {{"name", "default"}, {"binaryDir", "${sourceDir}/build"}};
+  if (is_in_path("ninja")) configure["generator"] = "Ninja";
+  configure["cacheVariables"] = {{"CMAKE_BUILD_TYPE", "Release"},
+                                 {"lockstep_DIR", home.package.string()}};
   const nlohmann::ordered_json preset = {
       {"version", 4},
       {"cmakeMinimumRequired", {{"major", 3}, {"minor", 25}, {"patch", 0}}},
-      {"configurePresets",
-       {{{"name", "default"},
-         {"binaryDir", "${sourceDir}/build"},
-         {"cacheVariables",
-          {{"CMAKE_BUILD_TYPE", "Release"}, {"lockstep_DIR", home.package.string()}}}}}},
+      {"configurePresets", nlohmann::ordered_json::array({configure})},
       {"buildPresets", {{{"name", "default"}, {"configurePreset", "default"}}}}};
   return preset.dump(2) + "\n";
 }
