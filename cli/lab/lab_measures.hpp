@@ -14,7 +14,7 @@ namespace lockstep::cli {
 inline constexpr double kDisturbingCores = 0.25;
 
 /// Devices with cores of their own that lack them for this share of the time were disturbed.
-inline constexpr double kDisturbingQueue = 0.05;
+inline constexpr double kDisturbingQueue = 0.1;
 
 /// From this efficiency on a speed-up is called proportional to the devices.
 inline constexpr double kProportional = 0.9;
