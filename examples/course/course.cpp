@@ -20,23 +20,6 @@ namespace {
 
 constexpr std::chrono::seconds kPatience{2};
 
-void send_text(const lockstep::Communicator& comm, std::string text, int to) {
-  const auto bytes = torch::from_blob(text.data(), {static_cast<int64_t>(text.size())},
-                                      torch::TensorOptions(torch::kUInt8));
-  comm.send(torch::tensor({bytes.numel()}, torch::kInt64), to, {.label = "size of a text"});
-  comm.send(bytes, to, {.label = "text"});
-}
-
-std::string receive_text(const lockstep::Communicator& comm, int from) {
-  const auto size = torch::zeros({1}, torch::kInt64);
-  comm.recv(size, from, {.label = "size of a text"});
-  std::string text(static_cast<size_t>(size.item<int64_t>()), '\0');
-  comm.recv(torch::from_blob(text.data(), {static_cast<int64_t>(text.size())},
-                             torch::TensorOptions(torch::kUInt8)),
-            from, {.label = "text"});
-  return text;
-}
-
 int own_rank() {
   try {
     return lockstep::RankEnvironment::from_env().rank;
