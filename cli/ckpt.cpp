@@ -13,6 +13,7 @@
 #include <set>
 
 #include "base/file.hpp"
+#include "base/json_text.hpp"
 #include "checkpoint/compare.hpp"
 #include "checkpoint/reader.hpp"
 #include "checkpoint/store.hpp"
@@ -291,7 +292,7 @@ int CkptCommand::import_files() const {
   manifest.created = created;
   manifest.lockstep = kVersion;
   if (!values_.empty()) {
-    const auto given = json::parse(read_text_file(values_), nullptr, /*allow_exceptions=*/false);
+    const json given = parse_json(read_text_file(values_)).value_or(nullptr);
     if (!given.is_object()) {
       throw Error(Code::kFileFormat, fmt::format("{} is not a JSON object", values_),
                   "write {\"name of a part\": its value, ...}");

@@ -2,6 +2,14 @@
 
 option(LOCKSTEP_ASSERTIONS "keep assert() in optimised builds" OFF)
 set(LOCKSTEP_SANITIZE "" CACHE STRING "sanitizers, as for -fsanitize=; empty: none")
+option(LOCKSTEP_FUZZ "build the fuzz targets as libFuzzer programs; needs clang" OFF)
+if(LOCKSTEP_FUZZ)
+  if(NOT CMAKE_CXX_COMPILER_ID MATCHES "Clang")
+    message(FATAL_ERROR "LOCKSTEP_FUZZ=ON, but ${CMAKE_CXX_COMPILER} has no libFuzzer.\n"
+      "help: -DCMAKE_CXX_COMPILER=clang++ in a new build folder (cmake --preset fuzz), or leave it off: fuzz_tests needs no clang")
+  endif()
+  set(LOCKSTEP_SANITIZE fuzzer-no-link,address,undefined)
+endif()
 
 if(NOT CMAKE_BUILD_TYPE)
   set(CMAKE_BUILD_TYPE Release)

@@ -5,6 +5,9 @@
 function(lockstep_discover_suites target)
   cmake_parse_arguments(arg "" "LABEL;ENVIRONMENT" "" ${ARGN})
   set(list_file "${CMAKE_CURRENT_BINARY_DIR}/${target}_suites.cmake")
+  if(NOT EXISTS "${list_file}")
+    file(WRITE "${list_file}" "")  # CTest reads it even where this executable is not built
+  endif()
   add_custom_command(TARGET ${target} POST_BUILD VERBATIM BYPRODUCTS "${list_file}"
     COMMAND "${CMAKE_COMMAND}" "-Dexecutable=$<TARGET_FILE:${target}>" "-Dname=${target}" "-Dlabel=${arg_LABEL}"
       "-Denvironment=${arg_ENVIRONMENT}" "-Dresults=${CMAKE_BINARY_DIR}/tests/results" "-Doutput=${list_file}"

@@ -44,8 +44,10 @@ int train(int argc, char** argv) {
   course::Run run(options, world, {rows.count});
   run.watch(ddp);
   run.watch(scaler);
+  run.add("model", *net).add("optimizer", *optimizer, *net).add("scaler", scaler);
+  if (masters) run.add("masters", *masters, *net);  // all of these with --checkpoint
   const course::MseLoss criterion(run);
-  for (int64_t step = 0; step < options.steps; ++step) {
+  for (int64_t step = run.resume(); step < options.steps; ++step) {
     run.step(batches.draw(step, rows), [&](const course::StepBatches& micro_batches) {
       torch::Tensor loss_sum;
       for (int64_t micro = 0; micro < options.accum_steps; ++micro) {
@@ -69,6 +71,7 @@ int train(int argc, char** argv) {
       net->zero_grad(/*set_to_none=*/true);
       return loss_sum / options.accum_steps;
     });
+    if (run.is_preempted()) return lockstep::kExitPreempted;
   }
   run.finish(*net, *optimizer, masters);
   return 0;

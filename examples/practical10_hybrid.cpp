@@ -66,7 +66,9 @@ int train(int argc, char** argv) {
   run.watch(scaler);
   run.watch(*pipeline,
             {plan, cut, links, mesh, rows.count, [&] { return model.tensor_traffic(); }});
-  for (int64_t step = 0; step < options.steps; ++step) {
+  run.add("model", *pipeline).add("scaler", scaler);  // with --checkpoint
+  for (auto* each : optimizer.optimizers()) run.add("optimizer", *each, *pipeline);
+  for (int64_t step = run.resume(); step < options.steps; ++step) {
     run.step(batches.draw(step, rows), [&](const course::StepBatches& micro_steps) {
       torch::Tensor loss_sum;
       for (int64_t micro = 0; micro < options.accum_steps; ++micro) {
@@ -85,6 +87,7 @@ int train(int argc, char** argv) {
       optimizer.step();  // every stage on its device
       return loss_sum / options.accum_steps;
     });
+    if (run.is_preempted()) return lockstep::kExitPreempted;
   }
   if (!options.save.empty()) {
     model.collect(mesh.axis("pp"), cut.layers_per_stage, plan.schedule.rank_of_stage);

@@ -28,7 +28,8 @@ int train(int argc, char** argv) {
   lockstep::DataParallel parallel(net, devices);
 
   course::Run run(options, devices);
-  for (int64_t step = 0; step < options.steps; ++step) {
+  run.add("model", *net).add("optimizer", *optimizer, *net);  // with --checkpoint
+  for (int64_t step = run.resume(); step < options.steps; ++step) {
     const auto batch = batches.get_batch(step);  // the whole batch: DataParallel divides it
     run.step(batch, [&](const torch::Tensor& x, const torch::Tensor& y) {
       net->zero_grad(/*set_to_none=*/true);
@@ -38,7 +39,8 @@ int train(int argc, char** argv) {
       optimizer->step();
       return loss;
     });
-    if (step == 0) run.set_split(parallel.split(batch.x));
+    run.set_split(parallel.split(batch.x));
+    if (run.is_preempted()) return lockstep::kExitPreempted;
   }
   run.finish(*net);
   return 0;

@@ -26,7 +26,8 @@ int train(int argc, char** argv) {
   const course::Batches batches(options, devices[0].torch_device());
 
   course::Run run(options, devices);
-  for (int64_t step = 0; step < options.steps; ++step) {
+  run.add("model", *net).add("optimizer", *optimizer, *net);  // with --checkpoint
+  for (int64_t step = run.resume(); step < options.steps; ++step) {
     run.step(batches.get_batch(step), [&](const torch::Tensor& x, const torch::Tensor& y) {
       net->zero_grad(/*set_to_none=*/true);
       const auto out = net->forward(x);
@@ -35,6 +36,7 @@ int train(int argc, char** argv) {
       optimizer->step();
       return loss;
     });
+    if (run.is_preempted()) return lockstep::kExitPreempted;
   }
   run.finish(*net);
   return 0;

@@ -37,8 +37,9 @@ int train(int argc, char** argv) {
 
   course::Run run(options, world, {rows.count});
   run.watch(ddp);
+  run.add("model", *net).add("optimizer", *optimizer, *net);  // with --checkpoint
   const course::MseLoss criterion(run);
-  for (int64_t step = 0; step < options.steps; ++step) {
+  for (int64_t step = run.resume(); step < options.steps; ++step) {
     run.step(batches.get_rows(step, rows), [&](const torch::Tensor& x, const torch::Tensor& y) {
       net->zero_grad(/*set_to_none=*/true);
       const auto out = ddp(x);
@@ -48,6 +49,7 @@ int train(int argc, char** argv) {
       optimizer->step();  // the same update on every rank
       return loss;
     });
+    if (run.is_preempted()) return lockstep::kExitPreempted;
   }
   run.finish(*net);
   return 0;

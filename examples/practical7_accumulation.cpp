@@ -38,8 +38,9 @@ int train(int argc, char** argv) {
 
   course::Run run(options, world, {rows.count});
   run.watch(ddp);
+  run.add("model", *net).add("optimizer", *optimizer, *net);  // with --checkpoint
   const course::MseLoss criterion(run);
-  for (int64_t step = 0; step < options.steps; ++step) {
+  for (int64_t step = run.resume(); step < options.steps; ++step) {
     run.step(batches.draw(step, rows), [&](const course::StepBatches& micro_batches) {
       torch::Tensor loss_sum;
       for (int64_t micro = 0; micro < options.accum_steps; ++micro) {
@@ -58,6 +59,7 @@ int train(int argc, char** argv) {
       net->zero_grad(/*set_to_none=*/true);
       return loss_sum / options.accum_steps;
     });
+    if (run.is_preempted()) return lockstep::kExitPreempted;
   }
   run.finish(*net, *optimizer);
   return 0;

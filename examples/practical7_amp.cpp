@@ -38,8 +38,10 @@ int train(int argc, char** argv) {
   course::Run run(options, world, {rows.count});
   run.watch(ddp);
   run.watch(scaler);
+  run.add("model", *net).add("optimizer", *optimizer, *net).add("scaler", scaler);
+  if (masters) run.add("masters", *masters, *net);  // all of these with --checkpoint
   const course::MseLoss criterion(run);
-  for (int64_t step = 0; step < options.steps; ++step) {
+  for (int64_t step = run.resume(); step < options.steps; ++step) {
     run.step(batches.draw(step, rows), [&](const course::StepBatches& batch) {
       const auto [x, y] = batch.get(0);
       torch::Tensor loss;
@@ -54,6 +56,7 @@ int train(int argc, char** argv) {
       net->zero_grad(/*set_to_none=*/true);
       return loss;
     });
+    if (run.is_preempted()) return lockstep::kExitPreempted;
   }
   run.finish(*net, *optimizer, masters);
   return 0;

@@ -389,16 +389,19 @@ void print_report_json(const json& facts, const std::vector<Finding>& findings, 
 
 }  // namespace
 
+constexpr int64_t kNewestMajor = 1000;  // a compute capability beyond it is no capability
+
 bool gpu_code_serves(const std::string& architectures, const std::string& capability) {
-  int major = 0;
-  int minor = 0;
+  int64_t major = 0;
+  int64_t minor = 0;
   char dot = 0;
   std::istringstream(capability) >> major >> dot >> minor;
-  const int wanted = major * 10 + minor;
+  if (major < 0 || major > kNewestMajor || minor < 0 || minor > 9) return false;
+  const int64_t wanted = major * 10 + minor;
   std::istringstream list(architectures);
   for (std::string entry; std::getline(list, entry, ',');) {
     char* rest = nullptr;
-    const auto number = static_cast<int>(std::strtol(entry.c_str(), &rest, 10));
+    const int64_t number = std::strtoll(entry.c_str(), &rest, 10);
     const std::string suffix(rest);
     const bool exact = suffix.starts_with("a");  // with instructions of that GPU only
     const bool machine = !suffix.ends_with("-virtual");

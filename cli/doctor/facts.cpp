@@ -18,6 +18,7 @@
 #include <sstream>
 #include <thread>
 
+#include "base/json_text.hpp"
 #include "cli/nvml.hpp"
 #include "lockstep/detail/board.hpp"
 #include "lockstep/device_plan.hpp"
@@ -218,13 +219,13 @@ json probe_facts(bool measure, const Interrupts& interrupts) {
     ChildCommand command{.program = sibling_path("lockstep-probe"), .arguments = {}};
     if (!measure) command.arguments.push_back("--no-measure");
     command.deadline = std::chrono::seconds(120);
-    return json::parse(run_child_or_throw(command, interrupts).output);
+    auto facts = parse_json(run_child_or_throw(command, interrupts).output);
+    if (facts) return std::move(*facts);
+    return {{"error", "lockstep-probe did not print a JSON object"}};
   } catch (const Error& error) {
     std::string text = error.message();
     for (const auto& note : error.notes()) text += "\n" + note;
     return {{"error", text}};
-  } catch (const json::exception&) {
-    return {{"error", "lockstep-probe did not print a JSON object"}};
   }
 }
 

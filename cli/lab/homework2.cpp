@@ -1,7 +1,6 @@
 // Homework 2: code 1 accumulates gradients, code 2 trains in lower precision, code 3 does both.
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <cmath>
 
@@ -61,25 +60,24 @@ double ms_for_rows(const RunSet& set_up) {
   return ms_per_row(set_up) * kRows;
 }
 
-// The base of a row is the run in fp32 with the same effective batch.
+// The largest distance of a loss from that of the base, fp32 with the same effective batch.
+std::optional<double> loss_gap(const SetRow& row) {
+  if (row.base == nullptr) return std::nullopt;
+  return loss_deviation(row.base->first(), row.first());
+}
+
+std::string loss_gap_cell(const SetRow& row) {
+  const auto gap = loss_gap(row);
+  return gap ? format_share(*gap) : "—";
+}
+
 std::string stability_cell(const SetRow& row) {
   const RunRecord& run = row.first();
   if (run.nonfinite > 0) {
     return fmt::format("unstable: {} of {} losses not finite", run.nonfinite, run.losses.size());
   }
   if (run.losses.empty()) return "no losses recorded";
-  std::vector<std::string> parts;
-  const auto apart =
-      row.base == nullptr ? std::optional<double>() : loss_deviation(row.base->first(), run);
-  parts.emplace_back(apart && *apart > kSameTraining ? "differs from fp32" : "stable");
-  if (run.scale) {
-    parts.push_back(plural(static_cast<int64_t>(run.skipped_steps.size()), "step") + " skipped");
-  }
-  if (apart) {
-    parts.push_back(*apart == 0 ? "losses as in fp32"
-                                : "losses " + at_most(*apart) + " from fp32's");
-  }
-  return fmt::format("{}", fmt::join(parts, ", "));
+  return loss_gap(row).value_or(0) > kSameTraining ? "differs from fp32" : "stable";
 }
 
 // The time of the whole run, over its repetitions.
@@ -109,16 +107,19 @@ SetColumn memory_column() {
 }
 
 Table codes_table(const AnswerContext& context) {
-  Table table = make_table<SetRow>("A. Codes 1, 2 and 3",
-                                   {name_column("code"),
-                                    total_column("time (s)"),
-                                    rows_time_column(),
-                                    memory_column(),
-                                    {"stability", stability_cell, Align::kLeft}},
-                                   {{"1: accumulation", &context.accumulated, &context.one_batch},
-                                    {"2: AMP", &context.amp, &context.fp32},
-                                    {"3: both", &context.combined, &context.one_batch},
-                                    {"fp32 alone", &context.fp32}});
+  Table table =
+      make_table<SetRow>("Codes 1, 2 and 3 (table A of the page)",
+                         {name_column("code"),
+                          total_column("time (s)"),
+                          rows_time_column(),
+                          memory_column(),
+                          {"stability", stability_cell, Align::kLeft},
+                          {"skipped", [](const SetRow& row) { return skipped_cell(row.first()); }},
+                          {"loss gap", loss_gap_cell}},
+                         {{"1: accumulation", &context.accumulated, &context.one_batch},
+                          {"2: AMP", &context.amp, &context.fp32},
+                          {"3: both", &context.combined, &context.one_batch},
+                          {"fp32 alone", &context.fp32}});
   const RunRecord& run = context.fp32.first();
   table.add_note(fmt::format(
       "Time: the whole run of {}, of {} rows each with codes 1 and 3 (ACCUM_STEPS {}) and of {} "
@@ -128,8 +129,8 @@ Table codes_table(const AnswerContext& context) {
       context.micro_rows, plural(static_cast<int64_t>(context.fp32.runs.size()), "run"),
       plural(run.step_ms.n, "timed step"), context.precision));
   table.add_note(
-      "Stable: every loss is finite, and none is more than 5 % from that of fp32 with as many rows "
-      "per update.");
+      "Loss gap: the largest in any update against fp32 with as many rows. Stable: every loss is "
+      "finite and the gap is at most 5 %. Skipped: updates that the scaler left out.");
   return table;
 }
 
@@ -146,16 +147,20 @@ std::string time_phrase(const RunSet& base, const RunSet& set_up, const std::str
                                       : fmt::format("no clear difference in time from {}", against);
 }
 
+constexpr const char* kSamePeak = "same peak";
+
 std::string peak_phrase(const RunSet& base, const RunSet& set_up) {
   const double change = relative_change(peak_of(base), peak_of(set_up));
-  return std::abs(change) < 0.005 ? "same peak" : "peak " + format_change(change);
+  return std::abs(change) < 0.005 ? kSamePeak : "peak " + format_change(change);
 }
 
 // What is to be seen in a row of table B, against another set-up.
 std::string observation(const AnswerContext& context, const RunSet& base, const RunSet& set_up,
                         const std::string& against) {
-  if (!context.times_count())
-    return fmt::format("{} against {}", peak_phrase(base, set_up), against);
+  if (!context.times_count()) {
+    const std::string peak = peak_phrase(base, set_up);
+    return fmt::format("{} {} {}", peak, peak == kSamePeak ? "as" : "against", against);
+  }
   const Stats step = pooled_step_ms(set_up);
   const double noise = step.mean > 0 ? step.stddev / step.mean : 0;
   return fmt::format("{}, {}{}", time_phrase(base, set_up, against), peak_phrase(base, set_up),
@@ -169,7 +174,7 @@ Table accum_steps_table(const AnswerContext& context) {
     rows.push_back({"3", &context.runs.of("combined", set_up.size)});
   }
   Table table = make_table<SetRow>(
-      "B. Codes 1 and 3 with other ACCUM_STEPS",
+      "Codes 1 and 3 with other ACCUM_STEPS (table B of the page)",
       {{"ACCUM_STEPS", [](const SetRow& row) { return std::to_string(row.set_up->size); }},
        {"code", [](const SetRow& row) { return row.name; }},
        total_column("total time (s)"),
@@ -208,7 +213,9 @@ std::vector<Figure> figures(const AnswerContext& context) {
       .unit = Unit::kMilliseconds,
       .series = {step_series("code 1, fp32", context.runs.all("accumulated")),
                  step_series("code 3, " + context.precision, context.runs.all("combined"))},
-      .log_x = true};
+      .log_x = true,
+      .log_y = true,
+      .from_zero = false};
   std::vector<SetRow> set_ups;
   for (const auto& accumulated : context.runs.all("accumulated")) {
     set_ups.push_back({fmt::format("1, {}", accumulated.size), &accumulated});
@@ -232,8 +239,7 @@ std::string synchronisation_text(const AnswerContext& context) {
   }
   std::string text = fmt::format(
       " Synchronisation: without accumulation every {} rows cost {} ({}), with ACCUM_STEPS {} "
-      "every "
-      "{} rows do.",
+      "every {} rows do.",
       context.micro_rows, count_all_reduces(context.fp32),
       format_bytes(context.fp32.first().all_reduces.bytes), context.micro_steps, context.rows);
   if (!context.times_count()) return text;
@@ -340,6 +346,15 @@ std::string answer_batch(const AnswerContext& context) {
          context.divisor_text();
 }
 
+// Code 3 is what the homework asks for; the report has room for it alone.
+std::vector<SourceListing> codes() {
+  std::vector<SourceListing> all = {course_source("homework2_combined"),
+                                    course_source("practical7_accumulation"),
+                                    course_source("practical7_amp")};
+  for (auto& code : all) code.printed = &code == &all.front();
+  return all;
+}
+
 LabReport report(const LabRuns& runs) {
   const AnswerContext context(runs);
   const std::string topic = "time, memory and batch";
@@ -355,7 +370,7 @@ LabReport report(const LabRuns& runs) {
                   {topic, "2. Memory: accumulation and precision", answer_memory(context)},
                   {topic, "3. Effective batch, and why the loss is divided", answer_batch(context)},
               },
-          .code = {course_source("homework2_combined")}};
+          .code = codes()};
 }
 
 }  // namespace

@@ -3,12 +3,30 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <limits>
 #include <set>
 #include <sstream>
 
 #include "lockstep/error.hpp"
 
 namespace lockstep::cli {
+namespace {
+
+// The command line checks its flags; lab.json may hold anything.
+int64_t number_of(const std::string& flag, const std::string& text, int64_t most) {
+  char* end = nullptr;
+  errno = 0;
+  const long long value = std::strtoll(text.c_str(), &end, 0);
+  if (errno == 0 && end != text.c_str() && *end == '\0' && value >= -most && value <= most) {
+    return value;
+  }
+  throw Error(Code::kUsage, fmt::format("{} \"{}\" is not a whole number", flag, text),
+              "write a number such as 4; if it is from lab.json, run the lab again");
+}
+
+}  // namespace
 
 std::string LabOptions::text(const std::string& flag) const {
   const auto found = own.find(flag);
@@ -18,14 +36,15 @@ std::string LabOptions::text(const std::string& flag) const {
 std::optional<int64_t> LabOptions::count(const std::string& flag) const {
   const std::string value = text(flag);
   if (value.empty()) return std::nullopt;
-  return std::stoll(value, nullptr, 0);
+  return number_of(flag, value, std::numeric_limits<int64_t>::max());
 }
 
 std::vector<int> LabOptions::list(const std::string& flag) const {
   std::vector<int> values;
   std::istringstream words(text(flag));
-  for (std::string word; std::getline(words, word, ',');)
-    values.push_back(std::stoi(word, nullptr, 0));
+  for (std::string word; std::getline(words, word, ',');) {
+    values.push_back(static_cast<int>(number_of(flag, word, std::numeric_limits<int>::max())));
+  }
   return values;
 }
 

@@ -117,6 +117,7 @@ struct NamedTable {
 struct SourceListing {
   std::string name;  ///< of its file: "homework2_combined.cpp"
   std::string text;
+  bool printed = true;  ///< in the report; else only a file beside it
 };
 
 /// Names and values, such as {"seed", "0"}.

@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "cli/lab/lab10.hpp"
 #include "cli/lab/lab_charts.hpp"
@@ -248,7 +247,7 @@ Table synchronisation_table(const AnswerContext& context) {
        {"synchronised from", [](const Sync& sync) { return format_ms(sync.begin_ms); }},
        {"to", [](const Sync& sync) { return format_ms(sync.end_ms); }},
        {"hidden",
-        [](const Sync& sync) { return sync.hidden_ms > 0 ? format_ms(sync.hidden_ms) : "—"; }}},
+        [](const Sync& sync) { return sync.hidden_ms > 0 ? format_ms(sync.hidden_ms) : "0 ms"; }}},
       synchronisations_of(pipeline_of(context.base)));
   table.add_note(
       "Times from the start of the run's last step. Hidden: while other stages of the same rank "
@@ -302,8 +301,7 @@ Table actions_table(const AnswerContext& context) {
   micro_batches.align = Align::kLeft;
   const auto losses_cell = [&context](const SetRow& row) -> std::string {
     const double apart = largest_deviation(context.single, {row.set_up});
-    if (apart < 0) return "—";
-    return apart == 0 ? "none" : format_share(apart);
+    return apart < 0 ? "—" : format_share(apart);
   };
   Table table = make_table<SetRow>(
       "What a step does, counted in the trace",
@@ -458,69 +456,6 @@ Table communication_table(const AnswerContext& context) {
 
 // ---- Charts
 
-constexpr int kSynchronisationColour = 3;
-const std::vector<std::string> kLegend = {"F: forward", "B: backward", "W: weight gradient",
-                                          "S: synchronisation"};
-constexpr const char* kInputLegend = "I: input gradient";  // as a backward that is split
-
-int colour_of(const ActionRecord& action) {
-  if (action.kind == "F") return 0;
-  if (action.kind == "W") return 2;
-  return action.kind == "S" ? kSynchronisationColour : 1;
-}
-
-double first_begin(const std::vector<ActionRecord>& actions) {
-  double first = std::numeric_limits<double>::infinity();
-  for (const auto& action : actions) first = std::min(first, action.begin_ms);
-  return first;
-}
-
-TimelineRow& row_named(std::vector<TimelineRow>& rows, const std::string& label) {
-  const auto found = std::find_if(rows.begin(), rows.end(),
-                                  [&label](const TimelineRow& row) { return row.label == label; });
-  if (found != rows.end()) return *found;
-  rows.push_back({.label = label});
-  return rows.back();
-}
-
-// A row for each device in the order of ranks and stages, from the first action on.
-std::vector<TimelineRow> rows_of_actions(const PipelineRecord& pipeline,
-                                         const std::vector<ActionRecord>& actions,
-                                         const std::string& prefix, bool name_ranks) {
-  const auto label = [&](int rank, const std::string& device) {
-    return fmt::format("{}{} {}", prefix, name_ranks ? fmt::format(" rank {}", rank) : "", device);
-  };
-  std::vector<TimelineRow> rows;
-  const double begin = first_begin(actions);
-  for (const auto& stage : pipeline.stages) {
-    const bool seen = std::any_of(actions.begin(), actions.end(), [&](const ActionRecord& action) {
-      return action.rank == stage.rank && action.device == stage.device;
-    });
-    if (seen) row_named(rows, label(stage.rank, stage.device));
-  }
-  for (const auto& action : actions) {
-    const std::string number = action.kind == "S" ? "" : std::to_string(action.micro_batch);
-    row_named(rows, label(action.rank, action.device))
-        .spans.push_back({.name = action.kind + number,
-                          .begin_ms = action.begin_ms - begin,
-                          .end_ms = action.end_ms - begin,
-                          .colour = colour_of(action)});
-  }
-  return rows;
-}
-
-// What the legend has to say for these rows.
-std::vector<std::string> legend_for(const std::vector<TimelineRow>& rows) {
-  std::vector<std::string> legend(kLegend.size());
-  for (const auto& row : rows) {
-    for (const auto& span : row.spans) {
-      const auto colour = static_cast<size_t>(span.colour);
-      legend[colour] = span.name.starts_with("I") ? kInputLegend : kLegend[colour];
-    }
-  }
-  return legend;
-}
-
 std::string sharing_caption(const RunSet& set_up) {
   return sharing(set_up) > 1 ? " The devices share hardware." : "";
 }
@@ -529,13 +464,12 @@ Figure timeline_figure(const std::string& title, const RunSet& set_up) {
   const PipelineRecord& pipeline = pipeline_of(set_up);
   Timeline chart;
   chart.title = title;
-  chart.rows = rows_of_actions(pipeline, pipeline.predicted, "predicted", false);
+  chart.rows = action_rows(pipeline, pipeline.predicted, "predicted ", false);
   if (!chart.rows.empty()) chart.rows.emplace_back();  // a gap
-  for (auto& row :
-       rows_of_actions(pipeline, pipeline.actions, "measured", ranks_of(pipeline) > 1)) {
+  for (auto& row : action_rows(pipeline, pipeline.actions, "measured ", ranks_of(pipeline) > 1)) {
     chart.rows.push_back(std::move(row));
   }
-  chart.legend = legend_for(chart.rows);
+  chart.legend = action_legend(chart.rows);
   return {
       std::move(chart),
       fmt::format("The last step of the first run: predicted from the mean times of the stages "

@@ -117,6 +117,22 @@ std::string answer_when(const AnswerContext& context) {
   return text;
 }
 
+// How long one micro-batch took in the first stage, after a space; nothing where it was not
+// recorded.
+std::string micro_batch_time(const std::vector<RunSet>& all, bool judged) {
+  std::vector<std::string> rows;
+  std::vector<std::string> times;
+  for (const auto& set_up : all) {
+    const PipelineRecord& pipeline = pipeline_of(set_up);
+    if (pipeline.rows.empty() || pipeline.stages.empty()) return "";
+    rows.push_back(std::to_string(pipeline.rows.front()));
+    times.push_back(format_ms(pipeline.stages.front().forward_ms));
+  }
+  return fmt::format(" A micro-batch of {} rows took {} forward in the first stage{}.",
+                     listed(rows), listed(times),
+                     judged ? ": it reads the same weights however few its rows are" : "");
+}
+
 std::string answer_micro_batches(const AnswerContext& context) {
   const auto& all = context.micro_batches;
   const auto counted = [&all](int64_t ActionCounts::*which) {
@@ -142,6 +158,7 @@ std::string answer_micro_batches(const AnswerContext& context) {
                   listed_for(all, step_with_deviation), listed_for(all, [](const RunSet& set_up) {
                     return std::to_string(most_held(pipeline_of(set_up)));
                   }));
+  text += micro_batch_time(all, context.judged());
   const double first = mean_of(all.front(), &PipelineRecord::bubble);
   const double last = mean_of(all.back(), &PipelineRecord::bubble);
   if (context.judged() && all.size() > 1 && last >= first) {
@@ -231,24 +248,27 @@ std::string answer_same_device(const AnswerContext& context) {
   for (int rank = 0; rank < ranks_of(same); ++rank) {
     const auto devices = devices_of(same, rank);
     one_each = one_each && devices.size() == 1;
-    ranks.push_back(fmt::format("rank {}'s stages lie on {} instead of {}", rank, listed(devices),
+    ranks.push_back(fmt::format("those of rank {} name {} instead of {}", rank, listed(devices),
                                 listed(devices_of(base, rank))));
   }
   const ActionCounts counts = counts_of(same);
   std::string text = fmt::format(
-      "{} {}, {} in all instead of {}. There are as many forward and backward lines, {} and {}{}.",
-      one_each ? "No, each rank uses one:" : "Against expectation several are still used:",
-      fmt::join(ranks, "; "), plural(devices_used(same), "device"), devices_used(base),
-      counts.forwards, counts.backwards,
-      one_each ? ", but all lines of a rank name one device" : "");
+      "The lines name other devices: {}. {} are used in all, instead of {}{}. There are as many "
+      "forward and backward lines as before, {} and {}.",
+      fmt::join(ranks, ", "), plural(devices_used(same), "device"), devices_used(base),
+      one_each ? ": no rank uses several" : "; against expectation a rank still uses several",
+      counts.forwards, counts.backwards);
   const double overlap = overlap_of(same);
   const double before = overlap_of(base);
   text += overlap > 0 ? fmt::format(" Still {} of rank 0's computing time overlapped",
                                     format_share(overlap))
-                      : fmt::format(" No two actions of rank 0 ran at the same time{}",
-                                    before > 0 ? ": the overlap is gone" : "");
+                      : " No two actions of rank 0 ran at the same time";
+  const std::string overlapped =
+      overlap > 0
+          ? "against " + format_share(before)
+          : fmt::format("whereas {} of its computing time overlapped", format_share(before));
   text += fmt::format(", {} with a device for each stage; a step took {} instead of {}.",
-                      before > 0 ? "against " + format_share(before) : "nor did they",
+                      before > 0 ? overlapped : "nor did they",
                       step_with_deviation(context.same_device), step_with_deviation(context.base));
   return text;
 }

@@ -122,6 +122,7 @@ Table speed_table(const AnswerContext& context) {
   if (context.judged()) columns.push_back(proportional_column());
   Table table = make_table<SetRow>("Speed: one device against DataParallel", columns, rows);
   add_method_note(table, context.single);
+  if (context.judged()) add_proportional_note(table);
   table.add_note(fmt::format("Steps took {} s on one device and {} s with DataParallel on {}.",
                              format_range_s(pooled_step_ms(context.single)),
                              format_range_s(pooled_step_ms(context.full)),
@@ -208,14 +209,12 @@ Table split_table(const AnswerContext& context) {
 
 Table shapes_table(const AnswerContext& context) {
   struct Row {
-    std::string split;
+    const RunSet* split;
     ReplicaRecord replica;
   };
   std::vector<Row> rows;
   for (const auto& set_up : context.runs.all("split")) {
-    for (const auto& replica : set_up.first().replicas) {
-      rows.push_back({fmt::format("{} over {}", rows_of(set_up), set_up.devices), replica});
-    }
+    for (const auto& replica : set_up.first().replicas) rows.push_back({&set_up, replica});
   }
   const auto shape = [](std::vector<int64_t> ReplicaRecord::*which) {
     return [which](const Row& row) {
@@ -224,7 +223,8 @@ Table shapes_table(const AnswerContext& context) {
   };
   Table table = make_table<Row>(
       "Inside the model: what each replica saw",
-      {{"rows over devices", [](const Row& row) { return row.split; }, Align::kLeft},
+      {{"rows", [](const Row& row) { return std::to_string(rows_of(*row.split)); }},
+       {"devices", [](const Row& row) { return std::to_string(row.split->devices); }},
        {"device", [](const Row& row) { return row.replica.device; }, Align::kLeft},
        {"input", shape(&ReplicaRecord::input), Align::kLeft},
        {"output", shape(&ReplicaRecord::output), Align::kLeft}},

@@ -19,7 +19,6 @@ namespace {
 
 // ---- Plan: "single"; "dp" and "ddp", both by the same numbers of devices.
 
-constexpr size_t kMostBucketRows = 10;
 const std::vector<int> kCourseRanks = {1, 2, 4};
 
 // Ascending, with 1 among them: every speed-up is against one rank.
@@ -132,17 +131,6 @@ int64_t finished_in_backward(const RunRecord& run) {
 
 // ---- Tables
 
-// "30.0 / 20.0 MiB": device 0 and the mean of the others.
-std::string peaks_text(const RunSet& set_up) {
-  const auto devices = merged_devices(set_up);
-  std::string first = format_bytes(devices.front().peak_bytes);
-  if (devices.size() == 1) return first;
-  const std::string others = format_bytes(others_mean(devices, &DeviceRecord::peak_bytes));
-  const std::string unit = others.substr(others.find(' '));
-  if (first.ends_with(unit)) first.erase(first.size() - unit.size());
-  return fmt::format("{} / {}", first, others);
-}
-
 // The table of the course's page, filled in with this run's figures.
 Table aspects_table(const AnswerContext& context) {
   Table table(fmt::format("DataParallel against DDP on {}", plural(context.ranks, "device")),
@@ -151,24 +139,30 @@ Table aspects_table(const AnswerContext& context) {
     table.add_row({aspect, cell(context.dp), cell(context.ddp)});
   };
   add("processes", [](const RunSet& set_up) { return std::to_string(set_up.first().world_size); });
-  add("data split", [&](const RunSet& set_up) {
-    return fmt::format("{}: {}", &set_up == &context.dp ? "by itself" : "by the program",
-                       format_rows(set_up.first().split));
-  });
-  add("device use", [](const RunSet& set_up) {
+  const auto is_dp = [&context](const RunSet& set_up) { return &set_up == &context.dp; };
+  add("data split",
+      [&](const RunSet& set_up) { return is_dp(set_up) ? "by itself" : "by the program"; });
+  add("… rows per device", [](const RunSet& set_up) { return format_rows(set_up.first().split); });
+  add("device use: busy", [](const RunSet& set_up) {
     const Imbalance busy = imbalance_of(merged_devices(set_up));
-    return fmt::format("busy {}, {}", percent_range(busy.least_busy, busy.most_busy),
-                       peaks_text(set_up));
+    return percent_range(busy.least_busy, busy.most_busy);
   });
-  add("scaling", [&](const RunSet& set_up) {
-    const auto& sets = context.runs.all(&set_up == &context.dp ? "dp" : "ddp");
-    return fmt::format("{}, {} ×", step_with_deviation(set_up),
-                       format_speedup(compare(sets.front(), set_up)));
+  add("… peak of device 0",
+      [](const RunSet& set_up) { return format_bytes(merged_devices(set_up).front().peak_bytes); });
+  if (!context.one_rank()) {
+    add(context.ranks == 2 ? "… peak of device 1" : "… peak of the others",
+        [](const RunSet& set_up) {
+          return format_bytes(others_mean(merged_devices(set_up), &DeviceRecord::peak_bytes));
+        });
+  }
+  add("scaling: step time", step_with_deviation);
+  add("… speed-up", [&](const RunSet& set_up) {
+    return format_speedup(compare(context.runs.all(is_dp(set_up) ? "dp" : "ddp").front(), set_up));
   });
-  table.add_note(
-      "Device use: share of the time in which devices computed, and peak memory of device 0 / of "
-      "the others on average. Scaling: step time, and speed-up against the same method on one "
-      "device.");
+  table.add_note(fmt::format(
+      "Busy: share of the time in which devices computed.{} Speed-up: against the same method on "
+      "one device.",
+      context.ranks > 2 ? " Peak of the others: on average." : ""));
   return table;
 }
 
@@ -206,12 +200,10 @@ Table balance_table(const AnswerContext& context) {
   return table;
 }
 
-// Where a bucket's communication lies: before the end of backward, after it, or across.
-std::string against_backward(const BucketRecord& bucket, double backward_ms) {
-  if (bucket.finished_ms <= backward_ms) return "hidden: finished before";
-  const std::string late = format_ms(bucket.finished_ms - backward_ms);
-  if (bucket.launched_ms >= backward_ms) return fmt::format("launched after, {} late", late);
-  return fmt::format("finished {} after", late);
+// Whether backward hid a bucket's communication.
+std::string hidden_cell(const BucketRecord& bucket, double backward_ms) {
+  if (bucket.finished_ms <= backward_ms) return "yes";
+  return bucket.launched_ms < backward_ms ? "in part" : "no";
 }
 
 Table overlap_table(const AnswerContext& context) {
@@ -224,12 +216,15 @@ Table overlap_table(const AnswerContext& context) {
        {"size", [](const Bucket& bucket) { return format_bytes(bucket.bytes); }},
        {"launched", [](const Bucket& bucket) { return format_ms(bucket.launched_ms); }},
        {"finished", [](const Bucket& bucket) { return format_ms(bucket.finished_ms); }},
-       {"against the end of backward",
-        [=](const Bucket& bucket) { return against_backward(bucket, backward_ms); }, Align::kLeft}},
+       {"after backward",
+        [=](const Bucket& bucket) { return signed_ms(bucket.finished_ms - backward_ms); }},
+       {"hidden", [=](const Bucket& bucket) { return hidden_cell(bucket, backward_ms); },
+        Align::kLeft}},
       context.record.buckets);
   table.add_note(
       fmt::format("Times of rank 0's last step in the first run, from the start of backward, which "
-                  "ended after {}.",
+                  "ended after {}. After backward: from its end to the end of the bucket. Hidden: "
+                  "whether backward was still running meanwhile.",
                   format_ms(backward_ms)));
   return table;
 }
@@ -284,6 +279,7 @@ Table scaling_table(const AnswerContext& context) {
   Table table =
       make_table<SetRow>("Scaling: each method against itself on one device", columns, rows);
   add_method_note(table, context.single);
+  if (context.judged()) add_proportional_note(table);
   return table;
 }
 
@@ -324,44 +320,10 @@ Figure memory_figure(const AnswerContext& context) {
                 context.others())};
 }
 
-// The first row whose last span has ended when this one begins; a new row where there is none.
-TimelineRow& row_for(std::vector<TimelineRow>& rows, double begin_ms) {
-  for (auto& row : rows) {
-    if (row.spans.back().end_ms <= begin_ms) return row;
-  }
-  rows.push_back({.label = rows.empty() ? "buckets" : "", .spans = {}});
-  return rows.back();
-}
-
-std::vector<TimelineRow> bucket_rows(const std::vector<BucketRecord>& buckets) {
-  constexpr int kBucketColour = 1;
-  std::vector<TimelineRow> rows;
-  for (const auto& bucket : buckets) {
-    const std::string size = format_bytes(bucket.bytes);
-    TimelineSpan span{.name = size,
-                      .begin_ms = bucket.launched_ms,
-                      .end_ms = bucket.finished_ms,
-                      .colour = kBucketColour};
-    if (buckets.size() <= kMostBucketRows) {
-      rows.push_back({.label = fmt::format("bucket {}", bucket.index), .spans = {std::move(span)}});
-    } else {
-      span.name = fmt::format("{}: {}", bucket.index, size);
-      row_for(rows, bucket.launched_ms).spans.push_back(std::move(span));
-    }
-  }
-  return rows;
-}
-
 Figure overlap_figure(const AnswerContext& context) {
   const RunRecord& run = context.record;
-  Timeline chart{.title = fmt::format("Buckets of one step with {}", plural(context.ranks, "rank")),
-                 .rows = {{.label = "backward",
-                           .spans = {{.name = format_ms(run.backward_ms),
-                                      .begin_ms = 0,
-                                      .end_ms = run.backward_ms,
-                                      .colour = 0}}}}};
-  for (auto& row : bucket_rows(run.buckets)) chart.rows.push_back(std::move(row));
-  return {std::move(chart),
+  return {bucket_timeline(fmt::format("Buckets of one step with {}", plural(context.ranks, "rank")),
+                          run),
           fmt::format("Rank 0's last step in the first run: backward ended after {}, and {} of {} "
                       "had finished by then.",
                       format_ms(run.backward_ms), finished_in_backward(run),

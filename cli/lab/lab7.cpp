@@ -49,65 +49,68 @@ LabPlan plan(const LabOptions& options, const Hardware& hardware) {
 
 // ---- Tables
 
-std::string all_reduces_of(const RunSet& set_up) {
-  return fmt::format("{}, {}", count_all_reduces(set_up),
-                     format_bytes(set_up.first().all_reduces.bytes));
-}
-
-std::string peak_against(const RunSet& base, const RunSet& other, const std::string& whose) {
-  const int64_t before = peak_of(base);
-  return fmt::format("{} {}: {}", format_bytes(before), whose,
-                     format_change(relative_change(before, peak_of(other))));
-}
-
 Table techniques_table(const AnswerContext& context) {
-  const auto speed = [&context](const RunSet& set_up) {
-    return fmt::format("{} × the rows/s of fp32",
-                       format_speedup(compare_rows(context.fp32, set_up)));
-  };
-  const RunSet& many_rows = context.many_rows_amp();
+  const RunSet& deep_fp32 = context.many_rows_fp32();
+  const RunSet& deep_amp = context.many_rows_amp();
   Table table("Accumulation and mixed precision",
               {{""},
                {fmt::format("accumulation, {} micro-steps", context.micro_steps)},
                {fmt::format("{} autocast, GradScaler", context.precision)}});
+  // Calls cell(with, without): the set-up with the technique, and the one it is compared with.
+  const auto add = [&](const std::string& measure, const RunSet& without_many, const auto& cell) {
+    table.add_row(
+        {measure, cell(context.accumulated, without_many), cell(context.amp, context.fp32)});
+  };
+  const auto change = [](const RunSet& with, const RunSet& without) {
+    return format_change(relative_change(peak_of(without), peak_of(with)));
+  };
+  const auto peak = [](const RunSet& set_up) { return format_bytes(peak_of(set_up)); };
+  const auto bytes = [](const RunSet& set_up) {
+    return format_bytes(set_up.first().all_reduces.bytes);
+  };
   table.add_row(
-      {"goal",
-       fmt::format("a batch of {} rows in the memory of {}", context.rows, context.micro_rows),
-       "faster products, smaller activations"});
-  table.add_row({"peak memory", format_bytes(peak_of(context.accumulated)),
-                 format_bytes(peak_of(context.amp))});
-  table.add_row({"… against",
-                 peak_against(context.one_batch, context.accumulated,
-                              fmt::format("in one batch of {} rows", context.rows)),
-                 peak_against(context.fp32, context.amp, "in fp32")});
+      {"goal", fmt::format("a batch of {} rows", context.rows), "faster, smaller values"});
+  add("memory: peak", context.one_batch,
+      [&](const RunSet& with, const RunSet&) { return peak(with); });
+  add("… without it", context.one_batch,
+      [&](const RunSet&, const RunSet& without) { return peak(without); });
+  add("… change", context.one_batch, change);
   table.add_row(
-      {"… with more activations", "—",
-       fmt::format(
-           "{}, deep model, {} rows: {}", format_bytes(peak_of(many_rows)), rows_of(many_rows),
-           format_change(relative_change(peak_of(context.many_rows_fp32()), peak_of(many_rows))))});
-  table.add_row({"speed", speed(context.accumulated), speed(context.amp)});
-  table.add_row({"communication",
-                 fmt::format("{} for {} rows", all_reduces_of(context.accumulated), context.rows),
-                 fmt::format("{} for {} rows", all_reduces_of(context.amp), context.micro_rows)});
-  table.add_row({"… against",
-                 fmt::format("{} if each micro-step syncs", all_reduces_of(context.synced)),
-                 fmt::format("{} in fp32", all_reduces_of(context.fp32))});
+      {fmt::format("… deep model, {} rows", rows_of(deep_amp)), "—", change(deep_amp, deep_fp32)});
+  add("speed: rows/s over fp32", context.fp32, [](const RunSet& with, const RunSet& without) {
+    return format_speedup(compare_rows(without, with));
+  });
+  add("communication: calls", context.synced, [](const RunSet& with, const RunSet&) {
+    return fmt::format("{:g}", with.first().all_reduces.count);
+  });
+  add("… bytes", context.synced, [&](const RunSet& with, const RunSet&) { return bytes(with); });
+  add("… bytes without it", context.synced,
+      [&](const RunSet&, const RunSet& without) { return bytes(without); });
+  add("… for rows", context.synced,
+      [](const RunSet& with, const RunSet&) { return std::to_string(rows_of(with)); });
   table.add_note(
-      "Communication: all-reduces of an optimizer step and their bytes. Gradients are sent in fp32 "
-      "under autocast too.");
+      fmt::format("Without accumulation: in memory, one batch of {} rows; in communication, "
+                  "all-reduces in each "
+                  "micro-step. Without autocast: fp32. Communication is that of an optimizer step; "
+                  "gradients are sent in fp32 under autocast too.",
+                  context.rows));
   return table;
 }
 
-// The norm of the first gradient, and beside it how many times the base's it is.
+// The norm of the first gradient.
 std::string norm_cell(const SetRow& row) {
   const auto gradients = gradients_of(*row.set_up);
-  if (!gradients) return "—";
-  const auto ratio = row.base == nullptr ? std::nullopt : norm_ratio(*row.base, *row.set_up);
-  if (!ratio) return fmt::format("{:.4g}", gradients->norm);
-  return fmt::format("{:.4g} ({:.3f} ×)", gradients->norm, *ratio);
+  return gradients ? fmt::format("{:.4g}", gradients->norm) : "—";
 }
 
-Table accumulation_table(const AnswerContext& context) {
+// How many times the base's norm it is.
+std::string norm_ratio_cell(const SetRow& row) {
+  const auto ratio = row.base == nullptr ? std::nullopt : norm_ratio(*row.base, *row.set_up);
+  return ratio ? fmt::format("{:.3f}", *ratio) : "—";
+}
+
+// fp32 alone, and for each number of micro-steps the three ways to train as many rows.
+std::vector<SetRow> large_batches(const AnswerContext& context) {
   std::vector<SetRow> rows = {{"fp32 alone", &context.fp32}};
   for (const auto& accumulated : context.runs.all("accumulated")) {
     const auto of = [&](const char* what) { return &context.runs.of(what, accumulated.size); };
@@ -115,24 +118,39 @@ Table accumulation_table(const AnswerContext& context) {
     rows.push_back({"sync each", of("synced"), &accumulated});
     rows.push_back({"one batch", of("one_batch"), &accumulated});
   }
+  return rows;
+}
+
+Table accumulation_table(const AnswerContext& context) {
   Table table = make_table<SetRow>(
       "Accumulation: ways to make a large batch",
       {name_column("set-up"),
        micro_rows_column(),
        step_column(),
        {"rows/s", [](const SetRow& row) { return fmt::format("{:.0f}", rows_per_s(*row.set_up)); }},
+       peak_column(),
+       {"norm", norm_cell},
+       {"ratio", norm_ratio_cell}},
+      large_batches(context));
+  table.add_note("Norm: of the first gradient, before the update; ratio: over that with no_sync.");
+  add_method_note(table, context.fp32);
+  return table;
+}
+
+Table synchronisation_table(const AnswerContext& context) {
+  Table table = make_table<SetRow>(
+      "Accumulation: communication of an optimizer step",
+      {name_column("set-up"),
+       micro_rows_column(),
        {"all-reduces",
         [](const SetRow& row) { return fmt::format("{:g}", row.first().all_reduces.count); }},
        {"bytes", [](const SetRow& row) { return format_bytes(row.first().all_reduces.bytes); }},
+       {"time",
+        [](const SetRow& row) { return format_ms(communication_of(*row.set_up).total_ms); }},
        {"exposed",
-        [](const SetRow& row) { return format_ms(communication_of(*row.set_up).exposed_ms); }},
-       {"gradient norm", norm_cell},
-       peak_column()},
-      rows);
-  table.add_note(
-      "All-reduces, bytes and exposed communication per optimizer step. Gradient norm: of the "
-      "first step, before the update, and against that with no_sync.");
-  add_method_note(table, context.fp32);
+        [](const SetRow& row) { return format_ms(communication_of(*row.set_up).exposed_ms); }}},
+      large_batches(context));
+  table.add_note("Exposed: the part of the time that no computation hid.");
   return table;
 }
 
@@ -140,48 +158,62 @@ Table accumulation_table(const AnswerContext& context) {
 std::string loss_cell(const SetRow& row, size_t step) {
   const auto& losses = row.first().losses;
   if (step < 1 || step > losses.size()) return "—";
-  return std::isfinite(losses[step - 1]) ? fmt::format("{:.3g}", losses[step - 1]) : "not finite";
+  const double loss = losses[step - 1];
+  if (!std::isfinite(loss)) return "not finite";
+  return loss >= 1e3 && loss < 1e6 ? fmt::format("{:.0f}", loss) : fmt::format("{:.3g}", loss);
 }
 
 Table divisor_table(const AnswerContext& context) {
   const size_t steps = context.divided.first().losses.size();
   std::vector<SetColumn> columns = {name_column("loss"),
-                                    {"learning rate",
+                                    {"rate",
                                      [](const SetRow& row) -> std::string {
                                        const auto rate = row.first().options.find("lr");
                                        return rate == row.first().options.end() ? "—"
                                                                                 : rate->second;
                                      }},
-                                    {"gradient norm", norm_cell}};
+                                    {"norm", norm_cell},
+                                    {"ratio", norm_ratio_cell}};
   for (const size_t step : {size_t{1}, steps / 3, 2 * steps / 3, steps}) {
-    columns.push_back({fmt::format("loss, step {}", step),
-                       [step](const SetRow& row) { return loss_cell(row, step); }});
+    columns.push_back(
+        {fmt::format("step {}", step), [step](const SetRow& row) { return loss_cell(row, step); }});
   }
   Table table =
-      make_table<SetRow>("Why the loss is divided: a small model", columns,
+      make_table<SetRow>("Why the loss is divided: the losses of a small model", columns,
                          {{fmt::format("divided by {}", context.divided.size), &context.divided},
                           {"undivided", &context.undivided, &context.divided},
                           {fmt::format("divided by {}", context.larger_rate.size),
                            &context.larger_rate, &context.divided}});
   table.add_note(
-      "Gradient norm: of the first step, before the update, and against that of the first row.");
+      "Rate: the learning rate. Norm: of the first gradient, before the update; ratio: over that "
+      "of "
+      "the first row. Then the loss in some of the steps.");
   return table;
 }
 
 Table precision_table(const AnswerContext& context) {
-  const size_t repetitions = context.fp32.runs.size();
-  const std::string planted = fmt::format("overflow in step {}, ", context.overflow_at());
   Table table = make_table<SetRow>(
-      "Precision: speed and stability",
+      "Precision: speed",
       {name_column("set-up"),
+       micro_rows_column(),
        step_column(),
+       range_column(),
        {"speed-up",
-        [=](const SetRow& row) -> std::string {
-          if (row.base == nullptr) return "1";
-          // One run against one other says little about speed.
-          if (row.set_up->runs.size() < repetitions) return "—";
-          return format_speedup(compare_rows(*row.base, *row.set_up));
-        }},
+        [](const SetRow& row) {
+          return row.base == nullptr ? "1" : format_speedup(compare_rows(*row.base, *row.set_up));
+        }}},
+      {{"fp32", &context.fp32},
+       {context.precision, &context.amp, &context.fp32},
+       {context.precision, &context.combined, &context.fp32}});
+  table.add_note("Speed-up: in rows per second.");
+  add_method_note(table, context.fp32);
+  return table;
+}
+
+Table stability_table(const AnswerContext& context) {
+  Table table = make_table<SetRow>(
+      "Precision: stability, without and with an infinite gradient",
+      {name_column("set-up"),
        {"skipped", [](const SetRow& row) { return skipped_cell(row.first()); }},
        {"final scale", [](const SetRow& row) { return scale_cell(row.first()); }},
        {"not finite",
@@ -195,36 +227,43 @@ Table precision_table(const AnswerContext& context) {
           return std::isfinite(losses.back()) ? fmt::format("{:.4g}", losses.back()) : "not finite";
         }}},
       {{"fp32", &context.fp32},
-       {context.precision + ", scaler", &context.amp, &context.fp32},
-       {context.precision + ", no scaler", &context.runs.of("no_scaler"), &context.fp32},
-       {planted + "scaler", &context.runs.of("overflow"), &context.fp32},
-       {planted + "no scaler", &context.runs.of("overflow_no_scaler"), &context.fp32}});
+       {context.precision + ", scaler", &context.amp},
+       {context.precision + ", no scaler", &context.runs.of("no_scaler")},
+       {"overflow, scaler", &context.runs.of("overflow")},
+       {"overflow, no scaler", &context.runs.of("overflow_no_scaler")}});
   table.add_note(
-      "Skipped: optimizer steps that the scaler left out. Not finite: losses that were infinite or "
-      "not a number. Set-ups without a speed-up ran once.");
+      fmt::format("Overflow: {} with an infinite gradient planted in step {}. Skipped: optimizer "
+                  "steps that the "
+                  "scaler left out. Not finite: losses that were infinite or not a number.",
+                  context.precision, context.overflow_at()));
   return table;
 }
 
+// "bf16, 4 × 256": precision, micro-steps and their rows.
+std::string memory_name(const RunSet& set_up) {
+  const RunRecord& run = set_up.first();
+  return fmt::format("{}, {} × {}", run.amp == "off" ? "fp32" : run.amp, run.accum_steps,
+                     rows_of(set_up) / run.accum_steps);
+}
+
 Table memory_split_table(const AnswerContext& context) {
-  std::vector<SetColumn> columns = {name_column("set-up"), peak_column()};
-  for (const auto& part : kMemoryParts) {
-    columns.push_back({part.name, [bytes = part.bytes](const SetRow& row) {
-                         return part_cell(*row.set_up, bytes);
-                       }});
-  }
-  std::vector<SetRow> rows = {{"fp32", &context.fp32}};
+  std::vector<const RunSet*> set_ups = {&context.fp32};
   for (const auto& accumulated : context.runs.all("accumulated")) {
-    const RunSet& one_batch = context.runs.of("one_batch", accumulated.size);
-    rows.push_back({fmt::format("{} micro-steps", accumulated.size), &accumulated});
-    rows.push_back({fmt::format("one batch of {}", rows_of(one_batch)), &one_batch});
+    set_ups.push_back(&accumulated);
+    set_ups.push_back(&context.runs.of("one_batch", accumulated.size));
   }
-  rows.push_back({context.precision, &context.amp});
-  rows.push_back({fmt::format("{}, {} micro-steps", context.precision, context.micro_steps),
-                  &context.combined});
+  set_ups.push_back(&context.amp);
+  set_ups.push_back(&context.combined);
+  std::vector<SetRow> rows;
+  for (const RunSet* set_up : set_ups) rows.push_back({memory_name(*set_up), set_up});
+  std::vector<SetColumn> columns = {name_column("set-up"), peak_column()};
+  for (const auto& part : kMemoryParts) columns.push_back(part_column(part));
   Table table = make_table("Memory: what the peak is made of", columns, rows);
   table.add_note(
-      "Peak: the largest of all devices. The parts are those of rank 0; activations are the rest "
-      "of its peak, inputs and temporaries included.");
+      "Set-up: precision, micro-steps × rows. Peak: the largest of all devices. The parts are "
+      "those "
+      "of rank 0. Copies: of the weights, in "
+      "low precision. Activations: the rest of the peak, inputs and temporaries included.");
   return table;
 }
 
@@ -236,9 +275,9 @@ struct MemoryPair {
 };
 
 Table memory_rows_table(const AnswerContext& context) {
-  std::vector<MemoryPair> pairs = {{"of this lab", &context.fp32, &context.amp}};
+  std::vector<MemoryPair> pairs = {{"lab", &context.fp32, &context.amp}};
   for (const auto& fp32 : context.runs.all("memory_fp32")) {
-    pairs.push_back({"deep, narrow", &fp32, &context.runs.of("memory_amp", fp32.size)});
+    pairs.push_back({"deep", &fp32, &context.runs.of("memory_amp", fp32.size)});
   }
   const std::string& precision = context.precision;
   const auto peak = [](const RunSet* MemoryPair::*run) {
@@ -252,19 +291,19 @@ Table memory_rows_table(const AnswerContext& context) {
       {{"model", [](const MemoryPair& pair) { return pair.model; }, Align::kLeft},
        {"rows", [](const MemoryPair& pair) { return std::to_string(rows_of(*pair.fp32)); }},
        {"peak, fp32", peak(&MemoryPair::fp32)},
-       {"peak, " + precision, peak(&MemoryPair::amp)},
+       {"… " + precision, peak(&MemoryPair::amp)},
        {"change",
         [](const MemoryPair& pair) {
           return format_change(relative_change(peak_of(*pair.fp32), peak_of(*pair.amp)));
         }},
        {"activations, fp32", part(&MemoryPair::fp32, &MemorySplit::activations)},
        {"… " + precision, part(&MemoryPair::amp, &MemorySplit::activations)},
-       {precision + " copies of weights", part(&MemoryPair::amp, &MemorySplit::low_precision)}},
+       {"copies", part(&MemoryPair::amp, &MemorySplit::low_precision)}},
       pairs);
   table.add_note(
-      "The copies depend on the weights alone, the activations on the rows: lower precision saves "
-      "memory from the number of rows on at which the activations that it halves outweigh the "
-      "copies. The input, the output and the loss stay in fp32.");
+      "Model: that of this lab, and a deep, narrow one. Copies: of the weights, in low precision. "
+      "They do not grow with the rows, but the activations do, and autocast halves most of them: "
+      "the input, the output and the loss stay in fp32.");
   return table;
 }
 
@@ -285,13 +324,13 @@ Table gradients_table(const AnswerContext& context) {
        {"0 already", share(&GradientCheck::zero_share)},
        {"lost in fp16", share(&GradientCheck::fp16_lost)},
        {"lost, scaled", share(&GradientCheck::fp16_lost_scaled)},
-       {"too large, scaled", share(&GradientCheck::fp16_overflow_scaled)}},
+       {"too large", share(&GradientCheck::fp16_overflow_scaled)}},
       {{"fp32", &context.fp32},
        {context.precision + ", scaler", &context.amp},
        {context.precision + ", no scaler", &context.runs.of("no_scaler")}});
   table.add_note(fmt::format(
       "Lost: values that fp16 would round to 0, as they are and multiplied by 65536, the scaler's "
-      "first scale. {}",
+      "first scale. Too large: for fp16, multiplied so. {}",
       context.bf16() ? "No run here used fp16: these shares are computed from the gradients of "
                        "runs in fp32 and bf16."
                      : "Computed from the gradients that the runs left in fp32."));
@@ -307,7 +346,7 @@ BarChart speed_chart(const std::vector<SetRow>& rows, const RunSet& fp32) {
     const Comparison faster = compare_rows(fp32, *row.set_up);
     chart.categories.push_back(row.name);
     series.values.push_back(faster.speedup.mean);
-    series.deviations.push_back(faster.speedup.stddev);
+    series.deviations.push_back(row.set_up == &fp32 ? 0 : faster.speedup.stddev);
   }
   chart.series = {series};
   return chart;
@@ -373,8 +412,10 @@ LabReport report(const LabRuns& runs) {
           .warning = context.warning,
           .tables = {{"techniques", techniques_table(context)},
                      {"accumulation", accumulation_table(context)},
+                     {"synchronisation", synchronisation_table(context)},
                      {"divisor", divisor_table(context)},
                      {"precision", precision_table(context)},
+                     {"stability", stability_table(context)},
                      {"memory", memory_split_table(context)},
                      {"memory_rows", memory_rows_table(context)},
                      {"gradients", gradients_table(context)}},

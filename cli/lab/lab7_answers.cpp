@@ -47,8 +47,7 @@ std::string answer_divided(const AnswerContext& context) {
              "backward() adds to the gradients, so {0} micro-steps give the sum of {0} means; "
              "dividing each loss by {0} makes it the mean over all {1} rows, as in one large "
              "batch.{2} Undivided, gradients and with them the steps of the optimizer are {0} "
-             "times "
-             "as large: the learning rate is in effect {0} times what was chosen. ",
+             "times as large: the learning rate is in effect {0} times what was chosen. ",
              context.micro_steps, context.rows, one_batch_text(context)) +
          context.divisor_text();
 }

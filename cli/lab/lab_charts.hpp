@@ -20,4 +20,16 @@ LineChart loss_chart(const std::string& title, const std::vector<SetRow>& set_up
 /// Mean step times with their deviations over the sizes of the set-ups.
 LineSeries step_series(const std::string& name, const std::vector<RunSet>& set_ups);
 
+/// The buckets of a run's last step below its backward; many buckets share rows.
+Timeline bucket_timeline(const std::string& title, const RunRecord& run);
+
+/// A row for each device in the order of ranks and stages, from the first of the actions on. Labels
+/// begin with the prefix, and name ranks if asked for.
+std::vector<TimelineRow> action_rows(const PipelineRecord& pipeline,
+                                     const std::vector<ActionRecord>& actions,
+                                     const std::string& prefix, bool name_ranks);
+
+/// What the colours of these rows mean.
+std::vector<std::string> action_legend(const std::vector<TimelineRow>& rows);
+
 }  // namespace lockstep::cli

@@ -107,14 +107,16 @@ std::optional<MemorySplit> memory_of(const RunSet& set_up);
 
 struct MemoryPart {
   const char* name;
+  const char* column;  ///< its title in a table
   int64_t MemorySplit::*bytes;
 };
 
-inline constexpr MemoryPart kMemoryParts[] = {{"weights", &MemorySplit::weights},
-                                              {"gradients", &MemorySplit::gradients},
-                                              {"optimizer state", &MemorySplit::optimizer_state},
-                                              {"low-precision copies", &MemorySplit::low_precision},
-                                              {"activations", &MemorySplit::activations}};
+inline constexpr MemoryPart kMemoryParts[] = {
+    {"weights", "weights", &MemorySplit::weights},
+    {"gradients", "gradients", &MemorySplit::gradients},
+    {"optimizer state", "optimizer", &MemorySplit::optimizer_state},
+    {"low-precision copies", "copies", &MemorySplit::low_precision},
+    {"activations", "activations", &MemorySplit::activations}};
 
 /// The first step's gradients; none where no run recorded them.
 std::optional<GradientCheck> gradients_of(const RunSet& set_up);

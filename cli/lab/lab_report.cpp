@@ -163,7 +163,9 @@ Document lab_document(const LabReport& report, const std::string& command, std::
   }
   for (const auto& [name, value] : report.stamp.versions) document.facts.push_back({name, value});
   for (const auto& [name, value] : report.trained) document.trained.push_back({name, value});
-  for (const auto& [name, text] : report.code) document.code.push_back({name, text});
+  for (const auto& [name, text, printed] : report.code) {
+    document.code.push_back({name, text, printed});
+  }
   document.warning = report.warning;
 
   std::vector<Section> questions;
@@ -199,6 +201,16 @@ void print_lab(const LabReport& report) {
   }
   for (const auto& drawing : report.drawings) fmt::print("\n{}", drawing);
   print_answers(report.answers, style, width);
+}
+
+void print_place(const HandIn& hand_in, const std::string& folder) {
+  const fs::path out(folder);
+  fmt::print("\n{}\n",
+             wrap_text(fmt::format("Report: {}; beside it report.pdf, report.md, the tables "
+                                   "as CSV, and the records",
+                                   (out / "report.html").string()),
+                       terminal_width(STDOUT_FILENO)));
+  if (hand_in.zip) fmt::print("To hand in: {}\n", (out / kZipFile).string());
 }
 
 void require_notes(const HandIn& hand_in) {

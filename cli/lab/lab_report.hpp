@@ -40,6 +40,9 @@ void print_lab(const LabReport& report);
 void write_lab_report(const LabReport& report, const ReportOrigin& origin, const HandIn& hand_in,
                       const std::string& folder);
 
+/// Prints where the report lies, and the zip if there is one.
+void print_place(const HandIn& hand_in, const std::string& folder);
+
 /// Refuses notes that cannot be read, before anything is measured.
 void require_notes(const HandIn& hand_in);
 

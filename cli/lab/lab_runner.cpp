@@ -153,8 +153,8 @@ int run_lab(const Lab& lab, const LabOptions& options, const HandIn& hand_in,
   const fs::path out = options.out.empty() ? lab.folder : options.out;
   make_folder(out / "records");
   const FolderLock lock(out.string());
-  const SavedLab saved{lab.name,     command, std::time(nullptr),
-                       busy_cores(), options, plan.experiments};
+  const SavedLab saved{lab.name, command,          std::time(nullptr), busy_cores(),
+                       options,  plan.experiments, hand_in.author};
   save_lab(saved, out);  // first, so that the report can be made even if the disk is full then
   const LabReport report = lab.report(run_experiments(plan, saved, out / "records", interrupts));
   print_lab(report);
@@ -162,9 +162,7 @@ int run_lab(const Lab& lab, const LabOptions& options, const HandIn& hand_in,
   ReportOrigin origin{command, saved.date, {}};
   for (const auto& experiment : plan.experiments) origin.records.push_back(experiment.name);
   write_lab_report(report, origin, hand_in, out.string());
-  fmt::print("\nReport: {}, report.pdf, report.md; tables as CSV and records beside\n",
-             (out / "report.html").string());
-  if (hand_in.zip) fmt::print("To hand in: {}\n", (out / "hand-in.zip").string());
+  print_place(hand_in, out.string());
   return 0;
 }
 

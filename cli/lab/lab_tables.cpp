@@ -50,7 +50,7 @@ SetColumn proportional_column() {
   return {"proportional?",
           [](const SetRow& row) {
             return row.base == nullptr
-                       ? "baseline"
+                       ? "—"
                        : proportionality(compare(*row.base, *row.set_up), *row.set_up);
           },
           Align::kLeft};
@@ -61,7 +61,7 @@ SetColumn peak_column() {
 }
 
 SetColumn micro_rows_column() {
-  return {"micro-steps × rows",
+  return {"micro × rows",
           [](const SetRow& row) {
             const int64_t micro_steps = row.first().accum_steps;
             return fmt::format("{} × {}", micro_steps, rows_of(*row.set_up) / micro_steps);
@@ -72,6 +72,11 @@ SetColumn micro_rows_column() {
 std::string part_cell(const RunSet& set_up, int64_t MemorySplit::*bytes) {
   const auto split = memory_of(set_up);
   return split ? format_bytes((*split).*bytes) : "—";
+}
+
+SetColumn part_column(const MemoryPart& part) {
+  return {part.column,
+          [bytes = part.bytes](const SetRow& row) { return part_cell(*row.set_up, bytes); }};
 }
 
 std::string skipped_cell(const RunRecord& run) {
@@ -134,6 +139,13 @@ void add_busy_note(Table& table, const RunSet& set_up) {
   if (sharing(set_up) > 1 && !on_cores(set_up)) {
     table.add_note("Devices that share a GPU count as busy while they wait for it.");
   }
+}
+
+void add_proportional_note(Table& table) {
+  table.add_note(
+      fmt::format("Proportional: the speed-up over the number of devices; from {} on it counts as "
+                  "proportional.",
+                  format_percent(kProportional)));
 }
 
 void add_method_note(Table& table, const RunSet& set_up) {

@@ -61,6 +61,9 @@ SetColumn micro_rows_column();  ///< "4 × 64": micro-steps and their rows
 /// The bytes of one part of the peak, a dash where they were not recorded.
 std::string part_cell(const RunSet& set_up, int64_t MemorySplit::*bytes);
 
+/// A column of them.
+SetColumn part_column(const MemoryPart& part);
+
 /// The number of optimizer steps that a scaler skipped, and its final scale; a dash without one.
 std::string skipped_cell(const RunRecord& run);
 std::string scale_cell(const RunRecord& run);
@@ -82,6 +85,9 @@ Table load_table(const std::string& title, const std::vector<SetRow>& set_ups);
 
 /// Says that waiting counts as busy if the devices of the set-up share a GPU. On cores it does not.
 void add_busy_note(Table& table, const RunSet& set_up);
+
+/// Says what the cells of proportional_column() mean.
+void add_proportional_note(Table& table);
 
 /// Says how the step times of a table were taken, with the figures of one set-up.
 void add_method_note(Table& table, const RunSet& set_up);

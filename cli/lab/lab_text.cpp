@@ -73,6 +73,10 @@ std::string format_ms(double ms) {
   return format_seconds(ms / 1000);
 }
 
+std::string signed_ms(double ms) {
+  return (ms < 0 ? "-" : "+") + format_ms(std::abs(ms));
+}
+
 std::string step_of(const RunSet& set_up) {
   return format_ms(pooled_step_ms(set_up).mean);
 }
@@ -89,7 +93,7 @@ std::string format_speedup(const Comparison& comparison) {
 std::string format_against(const Comparison& comparison, const std::string& whom) {
   const double speedup = comparison.speedup.mean;
   if (std::abs(speedup - 1) <= comparison.margin()) {
-    return fmt::format("no faster than {} within the noise ({} times)", whom,
+    return fmt::format("not measurably faster or slower than {} ({} times)", whom,
                        format_speedup(comparison));
   }
   if (speedup > 1) return fmt::format("{:.2f} times as fast as {}", speedup, whom);
@@ -176,23 +180,21 @@ std::string device_count(const RunSet& set_up) {
 }
 
 std::string proportionality(const Comparison& comparison, const RunSet& set_up) {
-  if (set_up.devices == 1) return "one device";
+  if (set_up.devices == 1) return "—";
   if (sharing(set_up) > 1) return "cannot tell";
-  if (comparison.speedup.mean <= 1) return "no: slower";
-  return fmt::format("{}: {:.0f} % of {}×", comparison.efficiency >= kProportional ? "yes" : "no",
-                     comparison.efficiency * 100, set_up.devices);
+  return fmt::format("{}, {}", format_percent(comparison.efficiency),
+                     comparison.efficiency >= kProportional ? "yes" : "no");
 }
 
 std::string times_warning(const Disturbance& disturbance, const std::vector<Comparison>& compared) {
   std::string reason;
   if (disturbance.disturbed()) {
-    reason = disturbance.queued
-                 ? fmt::format(
-                       "devices were ready to compute but had no core for up to {} of the "
-                       "time, because other programs used the cores",
-                       format_percent(*disturbance.queued))
-                 : fmt::format("other programs kept {:.1f} cores busy when the lab began",
-                               disturbance.busy_cores);
+    reason =
+        disturbance.queued
+            ? fmt::format("devices were ready to compute but had no core for up to {} of the time",
+                          format_percent(*disturbance.queued))
+            : fmt::format("other programs kept {:.1f} cores busy when the lab began",
+                          disturbance.busy_cores);
   }
   for (const auto& comparison : compared) {
     if (!reason.empty() || !comparison.unsafe) continue;

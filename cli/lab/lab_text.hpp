@@ -23,6 +23,9 @@ std::string format_s(double seconds);
 /// "41.2 ms".
 std::string format_ms(double ms);
 
+/// "+2.68 ms", "-9.80 ms".
+std::string signed_ms(double ms);
+
 /// The mean step time of a set-up: "41.2 ms"; and with its deviation: "41.2 ± 0.8 ms".
 std::string step_of(const RunSet& set_up);
 std::string step_with_deviation(const RunSet& set_up);
@@ -30,8 +33,8 @@ std::string step_with_deviation(const RunSet& set_up);
 /// "1.87 ± 0.02".
 std::string format_speedup(const Comparison& comparison);
 
-/// "1.62 times as fast as fp32", "1.20 times slower than fp32", "no faster than fp32 within the
-/// noise (1.01 ± 0.02 times)".
+/// "1.62 times as fast as fp32", "1.20 times slower than fp32", "not measurably faster or slower
+/// than fp32 (1.01 ± 0.02 times)".
 std::string format_against(const Comparison& comparison, const std::string& whom);
 
 /// "12 %".
@@ -77,13 +80,9 @@ std::string hardware_of(const DeviceRecord& device);
 /// "2", "3, shared". One device has nothing to share its hardware with.
 std::string device_count(const RunSet& set_up);
 
-/// Whether a speed-up is proportional to the devices: "yes: 96 % of 2×", "cannot tell".
+/// How much of a proportional speed-up was reached, and whether that counts as proportional:
+/// "96 %, yes", "cannot tell"; a dash for one device.
 std::string proportionality(const Comparison& comparison, const RunSet& set_up);
-
-/// Why the times of a lab cannot be judged, for LabReport::warning: other programs, or runs of the
-/// same set-up that differ too much. Empty if they can. `compared` are the comparisons that its
-/// answers rest on.
-std::string times_warning(const Disturbance& disturbance, const std::vector<Comparison>& compared);
 
 /// Why the times of a lab cannot be judged, for LabReport::warning: other programs, or runs of the
 /// same set-up that differ too much. Empty if they can. `compared` are the comparisons that its

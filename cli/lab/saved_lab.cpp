@@ -5,7 +5,9 @@
 #include <nlohmann/json.hpp>
 
 #include "base/file.hpp"
+#include "base/json_text.hpp"
 #include "lockstep/error.hpp"
+#include "report/document.hpp"
 
 namespace lockstep::cli {
 namespace {
@@ -37,6 +39,22 @@ json options_to_json(const LabOptions& options) {
           {"own", options.own}};
 }
 
+// The parts of lab.json that the JSON library would take from a wrong type or range.
+int64_t whole_number(const json& saved, int64_t least, int64_t most) {
+  const auto number = whole_number_in(saved, least, most);
+  if (!number) throw json::other_error::create(500, "a number is out of range", &saved);
+  return *number;
+}
+
+// A report copies records under these names: none may lead out of its folder.
+std::string record_name(const json& saved) {
+  auto name = saved.get<std::string>();
+  if (name.empty() || name.front() == '.' || name.find_first_of({"/\0", 2}) != std::string::npos) {
+    throw json::other_error::create(500, "a record has a name that is no file's", &saved);
+  }
+  return name;
+}
+
 LabOptions options_from_json(const json& saved) {
   LabOptions options{.devices = saved.at("devices").get<std::string>(),
                      .out = saved.at("out").get<std::string>(),
@@ -44,7 +62,7 @@ LabOptions options_from_json(const json& saved) {
                      .own = saved.at("own").get<std::map<std::string, std::string>>()};
   for (const auto& [name, value] : kSizeFields) {
     if (saved.at("sizes").contains(name))
-      options.*value = saved.at("sizes").at(name).get<int64_t>();
+      options.*value = whole_number(saved.at("sizes").at(name), 0, INT64_MAX);
   }
   return options;
 }
@@ -57,10 +75,11 @@ json experiment_to_json(const Experiment& experiment) {
 
 Experiment experiment_from_json(const json& saved) {
   Experiment experiment;
-  experiment.name = saved.at("name").get<std::string>();
-  experiment.devices = saved.at("devices").get<int>();
+  experiment.name = record_name(saved.at("name"));
+  experiment.devices = static_cast<int>(whole_number(saved.at("devices"), 1, INT32_MAX));
   for (const auto& key : saved.at("keys")) {
-    experiment.keys.push_back({key.at(0).get<std::string>(), key.at(1).get<int64_t>()});
+    experiment.keys.push_back(
+        {key.at(0).get<std::string>(), whole_number(key.at(1), INT64_MIN, INT64_MAX)});
   }
   return experiment;
 }
@@ -68,10 +87,11 @@ Experiment experiment_from_json(const json& saved) {
 SavedLab lab_from_json(const json& saved) {
   SavedLab lab{.lab = saved.at("lab").get<std::string>(),
                .command = saved.at("command").get<std::string>(),
-               .date = saved.at("date").get<std::time_t>(),
+               .date = whole_number(saved.at("date"), 0, kLastDate),
                .others_busy_cores = saved.at("others_busy_cores").get<double>(),
                .options = options_from_json(saved.at("options")),
-               .experiments = {}};
+               .experiments = {},
+               .author = saved.value("author", "")};
   for (const auto& experiment : saved.at("experiments")) {
     lab.experiments.push_back(experiment_from_json(experiment));
   }
@@ -89,7 +109,8 @@ void save_lab(const SavedLab& lab, const std::filesystem::path& folder) {
                       {"date", lab.date},
                       {"others_busy_cores", lab.others_busy_cores},
                       {"options", options_to_json(lab.options)},
-                      {"experiments", std::move(experiments)}};
+                      {"experiments", std::move(experiments)},
+                      {"author", lab.author}};
   write_file_atomically((folder / kSavedLab).string(),
                         saved.dump(2, ' ', false, json::error_handler_t::replace) + "\n");
 }
@@ -97,7 +118,7 @@ void save_lab(const SavedLab& lab, const std::filesystem::path& folder) {
 SavedLab read_saved_lab(const std::filesystem::path& folder) {
   const std::string path = (folder / kSavedLab).string();
   const std::string help = "run the lab again, or name its records one by one";
-  const json saved = json::parse(read_text_file(path), nullptr, /*allow_exceptions=*/false);
+  const json saved = parse_json(read_text_file(path)).value_or(nullptr);
   if (!saved.is_object()) {
     throw Error(Code::kRecord, fmt::format("{} is not a JSON object", path), help);
   }

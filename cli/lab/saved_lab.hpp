@@ -17,6 +17,7 @@ struct SavedLab {
   double others_busy_cores = 0;
   LabOptions options;
   std::vector<Experiment> experiments;  ///< name, keys and devices
+  std::string author = {};              ///< who hands the report in; may be empty
 };
 
 inline constexpr const char* kSavedLab = "lab.json";

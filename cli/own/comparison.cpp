@@ -6,12 +6,14 @@
 #include <nlohmann/json.hpp>
 
 #include "base/file.hpp"
+#include "base/json_text.hpp"
 #include "cli/lab/lab_tables.hpp"
 #include "cli/lab/lab_text.hpp"
 #include "cli/own/run_report.hpp"
 #include "lockstep/cli_parse.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/version.hpp"
+#include "report/document.hpp"
 
 namespace lockstep::cli {
 namespace {
@@ -202,12 +204,19 @@ std::string last_losses(const std::vector<NamedRuns>& measured) {
   return texts.empty() ? "No losses were recorded." : "The last loss was " + listed(texts) + ".";
 }
 
+std::time_t date_from_json(const json& saved) {
+  const auto date = whole_number_in(saved, 0, kLastDate);
+  if (!date) throw json::other_error::create(500, "the date is out of range", &saved);
+  return *date;
+}
+
 SavedComparison comparison_from_json(const json& saved) {
   SavedComparison comparison{.title = saved.at("title").get<std::string>(),
                              .command = saved.at("command").get<std::string>(),
-                             .date = saved.at("date").get<std::time_t>(),
+                             .date = date_from_json(saved.at("date")),
                              .others_busy_cores = saved.at("others_busy_cores").get<double>(),
-                             .sides = {}};
+                             .sides = {},
+                             .author = saved.value("author", "")};
   for (const auto& side : saved.at("sides")) {
     comparison.sides.push_back({.name = side.at("name").get<std::string>(),
                                 .command = side.at("command").get<std::vector<std::string>>(),
@@ -273,7 +282,8 @@ void save_comparison(const SavedComparison& comparison, const fs::path& folder) 
                       {"command", comparison.command},
                       {"date", comparison.date},
                       {"others_busy_cores", comparison.others_busy_cores},
-                      {"sides", std::move(sides)}};
+                      {"sides", std::move(sides)},
+                      {"author", comparison.author}};
   write_file_atomically((folder / kSavedComparison).string(),
                         saved.dump(2, ' ', false, json::error_handler_t::replace) + "\n");
 }
@@ -281,7 +291,7 @@ void save_comparison(const SavedComparison& comparison, const fs::path& folder) 
 SavedComparison read_comparison(const fs::path& folder) {
   const std::string path = (folder / kSavedComparison).string();
   const std::string help = "compare again, or name the records one by one";
-  const json saved = json::parse(read_text_file(path), nullptr, /*allow_exceptions=*/false);
+  const json saved = parse_json(read_text_file(path)).value_or(nullptr);
   if (!saved.is_object()) {
     throw Error(Code::kRecord, fmt::format("{} is not a JSON object", path), help);
   }
@@ -296,6 +306,9 @@ SavedComparison read_comparison(const fs::path& folder) {
     comparison = comparison_from_json(saved);
   } catch (const json::exception& error) {
     throw Error(Code::kRecord, fmt::format("{} is damaged", path), help, {describe(error)});
+  }
+  if (comparison.sides.size() < 2) {
+    throw Error(Code::kRecord, fmt::format("{} compares fewer than two commands", path), help);
   }
   for (const auto& side : comparison.sides) {
     if (side.wall_s.empty()) {
@@ -370,8 +383,8 @@ LabReport comparison_report(const SavedComparison& comparison, const fs::path& f
   }
   if (!doubt.empty()) {
     report.warning = fmt::format(
-        "Warning: {}. Close other programs and compare again, with more --runs, before you rely on "
-        "these times.",
+        "These times cannot be relied on: {}. Close other programs and compare again, with more "
+        "--runs.",
         doubt);
   }
   return report;

@@ -23,6 +23,7 @@ struct SavedComparison {
   std::time_t date = 0;
   double others_busy_cores = 0;  ///< when it began
   std::vector<ComparedSide> sides;
+  std::string author = {};  ///< who hands the report in; may be empty
 };
 
 inline constexpr const char* kSavedComparison = "compare.json";

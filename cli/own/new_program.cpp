@@ -2,16 +2,15 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <cstdlib>
 #include <filesystem>
 #include <nlohmann/json.hpp>
-#include <sstream>
 #include <system_error>
 
 #include "base/file.hpp"
+#include "base/process.hpp"
 #include "lockstep/cli_parse.hpp"
 #include "lockstep/error.hpp"
 
@@ -85,11 +84,13 @@ Home find_home() {
   const fs::path root = command.parent_path().parent_path();
   Home home{command, find_package(root), root / "share/lockstep/examples"};
   if (home.package.empty() || !fs::is_directory(home.examples)) {
-    throw Error(Code::kFileRead,
-                fmt::format("the lockstep in {} has no {}", root.string(),
-                            home.package.empty() ? "CMake package" : "examples"),
-                "use the command of a build folder, or install lockstep with `cmake --install`; "
-                "both need LOCKSTEP_INSTALL and LOCKSTEP_BUILD_EXAMPLES, which are on by default");
+    throw Error(
+        Code::kFileRead,
+        fmt::format("the lockstep in {} has no {}", root.string(),
+                    home.package.empty() ? "CMake package" : "examples"),
+        "with Debian's packages: apt-get install liblockstep-dev; otherwise use the command "
+        "of a build folder, or install lockstep with `cmake --install`: both need "
+        "LOCKSTEP_INSTALL and LOCKSTEP_BUILD_EXAMPLES, which are on by default");
   }
   return home;
 }
@@ -103,18 +104,9 @@ std::string replace_all(std::string text, const std::string& old, const std::str
 
 // How a shell finds this command: by its name, if PATH leads to this very file.
 std::string command_word(const Home& home) {
-  const char* path = std::getenv("PATH");
-  std::string_view rest = path == nullptr ? "" : path;
-  while (!rest.empty()) {
-    const size_t colon = std::min(rest.find(':'), rest.size());
-    const fs::path found = fs::path(rest.substr(0, colon)) / "lockstep";
-    std::error_code error;
-    if (fs::exists(found, error)) {
-      return fs::equivalent(found, home.command, error) ? "lockstep" : home.command.string();
-    }
-    rest.remove_prefix(std::min(colon + 1, rest.size()));
-  }
-  return home.command.string();
+  const std::string found = find_in_path("lockstep", std::getenv("PATH"));
+  std::error_code error;
+  return fs::equivalent(found, home.command, error) ? "lockstep" : home.command.string();
 }
 
 std::string cmake_lists(const std::string& name, const ProgramTemplate& from) {
@@ -137,19 +129,10 @@ target_precompile_headers({0} PRIVATE <torch/torch.h> <lockstep/lockstep.hpp>)
       name, from.library);
 }
 
-bool is_in_path(const std::string& program) {
-  const char* variable = std::getenv("PATH");
-  std::stringstream folders(variable == nullptr ? "" : variable);
-  for (std::string folder; std::getline(folders, folder, ':');) {
-    if (::access((fs::path(folder) / program).c_str(), X_OK) == 0) return true;
-  }
-  return false;
-}
-
 // CMake's own choice is make, which a machine with Ninja may not have.
 std::string presets(const Home& home) {
   nlohmann::ordered_json configure = {{"name", "default"}, {"binaryDir", "${sourceDir}/build"}};
-  if (is_in_path("ninja")) configure["generator"] = "Ninja";
+  if (!find_in_path("ninja", std::getenv("PATH")).empty()) configure["generator"] = "Ninja";
   configure["cacheVariables"] = {{"CMAKE_BUILD_TYPE", "Release"},
                                  {"lockstep_DIR", home.package.string()}};
   const nlohmann::ordered_json preset = {

@@ -111,8 +111,19 @@ void copy_records(const std::vector<std::string>& names, const fs::path& from, c
   copy_records(records, to);
 }
 
+// The author that is given counts, and is kept for the next report; else the one that was kept.
+HandIn with_author(HandIn hand_in, std::string& kept) {
+  if (hand_in.author.empty()) {
+    hand_in.author = kept;
+  } else {
+    kept = hand_in.author;
+  }
+  return hand_in;
+}
+
 int report_lab(const fs::path& folder, const fs::path& out, const ReportOptions& options) {
-  const SavedLab saved = read_saved_lab(folder);
+  SavedLab saved = read_saved_lab(folder);
+  const HandIn hand_in = with_author(options.hand_in, saved.author);
   LabReport report = lab_named(saved.lab).report(saved_runs(saved, folder));
   if (!options.title.empty()) report.title = options.title;
   std::vector<std::string> names;
@@ -120,21 +131,22 @@ int report_lab(const fs::path& folder, const fs::path& out, const ReportOptions&
   make_report_folder(out);
   const FolderLock lock(out.string());
   copy_records(names, folder, out);
-  if (!fs::equivalent(folder, out)) save_lab(saved, out);
-  publish_report(report, {saved.command, saved.date, names}, options.hand_in, out);
+  save_lab(saved, out);
+  publish_report(report, {saved.command, saved.date, names}, hand_in, out);
   return 0;
 }
 
 int report_comparison(const fs::path& folder, const fs::path& out, const ReportOptions& options) {
   SavedComparison saved = read_comparison(folder);
+  const HandIn hand_in = with_author(options.hand_in, saved.author);
   if (!options.title.empty()) saved.title = options.title;
   const LabReport report = comparison_report(saved, folder);
   const auto names = compared_records(saved, folder);
   make_report_folder(out);
   const FolderLock lock(out.string());
   copy_records(names, folder, out);
-  if (!fs::equivalent(folder, out)) save_comparison(saved, out);
-  publish_report(report, {saved.command, saved.date, names}, options.hand_in, out);
+  save_comparison(saved, out);
+  publish_report(report, {saved.command, saved.date, names}, hand_in, out);
   return 0;
 }
 

@@ -34,9 +34,7 @@ void publish_report(const LabReport& report, const ReportOrigin& origin, const H
                     const fs::path& folder) {
   print_lab(report);
   write_lab_report(report, origin, hand_in, folder.string());
-  fmt::print("\nReport: {}, report.pdf, report.md; tables as CSV and records beside\n",
-             (folder / "report.html").string());
-  if (hand_in.zip) fmt::print("To hand in: {}\n", (folder / "hand-in.zip").string());
+  print_place(hand_in, folder.string());
 }
 
 }  // namespace lockstep::cli

@@ -62,7 +62,12 @@ Table setup_table(const std::vector<SetRow>& rows) {
            "rows per device",
            [](const RunRecord& run) { return or_dash(!run.split.empty(), format_rows(run.split)); },
            Align::kLeft),
-       run_column("steps", [](const RunRecord& run) { return std::to_string(run.losses.size()); })},
+       run_column("steps",
+                  [](const RunRecord& run) {
+                    const std::string after =
+                        run.resumed_after == 0 ? "" : fmt::format(" after {}", run.resumed_after);
+                    return std::to_string(run.losses.size()) + after;
+                  })},
       rows);
 }
 
@@ -185,11 +190,10 @@ Table precision_table(const std::vector<SetRow>& rows) {
 
 Table memory_table(const std::vector<SetRow>& rows) {
   std::vector<SetColumn> columns = {name_column("run")};
-  for (const auto& [name, bytes] : kMemoryParts) {
-    columns.push_back(
-        {name, [bytes = bytes](const SetRow& row) { return part_cell(*row.set_up, bytes); }});
-  }
-  return make_table<SetRow>("What the peak of rank 0 consists of", columns, rows);
+  for (const auto& part : kMemoryParts) columns.push_back(part_column(part));
+  Table table = make_table<SetRow>("What the peak of rank 0 consists of", columns, rows);
+  table.add_note("Copies: of the weights, in low precision.");
+  return table;
 }
 
 Table stages_table(const std::vector<SetRow>& rows) {
@@ -253,40 +257,11 @@ Figure peak_figure(std::vector<SetRow> rows, const std::string& remark) {
   return {peak_chart(rows), "The most bytes that were live at once in the timed steps." + remark};
 }
 
-Timeline bucket_timeline(const SetRow& row) {
-  const RunRecord& run = row.first();
-  Timeline chart{.title = fmt::format("Buckets of one step of {}", row.name),
-                 .rows = {{.label = "backward",
-                           .spans = {{.name = format_ms(run.backward_ms),
-                                      .begin_ms = 0,
-                                      .end_ms = run.backward_ms,
-                                      .colour = 0}}}}};
-  for (const auto& bucket : run.buckets) {
-    chart.rows.push_back({.label = fmt::format("bucket {}", bucket.index),
-                          .spans = {{.name = format_bytes(bucket.bytes),
-                                     .begin_ms = bucket.launched_ms,
-                                     .end_ms = bucket.finished_ms,
-                                     .colour = 1}}});
-    if (chart.rows.size() > kMostInChart) break;
-  }
-  return chart;
-}
-
 Timeline pipeline_timeline(const SetRow& row) {
+  const PipelineRecord& pipeline = pipeline_of(*row.set_up);
   Timeline chart{.title = fmt::format("One step of {}", row.name),
-                 .legend = {"forward", "backward", "synchronisation"}};
-  std::map<std::string, std::vector<TimelineSpan>> spans;
-  for (const auto& action : pipeline_of(*row.set_up).actions) {
-    const bool sync = action.kind == "S";
-    spans[fmt::format("rank {} {}", action.rank, action.device)].push_back(
-        {.name = sync ? "S" : action.kind + std::to_string(action.micro_batch),
-         .begin_ms = action.begin_ms,
-         .end_ms = action.end_ms,
-         .colour = sync                 ? 2
-                   : action.kind == "F" ? 0
-                                        : 1});
-  }
-  for (auto& [label, of_device] : spans) chart.rows.push_back({label, std::move(of_device)});
+                 .rows = action_rows(pipeline, pipeline.actions, "", true)};
+  chart.legend = action_legend(chart.rows);
   return chart;
 }
 
@@ -307,7 +282,8 @@ std::vector<Figure> figures_of(const std::vector<SetRow>& all) {
     if (run.pipeline && !run.pipeline->actions.empty()) {
       figures.push_back({pipeline_timeline(row), "The last step of the first run."});
     } else if (!run.buckets.empty() && run.world_size > 1) {
-      figures.push_back({bucket_timeline(row), "Rank 0's last step in the first run."});
+      figures.push_back({bucket_timeline(fmt::format("Buckets of one step of {}", row.name), run),
+                         "Rank 0's last step in the first run."});
     }
   }
   return figures;

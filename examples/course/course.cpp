@@ -31,7 +31,8 @@ int own_rank() {
 }  // namespace
 
 void let_rank_0_speak(const lockstep::Error& error) {
-  const bool same_on_all_ranks = lockstep::exit_code(error.code()) == 2;
+  const bool same_on_all_ranks =
+      lockstep::exit_code(error.code()) == 2 || error.code() == lockstep::Code::kCheckpoint;
   if (same_on_all_ranks && own_rank() != 0) std::this_thread::sleep_for(kPatience);
 }
 

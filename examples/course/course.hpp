@@ -62,8 +62,9 @@ Precision choose_precision(Options& options, const lockstep::Device& device);
 std::optional<lockstep::MasterWeights> make_masters(torch::nn::Module& net, const Options& options);
 
 /// Called on a rank that is about to end with `error`. Flags and files are the same on all ranks,
-/// so every rank finds the same mistake in them. Rank 0 reports it at once; the others wait a
-/// moment, so that the launcher stops them before they repeat it.
+/// so every rank finds the same mistake in them, and a checkpoint fails on all ranks. Rank 0
+/// reports it at once; the others wait a moment, so that the launcher stops them before they repeat
+/// it.
 void let_rank_0_speak(const lockstep::Error& error);
 
 /// The body of a program that is started once for each rank, for lockstep::run_program.

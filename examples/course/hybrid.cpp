@@ -262,6 +262,15 @@ void HybridOptimizer::step() {
   }
 }
 
+std::vector<torch::optim::Optimizer*> HybridOptimizer::optimizers() const {
+  std::vector<torch::optim::Optimizer*> all;
+  if (whole_) all.push_back(whole_.get());
+  for (const auto& each : of_stage_) {
+    if (each) all.push_back(each.get());
+  }
+  return all;
+}
+
 void print_placement(const lockstep::Pipeline& pipeline, const HybridPlan& plan,
                      const lockstep::World& world, const Options& options) {
   if (options.quiet) return;

@@ -68,6 +68,9 @@ class HybridOptimizer {
   /// Updates the weights, then drops the gradients.
   void step();
 
+  /// The optimizers of this process.
+  std::vector<torch::optim::Optimizer*> optimizers() const;
+
  private:
   lockstep::Pipeline& pipeline_;
   lockstep::GradScaler& scaler_;

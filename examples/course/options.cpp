@@ -185,6 +185,10 @@ void check(const Options& options) {
   }
   if (options.has_amp) check_amp(options);
   if (options.has_pipeline) check_pipeline_flags(options);
+  if (options.checkpoint) {
+    require_range("--checkpoint-every", options.checkpoint_every, 1, 100'000'000);
+    require_range("--checkpoint-keep", options.checkpoint_keep, 1, 1'000'000);
+  }
   require_readable("--init", options.init);
   require_readable("--data", options.data);
   require_writable_folder("--json", options.json);
@@ -242,6 +246,16 @@ CLI::Option* add_shared_flags(CLI::App& app, Options& options) {
       ->type_name("FILE");
   app.add_option("--data", options.data, "train on tensors x and y of this file (safetensors)")
       ->type_name("FILE");
+  auto* folder = app.add_option("--checkpoint", options.checkpoint,
+                                "save the run to this folder, and resume from it if it has any")
+                     ->type_name("DIR");
+  app.add_option("--checkpoint-every", options.checkpoint_every,
+                 "steps between two checkpoints; the last step is saved too")
+      ->capture_default_str()
+      ->needs(folder);
+  app.add_option("--checkpoint-keep", options.checkpoint_keep, "how many checkpoints to keep")
+      ->capture_default_str()
+      ->needs(folder);
   app.add_option("--capture", options.capture,
                  "replay the step as CUDA graphs; auto: on a GPU, where it is safe")
       ->capture_default_str()
@@ -413,6 +427,11 @@ std::map<std::string, std::string> Options::as_text() const {
                                              {"init", init},
                                              {"data", data},
                                              {"capture", capture}};
+  if (checkpoint) {
+    text.insert({{"checkpoint", *checkpoint},
+                 {"checkpoint-every", std::to_string(checkpoint_every)},
+                 {"checkpoint-keep", std::to_string(checkpoint_keep)}});
+  }
   if (has_ranks) {
     text.insert({{"backend", backend},
                  {"timeout", timeout_s ? fmt::format("{}", *timeout_s) : ""},

@@ -40,6 +40,9 @@ struct Options {
   std::string init;
   std::string save;
   std::string data;
+  std::optional<std::string> checkpoint = {};  // folder to save to and to resume from
+  int64_t checkpoint_every = 10;
+  int64_t checkpoint_keep = 3;
   bool quiet = false;
   std::string capture = "auto";             // whether a step becomes a CUDA graph: auto, on or off
   std::shared_ptr<SeenShapes> shapes = {};  // with --print-shapes: what the replicas saw

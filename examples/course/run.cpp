@@ -198,14 +198,16 @@ std::string for_terminal(const lockstep::Table& table, std::FILE* stream) {
 }
 
 // A run whose last loss is not finite has learnt nothing, which must not go unnoticed.
-void warn_of_losses(const std::vector<double>& losses) {
+void warn_of_losses(const lockstep::RunRecord& record) {
+  const auto& losses = record.losses;
   const auto finite = [](double loss) { return std::isfinite(loss); };
   const auto last = std::find_if(losses.rbegin(), losses.rend(), finite);
   if (last == losses.rbegin()) return;
   std::fflush(stdout);
   const std::string text =
       fmt::format("warning[{}]: the loss is not finite from step {} to the last\n",
-                  lockstep::code_name(lockstep::Code::kNonfinite), losses.rend() - last + 1);
+                  lockstep::code_name(lockstep::Code::kNonfinite),
+                  record.resumed_after + (losses.rend() - last) + 1);
   std::fputs(text.c_str(), stderr);  // a failure is ignored: training has ended all the same
 }
 
@@ -228,6 +230,7 @@ Run::Run(const Options& options, const lockstep::Devices& devices, const lockste
       capture_(capture_options(options, devices[0])),
       meter_(options.program, devices, options.steps,
              world != nullptr ? world->board_page() : std::nullopt) {
+  if (options.checkpoint) checkpoint_.emplace(options, world);
   if (options.never_captured.empty()) {
     captured_.emplace(
         [this](const std::vector<torch::Tensor>& inputs) { return (*train_)(inputs); }, capture_);
@@ -292,6 +295,18 @@ void Run::print_start_line() const {
              options_.program, where, record_.versions.at("libtorch"));
 }
 
+int64_t Run::resume() {
+  if (!checkpoint_) return 0;
+  resumed_after_ = checkpoint_->resume();
+  meter_.resume_after(resumed_after_);
+  losses_computed_ = resumed_after_ * options_.accum_steps;
+  return resumed_after_;
+}
+
+void Run::save_checkpoint() {
+  if (checkpoint_) preempted_ = !checkpoint_->step(steps_done());
+}
+
 void Run::step(
     const Batch& batch,
     const std::function<torch::Tensor(const torch::Tensor&, const torch::Tensor&)>& train) {
@@ -300,6 +315,7 @@ void Run::step(
     begin_forward();
     return train(inputs[0], inputs[1]);
   }));
+  save_checkpoint();
 }
 
 void Run::step(const StepBatches& batches,
@@ -309,6 +325,7 @@ void Run::step(const StepBatches& batches,
   end_step(train_on(inputs, [&](const std::vector<torch::Tensor>& given) {
     return train(StepBatches(given, batches.device(), [this] { begin_forward(); }));
   }));
+  save_checkpoint();
 }
 
 torch::Tensor Run::train_on(const std::vector<torch::Tensor>& inputs, const StepFunction& train) {
@@ -343,18 +360,20 @@ torch::Tensor MseLoss::operator()(const torch::Tensor& out, const torch::Tensor&
 }
 
 void Run::before_update() {
-  if ((options_.has_accumulation || options_.has_amp) && !record_.gradient_check) {
+  const bool first = resumed_after_ == 0 && !record_.gradient_check;
+  if (first && (options_.has_accumulation || options_.has_amp)) {
     record_.gradient_check = check_gradients(*net_, scaler_ != nullptr ? scaler_->get_scale() : 1);
   }
   begin_phase("optimizer");
 }
 
 bool Run::prints_micro_steps(int64_t step) const {
-  return options_.has_accumulation && !options_.quiet && step < options_.print_steps;
+  return options_.has_accumulation && !options_.quiet &&
+         step < resumed_after_ + options_.print_steps;
 }
 
 void Run::after_micro_step(int64_t micro) {
-  const auto step = static_cast<int64_t>(meter_.losses().size());
+  const int64_t step = steps_done();
   if (!prints_micro_steps(step)) return;
   const lockstep::DdpStats stats = sync_->stats();
   const int64_t all_reduces =
@@ -369,10 +388,11 @@ void Run::after_micro_step(int64_t micro) {
                              micro + 1, options_.accum_steps, what);
 }
 
-// What the optimizer did at the end of a step, as a line for people.
+// What the optimizer did at the end of a step, as a line for people. A scaler counts the steps of
+// this process.
 std::string Run::update_line(int64_t step) const {
   const bool skipped = scaler_ != nullptr && !scaler_->skipped_steps().empty() &&
-                       scaler_->skipped_steps().back().step == step + 1;
+                       scaler_->skipped_steps().back().step + resumed_after_ == step + 1;
   const std::string rows =
       fmt::format("{} micro-step{} and {} rows", options_.accum_steps,
                   options_.accum_steps == 1 ? "" : "s", options_.batch * options_.accum_steps);
@@ -384,7 +404,7 @@ std::string Run::update_line(int64_t step) const {
 void Run::after_pipeline_step(int64_t micro_step) {
   stages_->note_call();
   if (trace_.enabled()) trace_pipeline_step();
-  const auto step = static_cast<int64_t>(meter_.losses().size());
+  const int64_t step = steps_done();
   if (!prints_micro_steps(step)) return;
   calls_text_ +=
       describe_call(stages_->pipeline(), stages_->facts().plan, rank_, {step, micro_step},
@@ -393,7 +413,7 @@ void Run::after_pipeline_step(int64_t micro_step) {
 
 // After the step: what ranks send each other for it must not count as the step's time.
 void Run::print_calls() {
-  const auto step = static_cast<int64_t>(meter_.losses().size()) - 1;
+  const int64_t step = steps_done() - 1;
   if (!prints_micro_steps(step)) return;
   if (!stages_) calls_text_ += update_line(step);
   close_line();
@@ -432,11 +452,12 @@ void Run::end_step(const torch::Tensor& loss) {
   print_calls();
   if (!prints()) return;
   if (scaler_ != nullptr) print_skipped_steps();
-  const auto done = static_cast<int64_t>(meter_.losses().size());
+  const int64_t done = steps_done();
+  const bool first = meter_.losses().size() == 1;
   const int64_t now_ns = lockstep::monotonic_ns();
   const int64_t pause_ns = rewrites_ ? 100'000'000 : 2'000'000'000;
-  if (done == 1) first_step_ended_ns_ = now_ns;
-  if (done == 1 || done == options_.steps || now_ns - last_print_ns_ > pause_ns) {
+  if (first) first_step_ended_ns_ = now_ns;
+  if (first || done == options_.steps || now_ns - last_print_ns_ > pause_ns) {
     print_progress();
     last_print_ns_ = now_ns;
   }
@@ -478,15 +499,16 @@ void Run::trace_wait() {
 
 // A line that rewrites itself on a terminal, and a line of its own elsewhere.
 void Run::print_progress() {
-  const auto done = static_cast<int64_t>(meter_.losses().size());
+  const int64_t done = steps_done();
+  const int64_t timed = done - resumed_after_ - 1;
   const bool of_one = world_ == nullptr || world_->size() == 1;
   std::string line = fmt::format("step {}/{} | loss{} {:.6f} | {}", done, options_.steps,
                                  of_one ? "" : " of rank 0", meter_.losses().back(),
                                  lockstep::format_seconds(meter_.last_step_ms() * 1e-3));
   const bool last = done == options_.steps;
-  if (rewrites_ && !last && done > 1) {
+  if (rewrites_ && !last && timed > 0) {
     const double step_s = static_cast<double>(lockstep::monotonic_ns() - first_step_ended_ns_) *
-                          1e-9 / static_cast<double>(done - 1);
+                          1e-9 / static_cast<double>(timed);
     line +=
         fmt::format(" | {:.3g} steps/s | {} left", 1 / step_s,
                     lockstep::format_seconds(step_s * static_cast<double>(options_.steps - done)));
@@ -514,8 +536,8 @@ void Run::print_skipped_steps() {
     const auto& each = skipped[skipped_printed_];
     close_line();
     fmt::print(options_.out(),
-               "step {} skipped: the gradient of {} is not finite; scale {:g} -> {:g}\n", each.step,
-               each.parameter, each.scale_before, each.scale_after);
+               "step {} skipped: the gradient of {} is not finite; scale {:g} -> {:g}\n",
+               each.step + resumed_after_, each.parameter, each.scale_before, each.scale_after);
   }
 }
 
@@ -524,7 +546,7 @@ void Run::note_precision() {
   record_.scale = scaler_->get_scale();
   for (const auto& each : scaler_->skipped_steps()) {
     record_.skipped_steps.push_back(
-        {each.step, each.parameter, each.scale_before, each.scale_after});
+        {each.step + resumed_after_, each.parameter, each.scale_before, each.scale_after});
   }
 }
 
@@ -550,10 +572,11 @@ void Run::note_replicas() {
 
 void Run::complete_record(const torch::nn::Module& net,
                           const std::optional<lockstep::MasterWeights>& masters) {
+  if (checkpoint_) checkpoint_->save_last(steps_done());
   record_.model = describe_net(net, options_, masters);
   note_replicas();
   meter_.fill(record_);
-  if (stages_) stages_->fill(record_);
+  if (stages_ && !record_.losses.empty()) stages_->fill(record_);
   note_precision();
   note_capture();
 }
@@ -578,25 +601,27 @@ void Run::write_results(const torch::nn::Module& net) {
   } else {
     finish_job(net);
   }
+  if (checkpoint_) checkpoint_->finish();
 }
 
 void Run::finish_process(const torch::nn::Module& net) {
   if (!options_.save.empty()) lockstep::save_weights(net, options_.save);
   if (!options_.trace.empty()) trace_.write(options_.trace);
-  if (prints()) {
+  if (prints() && !record_.losses.empty()) {
     fmt::print(options_.out(), "{}", for_terminal(device_table(record_), options_.out()));
   }
   if (!options_.json.empty()) lockstep::write_record(record_, options_.json);
-  warn_of_losses(record_.losses);
+  warn_of_losses(record_);
 }
 
 void Run::finish_job(const torch::nn::Module& net) {
   RankReport mine{record_, meter_.step_ms(), trace_.spans(), clock_ns_};
-  if (stages_) mine.pipeline = stages_->report();
+  const bool trained = !record_.losses.empty();  // false: a checkpoint had the last step
+  if (stages_ && trained) mine.pipeline = stages_->report();
   const auto reports = gather_reports(world_->comm(), mine);
   if (rank_ != 0) return;
   lockstep::RunRecord job = job_record(reports);
-  if (stages_) {
+  if (stages_ && trained) {
     const HybridFacts& facts = stages_->facts();
     job.pipeline = job_pipeline(reports, facts.plan, facts.links.pipeline);
   }
@@ -608,7 +633,7 @@ void Run::finish_job(const torch::nn::Module& net) {
     fill_job_trace(reports, whole);
     whole.write(options_.trace);
   }
-  if (prints()) {
+  if (prints() && trained) {
     std::FILE* out = options_.out();
     fmt::print(out, "{}", for_terminal(rank_table(job, reports), out));
     if (job.pipeline) {
@@ -617,7 +642,7 @@ void Run::finish_job(const torch::nn::Module& net) {
     }
   }
   if (!options_.json.empty()) lockstep::write_record(job, options_.json);
-  warn_of_losses(job.losses);
+  warn_of_losses(job);
 }
 
 }  // namespace course

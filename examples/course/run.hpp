@@ -12,6 +12,7 @@
 
 #include "course/batches.hpp"
 #include "course/options.hpp"
+#include "course/run_checkpoint.hpp"
 #include "lockstep/captured_step.hpp"
 #include "lockstep/device.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
@@ -32,16 +33,18 @@ struct HybridFacts;
 class PipelineMeter;
 
 /// Everything around a training loop: the start line, progress, measurement, the result table, the
-/// record, the timeline, the saved weights, and the capture of steps into CUDA graphs. Of several
-/// ranks only rank 0 prints and writes, and what it writes is the whole job's.
+/// record, the timeline, the saved weights, checkpoints, and the capture of steps into CUDA graphs.
+/// Of several ranks only rank 0 prints and writes, and what it writes is the whole job's.
 ///
 ///     course::Run run(options, world, {rows.count});
 ///     run.watch(ddp);
-///     for (int64_t step = 0; step < options.steps; ++step) {
+///     run.add("model", *net).add("optimizer", *optimizer, *net);
+///     for (int64_t step = run.resume(); step < options.steps; ++step) {
 ///       run.step(batches.get_rows(step, rows), [&](const auto& x, const auto& y) {
 ///         ...               // forward, backward and update
 ///         return loss;
 ///       });
+///       if (run.is_preempted()) return lockstep::kExitPreempted;
 ///     }
 ///     run.finish(*net);
 class Run {
@@ -68,6 +71,21 @@ class Run {
 
   /// Measures, draws and records its stages; `pipeline` must outlive the run.
   void watch(const lockstep::Pipeline& pipeline, HybridFacts facts);
+
+  /// Saves this with --checkpoint; the arguments are those of lockstep::Checkpoint::add.
+  template <class... Part>
+  Run& add(const std::string& name, Part&... part) {
+    if (checkpoint_) checkpoint_->parts().add(name, part...);
+    return *this;
+  }
+
+  /// Goes on from the latest checkpoint, if there is one. Returns the first step of the loop, from
+  /// 0. Called when everything has been added. Collective.
+  int64_t resume();
+
+  /// Whether the run was asked to stop, and was saved after its last step: with --checkpoint,
+  /// SIGTERM and SIGUSR1 stop all ranks after the same step. Nothing else is written then.
+  bool is_preempted() const { return preempted_; }
 
   /// Runs and measures one optimizer step: `train` computes the gradients, updates the weights and
   /// returns the loss. On a GPU it is recorded once and then replayed as CUDA graphs, as --capture
@@ -106,6 +124,9 @@ class Run {
   bool prints() const { return rank_ == 0 && !options_.quiet; }
   void start_trace();
   void print_start_line() const;
+  int64_t steps_done() const {
+    return resumed_after_ + static_cast<int64_t>(meter_.losses().size());
+  }
   void print_progress();
   void close_line();
   torch::Tensor train_on(const std::vector<torch::Tensor>& inputs, const StepFunction& train);
@@ -119,6 +140,7 @@ class Run {
   void trace_pipeline_step();
   bool prints_micro_steps(int64_t step) const;
   std::string update_line(int64_t step) const;
+  void save_checkpoint();
   void print_calls();
   void print_skipped_steps();
   void note_precision();
@@ -149,6 +171,9 @@ class Run {
   int64_t printed_bytes_ = 0;                       // as printed_reduces_
   int64_t losses_computed_ = 0;                     // by MseLoss
   size_t skipped_printed_ = 0;
+  std::optional<RunCheckpoint> checkpoint_;  // none: no --checkpoint
+  int64_t resumed_after_ = 0;                // steps of earlier processes
+  bool preempted_ = false;
   std::optional<int64_t> low_precision_bytes_;  // autocast's copies of weights
   lockstep::Trace trace_;                       // of this rank
   lockstep::RunRecord record_;                  // of this rank

@@ -43,6 +43,7 @@ enum class Code : int {
   kStageMismatch = 30,    ///< stages, micro-batches or ranks of a pipeline that do not fit together
   kCapture = 31,          ///< a training step that cannot be captured into a CUDA graph
   kNonfinite = 32,        ///< gradients or losses that are infinite or not a number
+  kCheckpoint = 33,       ///< a checkpoint that could not be saved while a run trained
 };
 
 /// What one code means, for `lockstep explain`.

@@ -180,7 +180,8 @@ struct RunRecord {
   Stats step_ms;
   int64_t warmup_steps = 0;  ///< steps excluded from step_ms and from the memory peaks
   double total_s = 0;
-  std::vector<double> losses;  ///< one per optimizer step
+  std::vector<double> losses;  ///< one per optimizer step of this process
+  int64_t resumed_after = 0;   ///< steps of earlier processes; losses and times are of later ones
   double samples_per_s = 0;
   int64_t effective_batch = 0;
   AllReduces all_reduces;

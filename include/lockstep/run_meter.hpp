@@ -35,14 +35,19 @@ class RunMeter {
   /// Counts this synchronisation as communication from now on; it must outlive the meter.
   void watch(const GradientSync& sync) { sync_ = &sync; }
 
+  /// The loop goes on after so many steps of an earlier process. The board and injected faults
+  /// count from there, and warm-up is that of the remaining steps. Call it before the first step.
+  void resume_after(int64_t steps_done);
+
   void begin_step();
 
   /// Waits for the devices, so that the time includes the work and not only its launch.
   void end_step(const torch::Tensor& loss);
 
   /// Fills in the measured part of a record: devices, step_ms, warmup_steps, total_s, losses,
-  /// samples_per_s (from record.effective_batch), and the cost of the watched synchronisation.
-  /// Final bytes are those live now. What ranks sent each other is attributed to the first device.
+  /// resumed_after, samples_per_s (from record.effective_batch), and the cost of the watched
+  /// synchronisation. Final bytes are those live now. What ranks sent each other is attributed to
+  /// the first device.
   void fill(RunRecord& record) const;
 
   const std::vector<double>& losses() const { return losses_; }
@@ -71,6 +76,7 @@ class RunMeter {
   void make_board(const std::string& program);
   Reading read(const Device& device) const;
   SyncReading read_sync() const;
+  int64_t steps_done() const { return resumed_after_ + static_cast<int64_t>(losses_.size()); }
   bool warming_up() const { return static_cast<int64_t>(losses_.size()) < warmup_steps_; }
   void count_step(const std::vector<Reading>& now, const SyncReading& sync_now);
   void show_clocks(const std::vector<Reading>& now, const SyncReading& sync_now,
@@ -81,6 +87,8 @@ class RunMeter {
 
   const Devices& devices_;
   const GradientSync* sync_ = nullptr;  // null: nothing is synchronised
+  int64_t steps_;                       // of the whole training
+  int64_t resumed_after_ = 0;           // steps of earlier processes
   int64_t warmup_steps_;
   int exceptions_at_start_;  // in flight when the meter was made
   int64_t started_ns_;
@@ -88,7 +96,7 @@ class RunMeter {
   int64_t ended_ns_ = 0;
   double last_step_ms_ = 0;
   std::vector<double> step_ms_;    // after warm-up
-  std::vector<double> losses_;     // all steps
+  std::vector<double> losses_;     // all steps of this process
   std::vector<Reading> at_begin_;  // [device], at begin_step
   std::vector<Reading> timed_;     // [device], summed over the timed steps
   SyncReading sync_at_begin_;

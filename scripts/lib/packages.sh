@@ -28,6 +28,10 @@ deb_packages=(
 oracle_packages=(
   python3-torch  # the parity tests train the same model in PyTorch; brings python3-numpy
 )
+fuzz_packages=(
+  clang            # libFuzzer is part of it
+  libclang-rt-dev  # and comes with the sanitizers' libraries
+)
 
 # What building needs, by other names than Debian's: a header, its Debian package, its conda-forge package.
 needed_headers=(

@@ -226,6 +226,16 @@ void reserve(const std::string& path, int fd, int64_t bytes) {
                    format_bytes(static_cast<int64_t>(space.f_bavail * space.f_frsize)))});
 }
 
+// A time or a counter from a page, which any process of this user may have written: readers may
+// subtract and add a few of them.
+int64_t bounded(int64_t value) {
+  return std::clamp<int64_t>(value, 0, int64_t{1} << 60);
+}
+
+int64_t bounded(const std::atomic<int64_t>& value) {
+  return bounded(value.load(std::memory_order_relaxed));
+}
+
 DeviceStatus read_device(const DevicePage& page) {
   const DeviceIdentity identity = page.identity.load();
   return {.name = identity.name.str(),
@@ -233,7 +243,7 @@ DeviceStatus read_device(const DevicePage& page) {
           .capacity_bytes = identity.capacity_bytes,
           .live_bytes = page.live_bytes.load(std::memory_order_relaxed),
           .peak_bytes = page.peak_bytes.load(std::memory_order_relaxed),
-          .busy_ns = page.busy_ns.load(std::memory_order_relaxed)};
+          .busy_ns = bounded(page.busy_ns)};
 }
 
 // The finish was loaded first, so that the start belongs to it or to a later collective.
@@ -244,8 +254,8 @@ CollectiveStatus collective_status(const CollectiveFinish& finish, const Collect
   status.operation = start.operation.str();
   status.bytes = start.bytes;
   status.bucket = start.bucket;
-  status.started_ns = start.started_ns;
-  status.finished_ns = finish.sequence == start.sequence ? finish.finished_ns : 0;
+  status.started_ns = bounded(start.started_ns);
+  status.finished_ns = finish.sequence == start.sequence ? bounded(finish.finished_ns) : 0;
   return status;
 }
 
@@ -260,8 +270,8 @@ std::optional<FirstError> read_error(const RankPage& page) {
     return FirstError{.message = "an error was being written; it is lost if the process has died"};
   }
   const ErrorText error = page.error.load();
-  return FirstError{static_cast<Code>(error.code), error.at_ns, static_cast<int>(error.blamed_rank),
-                    error.message.str()};
+  return FirstError{static_cast<Code>(error.code), bounded(error.at_ns),
+                    static_cast<int>(error.blamed_rank), error.message.str()};
 }
 
 }  // namespace
@@ -327,7 +337,7 @@ BoardInfo Board::info() const {
           .ranks = ranks(),
           .launcher_pid = static_cast<pid_t>(header.launcher_pid),
           .launcher_alive = launcher_alive(header),
-          .started_ns = header.started_ns};
+          .started_ns = bounded(header.started_ns)};
 }
 
 RankStatus Board::status(int rank) const {
@@ -345,15 +355,15 @@ RankStatus Board::status(int rank) const {
   status.pid = static_cast<pid_t>(page.pid.load(std::memory_order_acquire));
   status.phase = static_cast<Phase>(phase);
   status.program = page.program.load().str();
-  status.started_ns = page.started_ns.load(std::memory_order_relaxed);
-  status.updated_ns = page.updated_ns.load(std::memory_order_relaxed);
-  status.step = page.step.load(std::memory_order_relaxed);
+  status.started_ns = bounded(page.started_ns);
+  status.updated_ns = bounded(page.updated_ns);
+  status.step = bounded(page.step);
   status.loss = page.loss.load(std::memory_order_relaxed);
   const CollectiveFinish finish = page.collective_finish.load();
   status.collective = collective_status(finish, page.collective_start.load());
-  status.busy_ns = page.clocks_ns[0].load(std::memory_order_relaxed);
-  status.communicating_ns = page.clocks_ns[1].load(std::memory_order_relaxed);
-  status.idle_ns = page.clocks_ns[2].load(std::memory_order_relaxed);
+  status.busy_ns = bounded(page.clocks_ns[0]);
+  status.communicating_ns = bounded(page.clocks_ns[1]);
+  status.idle_ns = bounded(page.clocks_ns[2]);
   for (int64_t index = 0; index < devices; ++index) {
     status.devices.push_back(read_device(page.devices[static_cast<size_t>(index)]));
   }

@@ -100,7 +100,7 @@ struct RankPage {
   Cell<CollectiveStart> collective_start;
   Cell<CollectiveFinish> collective_finish;
   std::array<PastCollective, kBoardCollectives> past;  // [sequence % kBoardCollectives]
-  Words<ErrorText> error;
+  AtomicWords<ErrorText> error;
   std::atomic<int64_t> device_count;  // the highest index that was named, plus one
   std::array<DevicePage, kBoardDevices> devices;
 };
@@ -123,7 +123,7 @@ inline constexpr int64_t kBoardPageBytes =
     (static_cast<int64_t>(sizeof(RankPage)) + 4095) / 4096 * 4096;
 
 static_assert(sizeof(BoardHeader) == 120 && sizeof(BoardHeader) <= kBoardHeaderBytes);
-static_assert(sizeof(DevicePage) == 240 && sizeof(Words<ErrorText>) == 520);
+static_assert(sizeof(DevicePage) == 240 && sizeof(AtomicWords<ErrorText>) == 520);
 static_assert(sizeof(RankPage) == 64'896, "the layout changed: raise kBoardLayoutVersion");
 static_assert(std::is_standard_layout_v<RankPage> && std::is_standard_layout_v<BoardHeader>);
 static_assert(std::is_trivially_destructible_v<RankPage> &&

@@ -13,7 +13,7 @@ namespace lockstep {
 
 /// A value stored as atomic words, so that copying it in or out is never a data race.
 template <class T>
-struct Words {
+struct AtomicWords {
   static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % sizeof(uint64_t) == 0);
   using Array = std::array<uint64_t, sizeof(T) / sizeof(uint64_t)>;
 
@@ -42,7 +42,7 @@ template <class T>
 struct Cell {
   std::atomic<uint32_t> version;
   std::atomic<uint32_t> claimed;
-  std::array<Words<T>, 2> copies;
+  std::array<AtomicWords<T>, 2> copies;
 
   /// If another thread is writing this cell, that write counts as the later one.
   void store(const T& value) {

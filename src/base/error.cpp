@@ -103,8 +103,8 @@ const std::vector<CodeInfo>& all_codes() {
        "each, ipc ranks that share one. `lockstep doctor` lists what is here."},
       {Code::kRendezvous, "rendezvous failed",
        "Before training, all ranks connect to one address. A rank or host was missing, appeared "
-       "twice, or had another token or another size of the job. The message says who was there "
-       "and who was missing."},
+       "twice, or had another token or another size of the job; or too few hosts were left for a "
+       "restart. The message says who was there and who was missing."},
       {Code::kCallMismatch, "ranks made different calls",
        "All ranks must make the same collective calls in the same order, with the same dtype and "
        "count. They did not, so nothing was sent. The message says what each rank called. The "
@@ -160,6 +160,12 @@ const std::vector<CodeInfo>& all_codes() {
        "at that rank's batch first (a row of NaN, a logarithm or a square root of 0, a division "
        "by 0); then try a smaller learning rate, clipping, or a GradScaler with fp16. "
        "DdpOptions::nonfinite chooses between a warning, a stop and silence."},
+      {Code::kCheckpoint, "a checkpoint could not be saved",
+       "The run was trained to its end, but one or more of its checkpoints could not be written: "
+       "the "
+       "disk was full, failed or became read-only. Checkpoints that were saved earlier are intact. "
+       "Make room or repair the disk; the program resumes from the latest when it is started "
+       "again."},
   };
   return codes;
 }
@@ -185,6 +191,7 @@ int exit_code(Code code) {
     case Code::kStageMismatch:
     case Code::kCapture:
     case Code::kNonfinite:
+    case Code::kCheckpoint:
       return 1;
     default:
       return 2;

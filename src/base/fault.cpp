@@ -16,6 +16,7 @@
 #include <optional>
 #include <thread>
 
+#include "base/split_list.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -57,16 +58,6 @@ std::optional<int64_t> whole_number(std::string_view digits) {
   return whole ? std::optional(value) : std::nullopt;
 }
 
-std::vector<std::string_view> split_at(std::string_view text, char separator) {
-  std::vector<std::string_view> parts;
-  for (size_t begin = 0; begin <= text.size();) {
-    const size_t end = std::min(text.find(separator, begin), text.size());
-    parts.push_back(text.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return parts;
-}
-
 Fault parse_fault(std::string_view text) {
   const size_t at = text.find('@');
   const std::string_view name = text.substr(0, at);
@@ -77,7 +68,7 @@ Fault parse_fault(std::string_view text) {
   Fault fault{.kind = form->kind, .amount = form->usual};
   bool has_rank = false;
   bool has_step = false;
-  for (const std::string_view part : split_at(text.substr(at + 1), ',')) {
+  for (const std::string_view part : split_list(text.substr(at + 1), ',')) {
     const size_t equals = std::min(part.find('='), part.size());
     const std::string_view key = part.substr(0, equals);
     const auto value = whole_number(part.substr(std::min(equals + 1, part.size())));
@@ -132,7 +123,7 @@ FaultInjector injector_from_environment() {
 
 std::vector<Fault> parse_faults(std::string_view text) {
   std::vector<Fault> faults;
-  for (const std::string_view part : split_at(text, ';')) faults.push_back(parse_fault(part));
+  for (const std::string_view part : split_list(text, ';')) faults.push_back(parse_fault(part));
   return faults;
 }
 

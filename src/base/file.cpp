@@ -94,6 +94,14 @@ std::string read_text_file(const std::string& path) {
   }
 }
 
+std::string read_text_or_empty(const std::string& path) {
+  try {
+    return read_text_file(path);
+  } catch (const Error&) {
+    return "";
+  }
+}
+
 void write_file_atomically(const std::string& path,
                            std::span<const std::span<const std::byte>> pieces) {
   struct stat info {};

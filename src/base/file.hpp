@@ -26,6 +26,9 @@ class Descriptor {
 /// Returns a whole file as text. An Error names the path and the reason.
 std::string read_text_file(const std::string& path);
 
+/// The same; "" for a file that is not there or cannot be read.
+std::string read_text_or_empty(const std::string& path);
+
 /// Writes a new file beside `path`, flushes it to disk and renames it, so that readers see either
 /// the old file or the new one. The pieces are written one after the other.
 void write_file_atomically(const std::string& path,

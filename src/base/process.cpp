@@ -24,6 +24,7 @@
 #include <typeinfo>
 
 #include "base/file.hpp"
+#include "base/split_list.hpp"
 #include "lockstep/detail/board.hpp"
 #include "lockstep/error.hpp"
 
@@ -146,6 +147,19 @@ std::optional<ProcessStat> read_process_stat(pid_t pid) {
   for (int number = 5; number < 22; ++number) fields >> skipped;
   if (!(fields >> stat.start_ticks)) return std::nullopt;
   return stat;
+}
+
+std::string find_in_path(const std::string& name, const char* path) {
+  const std::string_view folders = path == nullptr ? "/usr/local/bin:/usr/bin:/bin" : path;
+  for (const std::string_view folder : split_list(folders, ':')) {
+    const std::string file = std::string(folder.empty() ? "." : folder) + "/" + name;
+    struct stat info {};
+    if (::stat(file.c_str(), &info) == 0 && !S_ISDIR(info.st_mode) &&
+        ::access(file.c_str(), X_OK) == 0) {
+      return file;
+    }
+  }
+  return "";
 }
 
 uint64_t pid_namespace() {

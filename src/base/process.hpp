@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <thread>
 #include <utility>
@@ -25,6 +26,11 @@ struct ProcessStat {
 
 /// Returns nothing if there is no such process.
 std::optional<ProcessStat> read_process_stat(pid_t pid);
+
+/// The path of the program of this name in the folders of PATH; "" if none of them has it. `path`
+/// is the variable's value, null where it is not set. As a shell does, an empty folder counts as
+/// the current one, and only files that may be executed count.
+std::string find_in_path(const std::string& name, const char* path);
 
 /// Identifies the namespace in which this process sees pids; 0 if the system does not tell.
 /// Containers on one host number their processes independently.

@@ -21,6 +21,8 @@ namespace lockstep {
 namespace {
 
 constexpr size_t kMostItems = 1 << 16;
+constexpr size_t kLongestName = 255;  // as of a host in DNS
+constexpr int kMostBrackets = 8;      // in one name
 
 [[noreturn]] void fail_list(const std::string& variable, std::string_view text,
                             std::string_view form) {
@@ -63,31 +65,40 @@ std::optional<std::vector<std::string>> expand_ranges(std::string_view ranges) {
     const std::string_view high = dash == std::string_view::npos ? low : range.substr(dash + 1);
     const auto first = slurm_number(low);
     const auto last = slurm_number(high);
-    if (!first || !last || *last < *first || static_cast<size_t>(*last - *first) >= kMostItems)
+    if (!first || !last || *last < *first || low.size() > kLongestName ||
+        all.size() + static_cast<size_t>(*last - *first) >= kMostItems)
       return std::nullopt;
-    for (int i = *first; i <= *last; ++i) all.push_back(fmt::format("{:0{}}", i, low.size()));
-    if (all.size() > kMostItems) return std::nullopt;
+    // int64_t, since the last number may be the largest int.
+    for (int64_t i = *first; i <= *last; ++i) all.push_back(fmt::format("{:0{}}", i, low.size()));
   }
   return all;
 }
 
-// Expands a name with any number of brackets, the first of them here and the others recursively.
-bool expand_name(std::string_view name, const std::string& before,
-                 std::vector<std::string>& hosts) {
-  const size_t open = name.find('[');
-  const size_t close = name.find(']');
-  if (open == std::string_view::npos) {
-    if (close != std::string_view::npos || hosts.size() >= kMostItems) return false;
-    hosts.push_back(before + std::string(name));
-    return !hosts.back().empty();
+// Expands a name with any number of brackets: each bracket multiplies the names so far.
+bool expand_name(std::string_view name, std::vector<std::string>& hosts) {
+  if (std::count(name.begin(), name.end(), '[') > kMostBrackets) return false;
+  std::vector<std::string> names = {""};
+  for (size_t open = name.find('['); open != std::string_view::npos; open = name.find('[')) {
+    const size_t close = name.find(']');
+    if (close == std::string_view::npos || close < open) return false;
+    const auto middle = expand_ranges(name.substr(open + 1, close - open - 1));
+    if (!middle || middle->size() * names.size() > kMostItems) return false;
+    std::vector<std::string> longer;
+    longer.reserve(middle->size() * names.size());
+    for (const auto& before : names) {
+      for (const auto& part : *middle) {
+        longer.push_back(before + std::string(name.substr(0, open)) + part);
+        if (longer.back().size() > kLongestName) return false;
+      }
+    }
+    names = std::move(longer);
+    name.remove_prefix(close + 1);
   }
-  if (close == std::string_view::npos || close < open) return false;
-  const auto middle = expand_ranges(name.substr(open + 1, close - open - 1));
-  if (!middle) return false;
-  for (const auto& part : *middle) {
-    if (!expand_name(name.substr(close + 1), before + std::string(name.substr(0, open)) + part,
-                     hosts))
-      return false;
+  if (name.find(']') != std::string_view::npos) return false;
+  if (hosts.size() + names.size() > kMostItems) return false;
+  for (const auto& before : names) {
+    hosts.push_back(before + std::string(name));
+    if (hosts.back().empty() || hosts.back().size() > kLongestName) return false;
   }
   return true;
 }
@@ -343,7 +354,7 @@ RankEnvironment RankEnvironment::from_env() {
 std::vector<std::string> expand_slurm_hosts(const std::string& variable, std::string_view text) {
   std::vector<std::string> hosts;
   for (const std::string_view name : split_outside_brackets(text)) {
-    if (!expand_name(name, "", hosts)) fail_list(variable, text, "n[01-03,07],gpu2");
+    if (!expand_name(name, hosts)) fail_list(variable, text, "n[01-03,07],gpu2");
   }
   return hosts;
 }

@@ -16,6 +16,7 @@
 #include <numeric>
 
 #include "base/file.hpp"
+#include "base/json_text.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
 
@@ -69,14 +70,12 @@ Stats summarize(std::span<const double> values) {
 }
 
 RunRecord read_record(const std::string& path) {
-  json value;
-  try {
-    value = json::parse(read_text_file(path));
-  } catch (const json::exception&) {
+  const auto value = parse_json(read_text_file(path));
+  if (!value) {
     throw Error(Code::kRecord, fmt::format("{} is not valid JSON", path), "make the record again");
   }
   try {
-    return record_from_json(value);
+    return record_from_json(*value);
   } catch (const Error& error) {
     throw Error(error.code(), fmt::format("{}: {}", path, error.message()), error.help());
   }

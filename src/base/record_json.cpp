@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "base/json_text.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/record.hpp"
 
@@ -16,6 +17,7 @@ namespace {
 using nlohmann::json;
 
 constexpr const char* kRecordRemedy = "make the record again, with --json";
+constexpr int64_t kMostCounted = int64_t{1} << 53;  // sums over many records do not overflow
 
 // NaN and infinity are written as texts, because JSON has no such numbers: a diverged loss must
 // survive the round trip.
@@ -84,6 +86,7 @@ class Reader {
   template <class Integer>
   void count(const char* name, Integer& value, Integer least = 0) const {
     const int64_t found = to_integer(name, raw(name), least);
+    if (found > kMostCounted) fail_range(name, raw(name), fmt::format("at most {}", kMostCounted));
     value = static_cast<Integer>(found);
     if (value != found) fail_range(name, raw(name), "at most 2147483647");
   }
@@ -138,13 +141,11 @@ class Reader {
     return *number;
   }
 
-  // The JSON library alone would accept 1.5, true and numbers beyond int64_t.
   int64_t to_integer(const char* name, const json& value, int64_t least) const {
-    if (!value.is_number_integer()) fail_type(name);
-    if (value.is_number_unsigned() && value.get<uint64_t>() > uint64_t{INT64_MAX}) fail_type(name);
-    const auto number = value.get<int64_t>();
-    if (number < least) fail_range(name, value, fmt::format("{} or more", least));
-    return number;
+    const auto number = whole_number_in(value, INT64_MIN, INT64_MAX);
+    if (!number) fail_type(name);
+    if (*number < least) fail_range(name, value, fmt::format("{} or more", least));
+    return *number;
   }
 
   const json& object_;
@@ -413,6 +414,9 @@ void describe_fields(Io& io, Ref<Io, RunRecord> record) {
   io.count("warmup_steps", record.warmup_steps);
   io.amount("total_s", record.total_s);
   io.numbers("losses", record.losses);
+  if (io.has("resumed_after", record.resumed_after != 0)) {
+    io.count("resumed_after", record.resumed_after);
+  }
   io.amount("samples_per_s", record.samples_per_s);
   io.count("effective_batch", record.effective_batch);
   io.object("all_reduces", [&](Io& fields) { describe_fields(fields, record.all_reduces); });

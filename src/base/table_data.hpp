@@ -21,15 +21,18 @@ struct DataColumn {
 using DataCell = std::variant<std::monostate, double, std::string>;
 
 /// What a table says, for programs: with the digits that it shows. "77.8 ± 5.1 ms" becomes a mean
-/// and a deviation in milliseconds, "40 … 44 ms" a least and a most, "1 / 2" two numbers. All times
-/// are in milliseconds, all sizes in MiB. A cell that is no quantity stays text.
+/// and a deviation in milliseconds, "40 … 44 ms" a least and a most, "1 / 2", "22 20" and "4 × 64"
+/// several numbers, "4, shared" and "< 0.001 %" a number and a remark. All times are in
+/// milliseconds and all sizes in MiB, unless the column's title names a unit: "total (s)". A cell
+/// that is no quantity stays text.
 struct TableData {
   std::string title;
   std::vector<DataColumn> columns;
   std::vector<std::vector<DataCell>> rows;
 };
 
-/// A table whose first column has no title has a row for each measure; it is turned round.
+/// A table whose first column has no title, or the title "aspect", has a row for each measure; it
+/// is turned round.
 TableData data_of(const Table& table);
 
 /// Header and rows as in RFC 4180.

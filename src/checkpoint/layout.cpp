@@ -7,6 +7,10 @@
 namespace lockstep {
 namespace {
 
+// A manifest may claim any size for its files, which are not read yet: 16 million rows of a tensor
+// that is divided by columns are enough.
+constexpr int64_t kMostRuns = int64_t{1} << 24;
+
 // Whether `block` lies inside a tensor of this shape.
 bool fits(const Shape& first, const Shape& shape, const Shape& tensor) {
   if (first.size() != tensor.size() || shape.size() != tensor.size()) return false;
@@ -24,9 +28,9 @@ int64_t flat_index(const Shape& index, const Shape& tensor) {
   return flat;
 }
 
-// Appends the runs of a box that fits both tensors.
-void add_runs(const Block& block, const Shape& whole, const Shape& local, std::vector<Run>& runs) {
-  if (std::find(block.shape.begin(), block.shape.end(), 0) != block.shape.end()) return;
+// Appends the runs of a box that fits both tensors. Returns false if there are too many.
+bool add_runs(const Block& block, const Shape& whole, const Shape& local, std::vector<Run>& runs) {
+  if (std::find(block.shape.begin(), block.shape.end(), 0) != block.shape.end()) return true;
   // Dimensions from `inner` on are consecutive in both tensors.
   size_t inner = block.shape.size();
   int64_t count = 1;
@@ -35,6 +39,9 @@ void add_runs(const Block& block, const Shape& whole, const Shape& local, std::v
     count *= block.shape[inner];
     if (block.shape[inner] != whole[inner] || block.shape[inner] != local[inner]) break;
   }
+  const auto boxes =
+      element_count({block.shape.begin(), block.shape.begin() + static_cast<long>(inner)});
+  if (!boxes || *boxes > kMostRuns - static_cast<int64_t>(runs.size())) return false;
   Shape offset(block.shape.size(), 0);
   for (;;) {
     Shape in_whole = block.whole;
@@ -46,7 +53,7 @@ void add_runs(const Block& block, const Shape& whole, const Shape& local, std::v
     runs.push_back({flat_index(in_whole, whole), flat_index(in_local, local), count});
     size_t d = inner;
     while (d > 0 && ++offset[d - 1] == block.shape[d - 1]) offset[--d] = 0;
-    if (d == 0) return;
+    if (d == 0) return true;
   }
 }
 
@@ -91,13 +98,13 @@ std::optional<std::vector<Run>> runs_of(const Slice& slice) {
     return runs;
   }
   for (const auto& block : slice.blocks) {
-    if (fits(block.whole, block.shape, slice.whole) &&
-        fits(block.local, block.shape, slice.local)) {
-      add_runs(block, slice.whole, slice.local, runs);
-    } else if (fits(block.whole, block.shape, {*in_whole}) &&
-               fits(block.local, block.shape, {*in_local})) {
-      add_runs(block, {*in_whole}, {*in_local}, runs);
-    } else {
+    const bool boxes =
+        fits(block.whole, block.shape, slice.whole) && fits(block.local, block.shape, slice.local);
+    const bool range =
+        fits(block.whole, block.shape, {*in_whole}) && fits(block.local, block.shape, {*in_local});
+    if (!boxes && !range) return std::nullopt;
+    if (!(boxes ? add_runs(block, slice.whole, slice.local, runs)
+                : add_runs(block, {*in_whole}, {*in_local}, runs))) {
       return std::nullopt;
     }
   }

@@ -46,7 +46,7 @@ struct Run {
 };
 
 /// A slice as runs, in the order of the whole tensor. Nothing if a block does not fit its tensors,
-/// or two blocks overlap in either.
+/// two blocks overlap in either, or there are more than 2^24 runs.
 std::optional<std::vector<Run>> runs_of(const Slice& slice);
 
 /// Whether the slices together are the whole tensor, each element once. All must be valid.

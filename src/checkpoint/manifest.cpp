@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/checksum.hpp"
+#include "base/json_text.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -24,7 +25,7 @@ constexpr std::string_view kAfterBody = "}\n";
 constexpr size_t kDigits = 32;
 
 constexpr const char* kFormat = "lockstep checkpoint";
-constexpr int kDeepest = 100;
+constexpr int64_t kLargestNumber = int64_t{1} << 62;
 constexpr const char* kDamagedHelp =
     "the checkpoint is damaged or not lockstep's: use another one; `lockstep ckpt verify` finds "
     "the good ones";
@@ -48,10 +49,9 @@ std::string text_field(const json& object, const char* name) {
 }
 
 int64_t whole_number(const json& value, const char* name) {
-  if (!value.is_number_integer() || value < 0 || value > json(int64_t{1} << 62)) {
-    throw Wrong{fmt::format("the field \"{}\" is not a whole number", name)};
-  }
-  return value.get<int64_t>();
+  const auto number = whole_number_in(value, 0, kLargestNumber);
+  if (!number) throw Wrong{fmt::format("the field \"{}\" is not a whole number", name)};
+  return *number;
 }
 
 std::string checksum_field(const json& object) {
@@ -118,7 +118,10 @@ StoredPiece piece_from(const json& value, const Shape& whole) {
 // Each file must have room for what it is said to hold; then no layout is larger than the files.
 void check_sizes(const Manifest& manifest) {
   std::map<std::string, int64_t> left;
+  int64_t all = 0;
   for (const auto& file : manifest.files) {
+    if (file.bytes > kLargestNumber - all) throw Wrong{"its files are larger than any disk"};
+    all += file.bytes;
     if (!left.emplace(file.name, file.bytes).second) {
       throw Wrong{fmt::format("file {} is listed twice", file.name)};
     }
@@ -168,18 +171,9 @@ Manifest manifest_from(const json& body) {
 }
 
 json parse_body(const std::string& text) {
-  const auto guard = [](int depth, json::parse_event_t event, json&) {
-    using Event = json::parse_event_t;
-    if (depth > kDeepest && (event == Event::object_start || event == Event::array_start)) {
-      throw Wrong{"it nests too deeply"};
-    }
-    return true;
-  };
-  try {
-    return json::parse(text, guard);
-  } catch (const json::exception&) {
-    throw Wrong{"it is not valid JSON"};
-  }
+  auto body = parse_json(text);
+  if (!body) throw Wrong{"it is not valid JSON, or nests too deeply"};
+  return std::move(*body);
 }
 
 std::string around(const std::string& body) {

@@ -300,13 +300,17 @@ std::string AbortRecord::encode() const {
 
 std::optional<AbortRecord> AbortRecord::decode(std::string_view bytes) {
   RecordHead head;
-  if (!take(bytes, &head, 1) || head.sides > bytes.size()) return std::nullopt;
+  if (!take(bytes, &head, 1)) return std::nullopt;
+  if (head.sides > bytes.size() / (sizeof(int32_t) + sizeof(Fingerprint))) return std::nullopt;
   AbortRecord record{.code = static_cast<Code>(head.code), .by = head.by, .blamed = head.blamed};
   record.ranks.resize(head.sides);
   record.fingerprints.resize(head.sides);
   if (!take(bytes, record.ranks.data(), head.sides)) return std::nullopt;
   if (!take(bytes, record.fingerprints.data(), head.sides)) return std::nullopt;
-  if (head.text_bytes > bytes.size()) return std::nullopt;
+  if (head.text_bytes > std::min(bytes.size(), kMaxTextBytes)) return std::nullopt;
+  if (!std::all_of(record.fingerprints.begin(), record.fingerprints.end(), is_valid)) {
+    return std::nullopt;
+  }
   record.text = bytes.substr(0, head.text_bytes);
   return record;
 }
@@ -371,6 +375,15 @@ void throw_rank_failed(const Group& group, const Fingerprint& call, int rank,
 // The first culprit stays the culprit: those who learn of it second hand blame the same rank.
 void throw_recorded(const Group& group, const Fingerprint& call, const AbortRecord& record,
                     std::string_view state, int64_t waited_ns) {
+  const auto in_group = [&](int rank) { return rank >= 0 && rank < group.size(); };
+  if (!in_group(record.by) || record.blamed < -1 || record.blamed >= group.size() ||
+      !std::all_of(record.ranks.begin(), record.ranks.end(), in_group)) {
+    throw CollectiveError(Code::kRankFailed, -1, {.by = group.rank, .text = record.text},
+                          fmt::format("{}: a peer gave up, and names ranks that this group lacks",
+                                      describe_in(group, call)),
+                          "use the same version of lockstep on all ranks");
+  }
+  const std::string text = record.text.empty() ? "it gave no reason" : record.text;
   const bool blames_other =
       record.blamed >= 0 && record.blamed != group.rank && record.blamed != record.by;
   if (record.code == Code::kCallMismatch) {
@@ -378,26 +391,24 @@ void throw_recorded(const Group& group, const Fingerprint& call, const AbortReco
       throw_mismatch(group, record.fingerprints, record.ranks);
     }
     throw CollectiveError(record.code, record.blamed < 0 ? -1 : group.world_rank(record.blamed),
-                          record, record.text,
-                          "make the same calls in the same order on every rank");
+                          record, text, "make the same calls in the same order on every rank");
   }
   if (record.code == Code::kRankAbsent && blames_other) {
     const MissingRank missing{record.blamed, std::string(state)};
     throw_absent(group, call, {&missing, 1}, waited_ns);
   }
   if (record.code == Code::kRankAbsent && record.blamed < 0) {
-    throw CollectiveError(record.code, -1, record, record.text,
+    throw CollectiveError(record.code, -1, record, text,
                           "see whether a rank hangs; where one is only slow, give it more time "
                           "with --timeout of `lockstep run` or LOCKSTEP_TIMEOUT_S");
   }
   if (record.code == Code::kRankFailed && blames_other) {
-    throw_rank_failed_as(group, call, record.blamed, record.text, record);
+    throw_rank_failed_as(group, call, record.blamed, text, record);
   }
   const bool blames_us = record.code == Code::kRankFailed && record.blamed == group.rank;
   throw_rank_failed_as(
       group, call, record.by,
-      fmt::format("{}{}",
-                  blames_us ? "gave up because it lost this rank: " : "gave up: ", record.text),
+      fmt::format("{}{}", blames_us ? "gave up because it lost this rank: " : "gave up: ", text),
       record);
 }
 

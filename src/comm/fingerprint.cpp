@@ -46,6 +46,12 @@ void Fingerprint::set_label(std::string_view text) {
   std::fill(std::copy_n(text.begin(), kept, label), std::end(label), '\0');
 }
 
+bool is_valid(const Fingerprint& call) {
+  return call.operation <= Operation::kAllocate && call.dtype <= Dtype::kF64 &&
+         static_cast<size_t>(call.reduce) < kReduceNames.size() &&
+         call.label[sizeof call.label - 1] == '\0';
+}
+
 bool agree(const Fingerprint& a, const Fingerprint& b) {
   const bool same_data =
       a.sequence == b.sequence && a.count == b.count && a.dtype == b.dtype && a.root == b.root;

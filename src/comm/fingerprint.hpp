@@ -41,6 +41,10 @@ struct Fingerprint {
   void set_label(std::string_view text);  ///< cut to 31 bytes
 };
 
+/// Whether bytes that came from another process are a fingerprint: operation, dtype and reduction
+/// exist, and the label ends.
+bool is_valid(const Fingerprint& call);
+
 /// Whether two ranks make the same call. A send agrees with the recv that waits for it, whatever
 /// their labels.
 bool agree(const Fingerprint& a, const Fingerprint& b);

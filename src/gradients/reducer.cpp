@@ -438,9 +438,9 @@ void Reducer::check_window(bool synchronise) {
       window_.gradients_dropped() || (spoiled && synchronise && window_.gradients_cleared());
   if (spoiled && !(dropped && synchronise)) {
     fail(Code::kSyncMisuse,
-         fmt::format("the weights changed after {} micro-steps whose gradients were not averaged: "
+         fmt::format("the weights changed after {} micro-step{} whose gradients were not averaged: "
                      "from here on ranks would differ",
-                     spoiled_micro_steps()),
+                     spoiled_micro_steps(), spoiled_micro_steps() == 1 ? "" : "s"),
          "run the last micro-step before each update outside NoSync, also in a last, shorter "
          "window, whose loss is divided by the micro-steps it has. Drop gradients that another "
          "model's loss left here with zero_grad() before this model's next step. If weights change "

@@ -7,16 +7,15 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <fstream>
 #include <limits>
-#include <map>
 #include <nlohmann/json.hpp>
 
+#include "base/file.hpp"
+#include "base/json_text.hpp"
 #include "base/process.hpp"
 #include "base/running_clock.hpp"
 #include "base/stack.hpp"
 #include "launch/crash_bundle.hpp"
-#include "launch/flags.hpp"
 #include "lockstep/clock.hpp"
 
 namespace lockstep {
@@ -32,10 +31,11 @@ constexpr int64_t kSettleForCulpritNs = 200 * kMillisecond;
 constexpr int64_t kSettleForEndingCulpritNs = 3'000 * kMillisecond;
 // A rank that ended well may be missed in a rendezvous that the others have yet to start.
 constexpr int64_t kLookForWaitingNs = 50 * kMillisecond;
-constexpr int64_t kStragglerNs = 1'000 * kMillisecond;
-constexpr int64_t kStackNs = 300 * kMillisecond;  // for all ranks to write their stacks
+constexpr int64_t kLookNs = 1'000 * kMillisecond;  // between two looks for stragglers and stalls
+constexpr int64_t kStackNs = 300 * kMillisecond;   // for all ranks to write their stacks
 constexpr int64_t kKillNs = 2'000 * kMillisecond;
 constexpr int64_t kListenNs = 2'000 * kMillisecond;
+constexpr int64_t kAnswerNs = 2'000 * kMillisecond;  // node 0's, after it may have lost a host
 constexpr int64_t kForever = std::numeric_limits<int64_t>::max();
 
 std::vector<std::string> own_environment() {
@@ -58,8 +58,7 @@ int64_t settling_time(Patience patience) {
 
 // The error that a rank, of lockstep or of PyTorch, wrote; "" if it wrote none.
 std::string message_in_error_file(const std::string& path) {
-  std::ifstream file(path);
-  const auto json = nlohmann::json::parse(file, nullptr, false);
+  const auto json = parse_json(read_text_or_empty(path)).value_or(nullptr);
   if (!json.is_object() || !json.contains("message")) return "";
   const auto& message = json["message"];
   if (message.is_string()) return message.get<std::string>();
@@ -67,81 +66,7 @@ std::string message_in_error_file(const std::string& path) {
   return message["message"].is_string() ? message["message"].get<std::string>() : "";
 }
 
-std::string read_text(const std::string& path) {
-  std::ifstream file(path);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
-// Where a rank leaves its error for its launcher.
-std::string error_file(const std::string& logs, int rank) {
-  return fmt::format("{}/rank{}.error.json", logs, rank);
-}
-
-using EnvironmentMap = std::map<std::string, std::string>;
-
-void set_torchrun_variables(const LaunchPlan& plan, const AttemptEnvironment& environment,
-                            int local_rank, EnvironmentMap& variables) {
-  const JobLayout& layout = environment.layout;
-  const int rank = layout.first_rank() + local_rank;
-  const auto nodes = layout.local_world_sizes.size();
-  variables["RANK"] = variables["ROLE_RANK"] = std::to_string(rank);
-  variables["WORLD_SIZE"] = variables["ROLE_WORLD_SIZE"] = std::to_string(layout.world_size());
-  variables["LOCAL_RANK"] = std::to_string(local_rank);
-  variables["LOCAL_WORLD_SIZE"] = std::to_string(plan.local_world_size);
-  variables["GROUP_RANK"] = std::to_string(layout.node_rank);
-  variables["GROUP_WORLD_SIZE"] = std::to_string(nodes);
-  variables["ROLE_NAME"] = plan.role;
-  variables["MASTER_ADDR"] = layout.master_addr;
-  variables["MASTER_PORT"] = std::to_string(layout.master_port);
-  variables["TORCHELASTIC_RESTART_COUNT"] = std::to_string(environment.attempt);
-  variables["TORCHELASTIC_MAX_RESTARTS"] = std::to_string(plan.max_restarts);
-  variables["TORCHELASTIC_RUN_ID"] = plan.job_id;
-  variables["TORCHELASTIC_USE_AGENT_STORE"] = "False";  // rank 0 serves MASTER_PORT itself
-  variables["TORCHELASTIC_ERROR_FILE"] = error_file(environment.logs, rank);
-  variables.try_emplace("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1");
-  variables.try_emplace("NCCL_ASYNC_ERROR_HANDLING", "1");
-}
-
-void set_lockstep_variables(const LaunchPlan& plan, const AttemptEnvironment& environment,
-                            EnvironmentMap& variables) {
-  // These may be inherited from an outer launcher.
-  for (const char* name : {"LOCKSTEP_STORE", "LOCKSTEP_TOKEN", "LOCKSTEP_TIMEOUT_S",
-                           "LOCKSTEP_BACKEND", "LOCKSTEP_INJECT", "LOCKSTEP_STACK_FILE"}) {
-    variables.erase(name);
-  }
-  variables["LOCKSTEP_RUN"] = plan.run_name;
-  variables["LOCKSTEP_SESSION"] = environment.layout.session;
-  variables["LOCKSTEP_BOARD"] = environment.board;
-  variables["LOCKSTEP_HOST_CORES"] = format_number_list(plan.host_cores);
-  if (plan.timeout_s) variables["LOCKSTEP_TIMEOUT_S"] = fmt::format("{}", *plan.timeout_s);
-  if (!plan.faults.empty()) variables["LOCKSTEP_INJECT"] = format_faults(plan.faults);
-  if (!plan.backend.empty()) variables["LOCKSTEP_BACKEND"] = plan.backend;
-  if (!environment.layout.store.empty()) variables["LOCKSTEP_STORE"] = environment.layout.store;
-  if (!environment.token.empty()) variables["LOCKSTEP_TOKEN"] = environment.token;
-}
-
 }  // namespace
-
-std::vector<std::string> worker_environment(const LaunchPlan& plan,
-                                            const AttemptEnvironment& environment, int local_rank,
-                                            const std::vector<std::string>& inherited) {
-  EnvironmentMap variables;
-  for (const auto& entry : inherited) {
-    const size_t equals = entry.find('=');
-    if (equals != std::string::npos) variables[entry.substr(0, equals)] = entry.substr(equals + 1);
-  }
-  set_torchrun_variables(plan, environment, local_rank, variables);
-  set_lockstep_variables(plan, environment, variables);
-  variables["LOCKSTEP_STACK_FILE"] =
-      stack_file_of(environment.logs, environment.layout.first_rank() + local_rank);
-  variables["OMP_NUM_THREADS"] = std::to_string(plan.threads);
-  // Python buffers output to a pipe, too; programs of lockstep flush lines themselves.
-  variables.try_emplace("PYTHONUNBUFFERED", "1");
-  std::vector<std::string> entries;
-  entries.reserve(variables.size());
-  for (const auto& [name, value] : variables) entries.push_back(fmt::format("{}={}", name, value));
-  return entries;
-}
 
 Attempt::Attempt(const AttemptContext& context)
     : context_(context),
@@ -149,7 +74,11 @@ Attempt::Attempt(const AttemptContext& context)
               context.plan.local_world_size),
       group_(make_starts(), context.leftovers, context.signals.mask_before()),
       ends_(static_cast<size_t>(context.plan.local_world_size)),
-      orders_(static_cast<size_t>(context.plan.local_world_size), -1) {}
+      orders_(static_cast<size_t>(context.plan.local_world_size), -1) {
+  if (const auto longest_s = context.plan.step_timeout_s) {
+    stalls_.emplace(static_cast<int64_t>(*longest_s * 1e9));
+  }
+}
 
 std::vector<WorkerStart> Attempt::make_starts() {
   const LaunchPlan& plan = context_.plan;
@@ -199,13 +128,15 @@ void Attempt::wait() {
 // -1 if only an event can change anything.
 int Attempt::wait_ms() const {
   int64_t left = kForever;
-  if (state_ == State::kRunning && group_.size() > 1) left = kStragglerNs;
+  if (state_ == State::kRunning && (group_.size() > 1 || stalls_)) left = kLookNs;
   if (state_ == State::kRunning && look_for_waiting_) left = kLookForWaitingNs;
   if (state_ == State::kSettling) left = 10 * kMillisecond;
   if (state_ == State::kStopping || state_ == State::kKilling) {
     left = all_ended() ? 0 : deadline_ns_ - running_ns();
   }
-  if (state_ == State::kListening) left = deadline_ns_ - running_ns();
+  if (state_ == State::kListening || state_ == State::kReporting) {
+    left = deadline_ns_ - running_ns();
+  }
   if (output_.next_due_ns() != 0) left = std::min(left, output_.next_due_ns() - monotonic_ns());
   if (left == kForever) return -1;
   left = std::max<int64_t>(0, left);
@@ -240,10 +171,13 @@ void Attempt::take_signals() {
                                          signal == SIGINT ? "Ctrl-C" : name));
     if (context_.link != nullptr) {
       const auto& layout = context_.environment.layout;
+      // An elastic job goes on without this host, but not without the one that coordinates it.
+      const bool leaves = context_.plan.nnodes.elastic() && layout.node_rank != 0;
       context_.link->report_failure(
           {layout.node_rank, -1, 128 + signal,
            fmt::format("host {} was asked to stop ({})",
-                       layout.hosts[static_cast<size_t>(layout.node_rank)], name)});
+                       layout.hosts[static_cast<size_t>(layout.node_rank)], name),
+           leaves ? Restart::kMayHelp : Restart::kImpossible});
     }
     stop(signal);
   }
@@ -268,9 +202,12 @@ void Attempt::take_node_events() {
     // The job's first failure is sent to all hosts, including the one that reported it.
     const bool own =
         event->failure && event->failure->node_rank == context_.environment.layout.node_rank;
+    report_taken_ = report_taken_ || own;
     if (!event->failure || own || remote_) continue;
     remote_ = event->failure;
-    if (state_ != State::kRunning && state_ != State::kWaitingForHosts) continue;
+    // What ranks of this host say about a lost host only tells of its consequences.
+    const bool decided = state_ == State::kSettling && remote_->rank < 0;
+    if (state_ != State::kRunning && state_ != State::kWaitingForHosts && !decided) continue;
     judge_if_accused();
     stop(SIGTERM);
   }
@@ -282,8 +219,8 @@ void Attempt::advance(int64_t now_ns) {
     case State::kRunning:
       if (!any_bad_) {
         if (!all_ended()) {
-          look_for_straggler(now_ns);
-          if (order_ > 0) look_for_early_leaver();
+          look_at_progress(now_ns);
+          if (state_ == State::kRunning && order_ > 0) look_for_early_leaver();
           return;
         }
         state_ = context_.link == nullptr ? State::kDone : State::kWaitingForHosts;
@@ -308,8 +245,14 @@ void Attempt::advance(int64_t now_ns) {
       if (all_ended() || now_ns >= deadline_ns_) finish_stopping(now_ns);
       return;
     case State::kListening:
-      if (!remote_ && now_ns >= deadline_ns_) report_root_cause();
-      if (remote_ || now_ns >= deadline_ns_) state_ = State::kDone;
+      if (remote_) state_ = State::kDone;
+      if (state_ == State::kDone || now_ns < deadline_ns_) return;
+      report_root_cause();
+      deadline_ns_ = now_ns + kAnswerNs + static_cast<int64_t>(context_.plan.host_timeout_s * 1e9);
+      state_ = State::kReporting;
+      return;
+    case State::kReporting:
+      if (remote_ || report_taken_ || now_ns >= deadline_ns_) state_ = State::kDone;
       return;
     case State::kWaitingForHosts:
     case State::kDone:
@@ -336,7 +279,7 @@ void Attempt::report_root_cause() {
   if (context_.link == nullptr) return;
   context_.link->report_failure({context_.environment.layout.node_rank, root_cause_->rank,
                                  root_cause_->exit_code, failure_line(*root_cause_, views_, {}),
-                                 !may_change(*root_cause_, views_)});
+                                 restart_after(*root_cause_, views_)});
 }
 
 // While ranks that answer are alive: after a stall their stacks tell who waits where.
@@ -345,6 +288,7 @@ void Attempt::ask_for_stacks() const {
     case Cause::kMissing:
     case Cause::kLate:
     case Cause::kDisagreement:
+    case Cause::kStalled:
     case Cause::kRemote:
       break;
     default:
@@ -358,24 +302,33 @@ void Attempt::ask_for_stacks() const {
   }
   const int64_t deadline_ns = monotonic_ns() + kStackNs;
   const auto unwritten = [](const std::string& path) {
-    return !read_text(path).ends_with("end\n");
+    return !read_text_or_empty(path).ends_with("end\n");
   };
   while (monotonic_ns() < deadline_ns && std::any_of(awaited.begin(), awaited.end(), unwritten)) {
     ::poll(nullptr, 0, 5);
   }
 }
 
-void Attempt::look_for_straggler(int64_t now_ns) {
-  if (group_.size() < 2 || now_ns < next_look_ns_) return;
-  next_look_ns_ = now_ns + kStragglerNs;
+void Attempt::look_at_progress(int64_t now_ns) {
+  if ((group_.size() < 2 && !stalls_) || now_ns < next_look_ns_) return;
+  next_look_ns_ = now_ns + kLookNs;
+  const auto views = look_at_ranks();
   std::vector<RankStatus> ranks;
-  for (const RankView& view : look_at_ranks()) {
-    if (view.end) return;
+  for (const RankView& view : views) {
+    if (view.end) continue;
     ranks.push_back(view.board);
     ranks.back().rank = view.rank;
   }
-  const auto found = stragglers_.look(ranks);
-  if (found && !context_.plan.quiet) context_.console.message("lockstep: " + describe(*found));
+  if (ranks.size() == views.size()) {
+    const auto found = stragglers_.look(ranks);
+    if (found && !context_.plan.quiet) context_.console.message("lockstep: " + describe(*found));
+  }
+  if (!stalls_ || !stalls_->look(ranks, now_ns)) return;
+  views_ = views;
+  root_cause_ = find_stall(views_, *context_.plan.step_timeout_s);
+  ask_for_stacks();
+  report_root_cause();
+  stop(SIGTERM);
 }
 
 // Otherwise nobody would end badly before the whole timeout has passed.
@@ -463,6 +416,9 @@ AttemptResult Attempt::failed() {
   if (remote_) facts.remote = remote_->text;
   AttemptResult result;
   result.kind = AttemptResult::Kind::kFailed;
+  if (remote_ && remote_->rank < 0 && root_cause_ && is_victim(*root_cause_, views_)) {
+    root_cause_.reset();
+  }
   if (!root_cause_) {  // this host's ranks were fine until another host's failed
     root_cause_.emplace();
     root_cause_->cause = Cause::kRemote;
@@ -471,15 +427,17 @@ AttemptResult Attempt::failed() {
   }
   const bool remote = root_cause_->cause == Cause::kRemote;
   result.exit_code = remote && remote_ ? remote_->exit_code : root_cause_->exit_code;
-  result.host_lost = remote && remote_ && remote_->rank < 0;
-  result.permanent = remote && remote_ ? remote_->permanent : !may_change(*root_cause_, views_);
+  result.restart = remote && remote_ ? remote_->restart : restart_after(*root_cause_, views_);
   const int worker = root_cause_->rank - layout.first_rank();
   if (!remote) {
     facts.error_message =
-        message_in_error_file(error_file(context_.environment.logs, root_cause_->rank));
+        message_in_error_file(error_file_of(context_.environment.logs, root_cause_->rank));
     facts.last_errors = output_.last_errors(worker);
-    facts.stack =
-        functions_in_stack(read_text(stack_file_of(context_.environment.logs, root_cause_->rank)));
+    for (const RankView& view : views_) {
+      auto stack = functions_in_stack(
+          read_text_or_empty(stack_file_of(context_.environment.logs, view.rank)));
+      if (!stack.empty()) facts.stacks[view.rank] = std::move(stack);
+    }
   }
   result.line = failure_line(*root_cause_, views_, facts);
   facts.bundle =

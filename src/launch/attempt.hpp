@@ -4,40 +4,26 @@
 #include <string>
 #include <vector>
 
+#include "launch/oom_watch.hpp"
 #include "launch/output.hpp"
 #include "launch/plan.hpp"
-#include "launch/rendezvous.hpp"
 #include "launch/root_cause.hpp"
 #include "launch/signals.hpp"
+#include "launch/stall.hpp"
 #include "launch/straggler.hpp"
 #include "launch/supervisor.hpp"
+#include "launch/worker_environment.hpp"
 #include "lockstep/detail/board.hpp"
 
 namespace lockstep {
-
-/// What all ranks of this host have in common in one attempt.
-struct AttemptEnvironment {
-  JobLayout layout;
-  int attempt = 0;    ///< TORCHELASTIC_RESTART_COUNT
-  std::string board;  ///< path of the launcher's board
-  std::string logs;   ///< folder of this attempt
-  std::string token;  ///< several hosts only
-};
-
-/// The variables of one rank, "NAME=value": torchrun's contract and lockstep's own, over
-/// `inherited`.
-std::vector<std::string> worker_environment(const LaunchPlan& plan,
-                                            const AttemptEnvironment& environment, int local_rank,
-                                            const std::vector<std::string>& inherited);
 
 /// How one attempt ended.
 struct AttemptResult {
   enum class Kind { kSucceeded, kPreempted, kFailed, kInterrupted } kind = Kind::kSucceeded;
   int exit_code = 0;
-  std::string line;              ///< kFailed: what happened, in one line
-  std::optional<Error> failure;  ///< kFailed: the block to print
-  bool host_lost = false;        ///< kFailed: not a rank but a whole host; no restart helps
-  bool permanent = false;        ///< kFailed: the ranks would end the same way again
+  std::string line;                     ///< kFailed: what happened, in one line
+  std::optional<Error> failure;         ///< kFailed: the block to print
+  Restart restart = Restart::kMayHelp;  ///< kFailed
 };
 
 /// What an attempt needs; all of it outlives the attempt.
@@ -64,7 +50,9 @@ class Attempt {
   // kRunning -> kSettling (a rank ended badly) -> kStopping (SIGTERM sent) -> kKilling -> kDone;
   // kRunning -> kStopping on a signal, or if another host failed;
   // kRunning -> kWaitingForHosts -> kDone if all went well;
-  // kListening comes before kDone if another host is to tell what its rank did.
+  // kListening comes before kDone if another host is to tell what its rank did, and kReporting
+  // after that if it did not: then this host accuses that rank, and node 0 answers with the job's
+  // first failure, which may be the loss of that host.
   enum class State {
     kRunning,
     kWaitingForHosts,
@@ -72,6 +60,7 @@ class Attempt {
     kStopping,
     kKilling,
     kListening,
+    kReporting,
     kDone
   };
 
@@ -86,7 +75,7 @@ class Attempt {
   void decide();
   void report_root_cause();
   void look_for_early_leaver();
-  void look_for_straggler(int64_t now_ns);
+  void look_at_progress(int64_t now_ns);
   void ask_for_stacks() const;
   void judge_if_accused();
   void finish_stopping(int64_t now_ns);
@@ -114,8 +103,10 @@ class Attempt {
   std::optional<RootCause> root_cause_;
   std::vector<RankView> views_;  // when the root cause was found
   std::optional<RemoteFailure> remote_;
+  bool report_taken_ = false;  // by node 0: the job's first failure is the one of this host
   StragglerWatch stragglers_;
-  int64_t next_look_ns_ = 0;  // for stragglers
+  std::optional<StallWatch> stalls_;
+  int64_t next_look_ns_ = 0;  // for stragglers and stalls
 };
 
 }  // namespace lockstep

@@ -12,12 +12,24 @@
 
 namespace lockstep {
 
+/// The hosts that wait for an attempt to begin.
+struct Attendance {
+  int ready = 0;
+  int stopping = 0;             ///< still end the ranks of the attempt that failed
+  int64_t last_arrival_ns = 0;  ///< of one that is ready
+};
+
+/// True if an attempt may begin: with all hosts at once, and with enough of them if no other came
+/// for last_call_ns. Hosts that still end their ranks are waited for: they come back, or are lost.
+bool may_begin(const Attendance& attendance, const HostCount& wanted, int64_t last_call_ns,
+               int64_t now_ns);
+
 /// Node 0's side of the rendezvous: gathers the nodes, broadcasts the first failure or the end, and
 /// serves the ranks' store. A state machine on the hub's thread.
 ///
-///     gathering --all joined--> running --all finished--> finished
-///         ^                        |
-///         +-------- failed --------+
+///     gathering --may_begin--> running --all finished--> finished
+///         ^                       |
+///         +-------- failed -------+
 class Coordinator final : public HubHandler {
  public:
   /// The hub's first peer is node 0's own launcher.
@@ -33,12 +45,26 @@ class Coordinator final : public HubHandler {
  private:
   enum class Phase { kGathering, kRunning, kFinished };
 
+  enum class NodeState {
+    kReady,     // joined, or came back after a failure: waits for the next attempt
+    kRunning,   // takes part in the running attempt
+    kFinished,  // took part, and all its ranks have ended well
+    kStopping   // took part in the attempt that failed, and ends its ranks
+  };
+
   struct Node {
     PeerId peer = 0;
-    NodeOffer offer;        // offer.node_rank is -1 until the first attempt starts
-    bool ready = true;      // for the attempt that is being gathered
-    bool finished = false;  // with the running attempt
+    NodeOffer offer;  // its node_rank, once assigned, orders the nodes of every attempt
+    NodeState state = NodeState::kReady;
+    int node_rank = -1;  // in the attempt that it takes part in: 0, 1, ... without gaps
     int64_t heard_ns = 0;
+  };
+
+  // A failure that is blamed on a rank of a silent node. If that node is lost, it is the root
+  // cause.
+  struct Suspicion {
+    PeerId silent = 0;
+    RemoteFailure failure;
   };
 
   void handle(Hub& hub, PeerId peer, const JoinMessage& message);
@@ -47,11 +73,17 @@ class Coordinator final : public HubHandler {
   void handle(Hub& hub, PeerId peer, const FinishedMessage& message);
 
   std::optional<RefusedMessage> objection(PeerId peer, const JoinMessage& message) const;
+  std::optional<RefusedMessage> difference(const JoinMessage& message) const;
+  std::string name_of_node_0() const;
   void refuse(Hub& hub, PeerId peer, const std::string& who, const RefusedMessage& refusal);
   void note_turned_away(const std::string& who, const std::string& why);
-  void start_attempt_if_complete(Hub& hub);
-  void assign_free_ranks();
+  Attendance attendance() const;
+  void begin_attempt_if_possible(Hub& hub);
+  void begin_attempt(Hub& hub);
+  std::vector<Node*> assign_node_ranks();
   std::string address_of_node_0(const Hub& hub) const;
+  const Node* node_of_rank(int rank) const;
+  bool is_silent(const Node& node) const;
   void fail(Hub& hub, const RemoteFailure& failure);
   void lose(Hub& hub, PeerId peer, const std::string& why);
   void send_status(Hub& hub);
@@ -61,10 +93,14 @@ class Coordinator final : public HubHandler {
 
   const RendezvousOptions options_;
   Phase phase_ = Phase::kGathering;
-  std::vector<Node> nodes_;                 // in order of arrival
+  std::vector<Node> nodes_;  // in order of arrival
+  int64_t last_arrival_ns_ = 0;
+  JobLayout layout_;                        // of the latest attempt
   int finished_ = 0;                        // nodes, in the running attempt
-  int attempts_ = 0;                        // started
+  int attempts_ = 0;                        // begun
+  std::optional<Suspicion> suspicion_;      // while running
   std::unique_ptr<StoreServer> store_;      // of the running attempt
+  std::vector<std::string> lost_;           // since the latest attempt began: who, and why
   std::map<std::string, int> turned_away_;  // who and why: how often
 };
 

@@ -12,6 +12,7 @@
 
 #include "base/file.hpp"
 #include "base/stack.hpp"
+#include "launch/output.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/version.hpp"
 
@@ -110,10 +111,6 @@ std::string utc_now() {
 
 }  // namespace
 
-std::string stack_file_of(const std::string& logs, int rank) {
-  return fmt::format("{}/rank{}.stack", logs, rank);
-}
-
 std::string write_crash_bundle(const CrashBundle& bundle) {
   const JobLayout& layout = bundle.environment.layout;
   json text = {{"lockstep", kVersion},
@@ -121,7 +118,7 @@ std::string write_crash_bundle(const CrashBundle& bundle) {
                {"host", layout.hosts[static_cast<size_t>(layout.node_rank)]},
                {"hosts", layout.hosts},
                {"world_size", layout.world_size()},
-               {"attempt", bundle.environment.attempt},
+               {"attempt", layout.attempt},
                {"command", bundle.plan.command},
                {"failure", bundle.failure},
                {"environment", told_environment()}};

@@ -3,7 +3,8 @@
 #include <string>
 #include <vector>
 
-#include "launch/attempt.hpp"
+#include "launch/root_cause.hpp"
+#include "launch/worker_environment.hpp"
 
 namespace lockstep {
 
@@ -20,8 +21,5 @@ struct CrashBundle {
 
 /// Writes it into the attempt's log folder and returns its path; "" if that failed.
 std::string write_crash_bundle(const CrashBundle& bundle);
-
-/// Where a rank writes its stack.
-std::string stack_file_of(const std::string& logs, int rank);
 
 }  // namespace lockstep

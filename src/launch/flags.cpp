@@ -1,13 +1,14 @@
 #include "launch/flags.hpp"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <array>
 #include <charconv>
 #include <cmath>
 #include <set>
 
+#include "base/split_list.hpp"
+#include "lockstep/device_plan.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -31,7 +32,7 @@ constexpr std::array kFlags = {
     FlagInfo{"role", "", "NAME", "ROLE_NAME for the program (default: default)", kRanks,
              "PET_ROLE"},
 
-    FlagInfo{"nnodes", "", "N", "hosts; each runs the same command (default: 1)", kHosts,
+    FlagInfo{"nnodes", "", "N|MIN:MAX", "hosts; each runs the same command (default: 1)", kHosts,
              "PET_NNODES"},
     FlagInfo{"node-rank", "", "N", "which host this is (default: by order of arrival)", kHosts,
              "PET_NODE_RANK"},
@@ -41,10 +42,17 @@ constexpr std::array kFlags = {
              "PET_RDZV_ID"},
     FlagInfo{"rdzv-backend", "", "static|c10d", "both mean lockstep's own rendezvous", kHosts,
              "PET_RDZV_BACKEND"},
-    FlagInfo{"rdzv-conf", "", "KEY=VALUE,...", "join_timeout=SECONDS to wait for hosts (300)",
-             kHosts, "PET_RDZV_CONF"},
+    FlagInfo{"rdzv-conf", "", "KEY=VALUE,...",
+             "torchrun's join_timeout and last_call_timeout, as the two flags below", kHosts,
+             "PET_RDZV_CONF"},
+    FlagInfo{"join-timeout", "", "SECONDS", "longest wait for enough hosts (default: 300)", kHosts,
+             ""},
+    FlagInfo{"last-call", "", "SECONDS",
+             "wait for each further host once MIN have come (default: 30)", kHosts, ""},
     FlagInfo{"host-timeout", "", "SECONDS", "silence after which a host is lost (default: 10)",
              kHosts, ""},
+    FlagInfo{"heartbeat", "", "SECONDS", "how often hosts give a sign of life (default: 1)", kHosts,
+             ""},
     FlagInfo{"standalone", "", "", "one host, whatever the other flags say", kHosts,
              "PET_STANDALONE"},
     FlagInfo{"master-addr", "", "HOST", "host of rank 0 (default: 127.0.0.1, or as hosts agree)",
@@ -54,6 +62,9 @@ constexpr std::array kFlags = {
 
     FlagInfo{"timeout", "", "SECONDS", "longest wait of a rank for another (LOCKSTEP_TIMEOUT_S)",
              kFailures, "LOCKSTEP_TIMEOUT_S"},
+    FlagInfo{"step-timeout", "", "SECONDS",
+             "longest time without a step or collective of any rank (default: none)", kFailures,
+             ""},
     FlagInfo{"grace", "", "SECONDS", "from SIGTERM to SIGKILL (default: 5)", kFailures, ""},
     FlagInfo{"max-restarts", "", "N", "restart all ranks at most N times (default: 0)", kFailures,
              "PET_MAX_RESTARTS"},
@@ -96,7 +107,8 @@ constexpr std::array kFlags = {
              "PET_NUMA_BINDING"},
 };
 
-constexpr int kLongestRange = 4096;  // more cores or ranks than any host has
+constexpr int kLongestRange = 4096;       // more cores or ranks than any host has
+constexpr size_t kMostNumbers = 1 << 20;  // more ranks than any job has
 
 bool switch_is_on(const Setting& setting) {
   if (setting.text == "1" || setting.text == "true") return true;
@@ -132,22 +144,12 @@ Settings collect_settings(const std::map<std::string, std::string>& given,
 }
 
 std::string format_number_list(const std::vector<int>& numbers) {
-  std::vector<std::string> parts;
-  for (size_t begin = 0; begin < numbers.size();) {
-    size_t end = begin;
-    while (end + 1 < numbers.size() && numbers[end + 1] == numbers[end] + 1) ++end;
-    parts.push_back(begin == end ? std::to_string(numbers[begin])
-                                 : fmt::format("{}-{}", numbers[begin], numbers[end]));
-    begin = end + 1;
-  }
-  return fmt::format("{}", fmt::join(parts, ","));
+  return format_cores(numbers);
 }
 
 std::optional<std::vector<int>> parse_number_list(std::string_view text) {
   std::set<int> numbers;
-  for (size_t begin = 0; begin <= text.size();) {
-    const size_t comma = std::min(text.find(',', begin), text.size());
-    const std::string_view item = text.substr(begin, comma - begin);
+  for (const std::string_view item : split_list(text, ',')) {
     const size_t dash = item.find('-', 1);
     const auto first = parse_whole_number(item.substr(0, dash));
     const auto last =
@@ -155,10 +157,30 @@ std::optional<std::vector<int>> parse_number_list(std::string_view text) {
     if (!first || !last || *first < 0 || *last < *first || *last - *first > kLongestRange) {
       return std::nullopt;
     }
-    for (int number = *first; number <= *last; ++number) numbers.insert(number);
-    begin = comma + 1;
+    // int64_t, since the last number may be the largest int.
+    for (int64_t number = *first; number <= *last; ++number) {
+      numbers.insert(static_cast<int>(number));
+    }
+    if (numbers.size() > kMostNumbers) return std::nullopt;
   }
   return std::vector<int>(numbers.begin(), numbers.end());
+}
+
+std::optional<HostCount> parse_host_count(std::string_view text) {
+  const size_t colon = text.find(':');
+  const auto least = parse_whole_number(text.substr(0, colon));
+  const auto most =
+      colon == std::string_view::npos ? least : parse_whole_number(text.substr(colon + 1));
+  if (!least || !most || *least < 1 || *most < *least || *most > kMostHosts) return std::nullopt;
+  return HostCount{*least, *most};
+}
+
+std::string HostCount::text() const {
+  return elastic() ? fmt::format("{}:{}", least, most) : std::to_string(most);
+}
+
+std::string HostCount::words() const {
+  return elastic() ? fmt::format("{} to {}", least, most) : std::to_string(most);
 }
 
 std::optional<int> parse_whole_number(std::string_view text) {

@@ -47,6 +47,25 @@ std::string format_number_list(const std::vector<int>& numbers);
 /// The numbers of "0,2-5", ascending and without duplicates; nullopt if the text is no such list.
 std::optional<std::vector<int>> parse_number_list(std::string_view text);
 
+/// The most hosts of a job.
+inline constexpr int kMostHosts = 2048;
+
+/// --nnodes: the hosts of a job. An attempt begins with `most` of them, or with fewer, but at least
+/// `least`, if no more come.
+struct HostCount {
+  int least = 1;
+  int most = 1;
+
+  bool several() const { return most > 1; }
+  bool elastic() const { return least < most; }
+  std::string text() const;   ///< "3", "1:3"
+  std::string words() const;  ///< "3", "1 to 3"
+  bool operator==(const HostCount&) const = default;
+};
+
+/// "3" or "1:3"; nullopt for anything else, and for more than kMostHosts.
+std::optional<HostCount> parse_host_count(std::string_view text);
+
 /// A decimal integer; nullopt for anything else, including overflow.
 std::optional<int> parse_whole_number(std::string_view text);
 

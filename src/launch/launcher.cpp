@@ -1,6 +1,7 @@
 #include "launch/launcher.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <signal.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -9,8 +10,8 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
-#include <string_view>
 
+#include "base/process.hpp"
 #include "base/running_clock.hpp"
 #include "launch/attempt.hpp"
 #include "lockstep/clock.hpp"
@@ -54,15 +55,9 @@ std::string check_path(const std::string& path) {
   return path;
 }
 
-std::string search_path(const std::string& name, std::string_view path_variable,
-                        const std::vector<std::string>& more_folders) {
-  for (size_t begin = 0; begin <= path_variable.size();) {
-    const size_t end = std::min(path_variable.find(':', begin), path_variable.size());
-    const std::string folder(path_variable.substr(begin, end - begin));
-    const std::string path = (folder.empty() ? "." : folder) + "/" + name;
-    if (look_at_path(path) == Found::kExecutable) return path;
-    begin = end + 1;
-  }
+std::string search_folders(const std::string& name, const char* path_variable,
+                           const std::vector<std::string>& more_folders) {
+  if (auto path = find_in_path(name, path_variable); !path.empty()) return path;
   for (const auto& folder : more_folders) {
     const std::string path = folder + "/" + name;
     if (look_at_path(path) == Found::kExecutable) return path;
@@ -78,15 +73,20 @@ std::string search_path(const std::string& name, std::string_view path_variable,
 // The hosts of a job: one, or several after their rendezvous.
 class Hosts {
  public:
-  explicit Hosts(const LaunchPlan& plan) : plan_(plan) {
-    if (plan.nnodes == 1) {
-      begin_attempt_on_one_host();
-      return;
+  Hosts(const LaunchPlan& plan, Console& console) : plan_(plan), console_(console) {}
+
+  // Waits for the first attempt that this host takes part in. False if the job finished without it.
+  bool begin_first_attempt() {
+    if (!plan_.nnodes.several()) {
+      begin_attempt_on_one_host(0);
+      return true;
     }
     token_ = load_or_make_token();
     port_ = std::make_unique<PortHold>(0, false);
     link_ = join();
+    if (link_ == nullptr) return false;
     layout_ = link_->layout();
+    return true;
   }
 
   const JobLayout& layout() const { return layout_; }
@@ -96,7 +96,7 @@ class Hosts {
   // Agrees on a new session and port on all hosts.
   void begin_next_attempt() {
     if (link_ == nullptr) {
-      begin_attempt_on_one_host();
+      begin_attempt_on_one_host(layout_.attempt + 1);
       return;
     }
     port_ = std::make_unique<PortHold>(0, false);
@@ -125,15 +125,21 @@ class Hosts {
                            .job_id = plan_.job_id,
                            .nnodes = plan_.nnodes,
                            .max_restarts = plan_.max_restarts,
+                           .heartbeat_ns = static_cast<int64_t>(plan_.heartbeat_s * 1e9),
+                           .lost_after_ns = static_cast<int64_t>(plan_.host_timeout_s * 1e9),
                            .deadline_ns = deadline(),
-                           .lost_after_ns = static_cast<int64_t>(plan_.host_timeout_s * 1e9)},
+                           .last_call_ns = static_cast<int64_t>(plan_.last_call_s * 1e9),
+                           .on_wait =
+                               [this](const std::string& line) {
+                                 if (!plan_.quiet) console_.message("lockstep: " + line);
+                               }},
                           {.node_rank = serve ? 0 : plan_.node_rank,
                            .local_world_size = plan_.local_world_size,
                            .host = host_name(),
                            .master_port = port_->port()});
   }
 
-  void begin_attempt_on_one_host() {
+  void begin_attempt_on_one_host(int attempt) {
     port_.reset();  // the user's own port must be free before it is reserved again
     port_ = std::make_unique<PortHold>(plan_.master_port, plan_.master_port == 0);
     layout_ = {};
@@ -141,6 +147,7 @@ class Hosts {
     layout_.hosts = {host_name()};
     layout_.master_addr = plan_.master_addr;
     layout_.master_port = port_->port();
+    layout_.attempt = attempt;
     layout_.session = random_hex(kSessionDigits);
   }
 
@@ -149,6 +156,7 @@ class Hosts {
   }
 
   const LaunchPlan& plan_;
+  Console& console_;
   std::string token_;
   std::unique_ptr<PortHold> port_;
   std::unique_ptr<NodeLink> link_;
@@ -156,12 +164,11 @@ class Hosts {
 };
 
 AttemptResult run_attempt(const LaunchPlan& plan, const std::string& program, const Hosts& hosts,
-                          const LogFolder& logs, const SignalWatch& signals, Console& console,
-                          int attempt) {
+                          const LogFolder& logs, const SignalWatch& signals, Console& console) {
   const Board board =
       Board::create(Board::default_path(plan.run_name), plan.local_world_size, plan.run_name);
-  const AttemptEnvironment environment{hosts.layout(), attempt, board.path(),
-                                       logs.attempt_folder(attempt), hosts.token()};
+  const AttemptEnvironment environment{hosts.layout(), board.path(),
+                                       logs.attempt_folder(hosts.layout().attempt), hosts.token()};
   Leftovers leftovers{{board.path()}, {}};
   if (!logs.kept()) leftovers.folders.push_back(logs.path());
   const SignalWatch::WhileRanksRun while_ranks_run(signals);
@@ -176,17 +183,36 @@ AttemptResult run_attempt(const LaunchPlan& plan, const std::string& program, co
       .run();
 }
 
+// "host 1 of 3, ranks 4 to 7 of 12".
+std::string place_of(const JobLayout& layout, int local_world_size) {
+  const int first = layout.first_rank();
+  return fmt::format("host {} of {}, ranks {} to {} of {}", layout.node_rank, layout.hosts.size(),
+                     first, first + local_world_size - 1, layout.world_size());
+}
+
 void announce(const LaunchPlan& plan, const Hosts& hosts, Console& console) {
   for (const auto& note : plan.notes) console.message("lockstep: " + note);
   if (plan.quiet) return;
   std::string line = start_line(plan);
-  if (hosts.link() != nullptr) {
-    line += fmt::format("; host {} of {}, ranks {} to {} of {}", hosts.layout().node_rank,
-                        plan.nnodes, hosts.layout().first_rank(),
-                        hosts.layout().first_rank() + plan.local_world_size - 1,
-                        hosts.layout().world_size());
-  }
+  if (hosts.link() != nullptr) line += "; " + place_of(hosts.layout(), plan.local_world_size);
   console.message(line);
+}
+
+void announce_restart(const LaunchPlan& plan, const Hosts& hosts, Console& console) {
+  if (plan.quiet || hosts.link() == nullptr) return;
+  const JobLayout& layout = hosts.layout();
+  console.message(fmt::format("lockstep: restart {} begins on {}; {}", layout.attempt,
+                              fmt::join(layout.hosts, ", "),
+                              place_of(layout, plan.local_world_size)));
+}
+
+// The job needed a further attempt, and there were not enough hosts for it.
+void report_no_restart(const AttemptResult& failed, const Error& reason, Console& console) {
+  auto notes = reason.notes();
+  notes.insert(notes.begin(), "before: " + failed.line);
+  console.message(
+      Error(reason.code(), "no restart: " + reason.message(), reason.help(), notes).block());
+  console.flush_until(monotonic_ns() + kLastFlushNs);
 }
 
 // What the launcher prints when the run is over.
@@ -214,10 +240,7 @@ std::string find_program(const LaunchPlan& plan, const VariableLookup& lookup,
 std::string find_program(const std::string& name, const VariableLookup& lookup,
                          const std::vector<std::string>& more_folders) {
   if (name.find('/') != std::string::npos) return check_path(name);
-  const char* path_variable = lookup("PATH");
-  return search_path(name,
-                     path_variable == nullptr ? "/usr/local/bin:/usr/bin:/bin" : path_variable,
-                     more_folders);
+  return search_folders(name, lookup("PATH"), more_folders);
 }
 
 int launch(const LaunchPlan& plan, const std::string& program) {
@@ -225,24 +248,35 @@ int launch(const LaunchPlan& plan, const std::string& program) {
   const SignalWatch signals(plan.signals);
   remove_stale_boards();
   Console console;
-  Hosts hosts(plan);
+  Hosts hosts(plan, console);
+  if (!hosts.begin_first_attempt()) {
+    console.message("lockstep: the job has finished; this host was not needed");
+    console.flush_until(monotonic_ns() + kLastFlushNs);
+    return 0;
+  }
   LogFolder logs(plan.log_folder, plan.keep_logs);
   announce(plan, hosts, console);
-  for (int attempt = 0;; ++attempt) {
-    const AttemptResult result = run_attempt(plan, program, hosts, logs, signals, console, attempt);
-    const bool again = result.kind == AttemptResult::Kind::kFailed && !result.host_lost &&
-                       !result.permanent && attempt < plan.max_restarts;
-    if (!again) {
-      if (result.permanent && attempt < plan.max_restarts) {
-        console.message("lockstep: no restart: the ranks would end the same way again");
-      }
+  for (;;) {
+    const AttemptResult result = run_attempt(plan, program, hosts, logs, signals, console);
+    const int attempt = hosts.layout().attempt;
+    const bool failed = result.kind == AttemptResult::Kind::kFailed && attempt < plan.max_restarts;
+    if (failed && result.restart == Restart::kSameAgain) {
+      console.message("lockstep: no restart: the ranks would end the same way again");
+    }
+    if (!failed || result.restart != Restart::kMayHelp) {
       report(result, logs, console);
       return result.exit_code;
     }
     logs.keep();
     console.message(
         fmt::format("lockstep: {}; restart {} of {}", result.line, attempt + 1, plan.max_restarts));
-    hosts.begin_next_attempt();
+    try {
+      hosts.begin_next_attempt();
+    } catch (const Error& error) {
+      report_no_restart(result, error, console);
+      return 1;
+    }
+    announce_restart(plan, hosts, console);
   }
 }
 

@@ -18,7 +18,8 @@ std::string find_program(const std::string& name, const VariableLookup& lookup,
                          const std::vector<std::string>& more_folders);
 
 /// Executes the plan and returns the exit code: 0, 75 if ranks were preempted, the culprit's own,
-/// or 128 + signal. Throws only before anything was started.
+/// 128 + signal, or 1 if a host was lost or too few came for a restart. Throws only before anything
+/// was started.
 int launch(const LaunchPlan& plan, const std::string& program);
 
 /// This machine's name.

@@ -155,7 +155,7 @@ void LineSplitter::add(std::string_view bytes, const Sink& sink) {
       sink(line_, '\n');
       line_.clear();
       bytes.remove_prefix(1);
-    } else if (line_.size() == kLongestLine) {
+    } else if (!bytes.empty()) {  // the line is full, and goes on
       sink(line_, '\n');
       line_.clear();
     }

@@ -5,138 +5,19 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "base/split_list.hpp"
+#include "launch/plan_hosts.hpp"
+#include "launch/plan_reader.hpp"
 #include "launch/signals.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/rank_environment.hpp"
 #include "lockstep/table.hpp"
 #include "lockstep/version.hpp"
-#include "net/socket.hpp"
 
 namespace lockstep {
 namespace {
 
 constexpr int kMostRanks = 256;  // the most logical devices of a host
-constexpr int kMostNodes = 4096;
-constexpr int kStaticPort = 29500;  // torchrun's
-constexpr int kRendezvousPort = 29400;
-constexpr int kShortestHostTimeout = 3;  // seconds
-constexpr double kLongestSeconds = 1e7;
-
-std::vector<std::string_view> split_list(std::string_view text, char separator) {
-  std::vector<std::string_view> parts;
-  for (size_t begin = 0; begin <= text.size();) {
-    const size_t end = std::min(text.find(separator, begin), text.size());
-    parts.push_back(text.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  return parts;
-}
-
-// Reads settings one by one, and records each value as a fact of the plan. Every error names the
-// flag or variable, its text and the remedy.
-class PlanReader {
- public:
-  PlanReader(const Settings& settings, LaunchPlan& plan) : settings_(settings), plan_(plan) {}
-
-  const Setting* find(std::string_view name) const;  // nullptr if not set
-  bool is_on(std::string_view name) const { return find(name) != nullptr; }
-
-  int whole(std::string_view name, std::string_view fact, int fallback, int first, int last);
-  double seconds(std::string_view name, std::string_view fact, double fallback);
-  std::string text(std::string_view name, std::string_view fact, const std::string& fallback);
-
-  void add_fact(std::string_view fact, std::string value, std::string source);
-
-  [[noreturn]] static void fail(const Setting& setting, const std::string& reason,
-                                const std::string& help);
-
- private:
-  const Settings& settings_;
-  LaunchPlan& plan_;
-};
-
-const Setting* PlanReader::find(std::string_view name) const {
-  const auto found = settings_.find(name);
-  return found == settings_.end() ? nullptr : &found->second;
-}
-
-void PlanReader::fail(const Setting& setting, const std::string& reason, const std::string& help) {
-  throw Error(Code::kUsage, fmt::format("{} \"{}\" {}", setting.source, setting.text, reason),
-              help);
-}
-
-void PlanReader::add_fact(std::string_view fact, std::string value, std::string source) {
-  plan_.facts.push_back({std::string(fact), std::move(value), std::move(source)});
-}
-
-int PlanReader::whole(std::string_view name, std::string_view fact, int fallback, int first,
-                      int last) {
-  const Setting* setting = find(name);
-  int value = fallback;
-  if (setting != nullptr) {
-    const auto number = parse_whole_number(setting->text);
-    if (!number || *number < first || *number > last) {
-      fail(*setting, fmt::format("is not a whole number from {} to {}", first, last),
-           "`lockstep run --help` lists the flags");
-    }
-    value = *number;
-  }
-  add_fact(fact, std::to_string(value), setting == nullptr ? "default" : setting->source);
-  return value;
-}
-
-double PlanReader::seconds(std::string_view name, std::string_view fact, double fallback) {
-  const Setting* setting = find(name);
-  double value = fallback;
-  if (setting != nullptr) {
-    const auto number = parse_finite_number(setting->text);
-    if (!number || *number < 0 || *number > kLongestSeconds) {
-      fail(*setting, fmt::format("is not a number of seconds from 0 to {:.0f}", kLongestSeconds),
-           "write seconds, such as 2.5");
-    }
-    value = *number;
-  }
-  add_fact(fact, fmt::format("{} s", value), setting == nullptr ? "default" : setting->source);
-  return value;
-}
-
-std::string PlanReader::text(std::string_view name, std::string_view fact,
-                             const std::string& fallback) {
-  const Setting* setting = find(name);
-  if (setting != nullptr && setting->text.empty()) fail(*setting, "is empty", "give it a value");
-  const std::string value = setting == nullptr ? fallback : setting->text;
-  add_fact(fact, value, setting == nullptr ? "default" : setting->source);
-  return value;
-}
-
-// "host", "host:29400", "[::1]:29400", "::1".
-Endpoint parse_rendezvous_endpoint(const Setting& setting, int default_port) {
-  const std::string& text = setting.text;
-  const char* help = "write HOST:PORT, such as node0:29400";
-  Endpoint endpoint{text, default_port};
-  std::string port;
-  if (text.starts_with('[')) {
-    const size_t close = text.find(']');
-    if (close == std::string::npos) PlanReader::fail(setting, "has no ]", help);
-    endpoint.host = text.substr(1, close - 1);
-    const std::string rest = text.substr(close + 1);
-    if (!rest.empty() && rest[0] != ':') PlanReader::fail(setting, "is not HOST:PORT", help);
-    if (!rest.empty()) port = rest.substr(1);
-  } else if (const size_t colon = text.find(':');
-             colon != std::string::npos && text.rfind(':') == colon) {
-    endpoint.host = text.substr(0, colon);
-    port = text.substr(colon + 1);
-    if (port.empty()) PlanReader::fail(setting, "ends where a port should be", help);
-  }
-  if (endpoint.host.empty()) PlanReader::fail(setting, "names no host", help);
-  if (port.empty()) return endpoint;
-  const auto number = parse_whole_number(port);
-  if (!number || *number < 1 || *number > 65535) {
-    PlanReader::fail(setting, fmt::format("has no port from 1 to 65535: \"{}\"", port), help);
-  }
-  endpoint.port = *number;
-  return endpoint;
-}
 
 // torchrun's stream numbers: "3" for every rank, or "0:1,1:2" by local rank. Returns [local rank].
 std::vector<int> parse_stream_bits(const Setting& setting, int local_world_size) {
@@ -188,25 +69,6 @@ std::vector<int> parse_signals(const Setting& setting) {
   return signals;
 }
 
-// The number of `key` in "a=1,b=2"; `fallback` if it is not there.
-double rendezvous_number(const Setting& conf, std::string_view key, double fallback) {
-  for (const std::string_view item : split_list(conf.text, ',')) {
-    const size_t equals = item.find('=');
-    if (equals == std::string_view::npos) {
-      PlanReader::fail(conf, fmt::format("has \"{}\" where KEY=VALUE belongs", item),
-                       "write join_timeout=300");
-    }
-    if (item.substr(0, equals) != key) continue;
-    const auto number = parse_finite_number(item.substr(equals + 1));
-    if (!number || *number <= 0 || *number > kLongestSeconds) {
-      PlanReader::fail(conf, fmt::format("has no number of seconds for {}", key),
-                       fmt::format("write {}=300", key));
-    }
-    return *number;
-  }
-  return fallback;
-}
-
 int count_ranks(PlanReader& reader, const LaunchFacts& facts) {
   const Setting* setting = reader.find("nproc-per-node");
   const int cores = static_cast<int>(facts.cores.size());
@@ -231,78 +93,6 @@ int count_ranks(PlanReader& reader, const LaunchFacts& facts) {
     PlanReader::fail(*setting, "is neither a number nor auto, cpu or gpu", "write -n 4");
   }
   return reader.whole("nproc-per-node", "ranks on this host", 1, 1, kMostRanks);
-}
-
-int count_nodes(PlanReader& reader) {
-  const Setting* setting = reader.find("nnodes");
-  if (setting == nullptr || reader.is_on("standalone")) {
-    reader.add_fact("hosts", "1", reader.is_on("standalone") ? "--standalone" : "default");
-    return 1;
-  }
-  const size_t colon = setting->text.find(':');
-  const std::string least = setting->text.substr(0, colon);
-  const std::string most = colon == std::string::npos ? least : setting->text.substr(colon + 1);
-  if (least != most) {
-    PlanReader::fail(*setting, "asks for a number of hosts that may change while the job runs",
-                     fmt::format("lockstep's jobs keep their size: write --nnodes {}", most));
-  }
-  const auto number = parse_whole_number(least);
-  if (!number || *number < 1 || *number > kMostNodes) {
-    PlanReader::fail(*setting, fmt::format("is not a number of hosts from 1 to {}", kMostNodes),
-                     "write --nnodes 2");
-  }
-  reader.add_fact("hosts", least, setting->source);
-  return *number;
-}
-
-void plan_rendezvous(PlanReader& reader, LaunchPlan& plan) {
-  const Setting* backend = reader.find("rdzv-backend");
-  if (backend != nullptr && backend->text != "static" && backend->text != "c10d") {
-    PlanReader::fail(*backend, "is not a rendezvous that lockstep knows",
-                     "leave it out: the launchers meet at --rdzv-endpoint anyway");
-  }
-  plan.job_id = reader.text("rdzv-id", "job", "none");
-  const Setting* rank = reader.find("node-rank");
-  if (plan.nnodes == 1) {
-    if (rank != nullptr && rank->text != "0") {
-      PlanReader::fail(*rank, "does not exist: there is one host", "say --nnodes as well");
-    }
-    plan.node_rank = 0;
-    return;
-  }
-  plan.node_rank = reader.whole("node-rank", "this host's number", -1, 0, plan.nnodes - 1);
-  if (plan.node_rank < 0) plan.facts.back().value = "by order of arrival";
-  if (const Setting* conf = reader.find("rdzv-conf")) {
-    plan.join_timeout_s = rendezvous_number(*conf, "join_timeout", plan.join_timeout_s);
-  }
-  plan.host_timeout_s = reader.seconds("host-timeout", "silence after which a host is lost", 10);
-  if (plan.host_timeout_s < kShortestHostTimeout) {
-    PlanReader::fail(*reader.find("host-timeout"),
-                     fmt::format("is less than {} s", kShortestHostTimeout),
-                     "hosts send a heartbeat every second: write --host-timeout 10");
-  }
-  const Setting* endpoint = reader.find("rdzv-endpoint");
-  const Setting* master = reader.find("master-addr");
-  if (endpoint == nullptr && master == nullptr) {
-    throw Error(Code::kUsage, fmt::format("{} hosts need a rendezvous endpoint", plan.nnodes),
-                "say --rdzv-endpoint HOST:29400 with host 0's name, the same on every host");
-  }
-  const Setting& chosen = endpoint != nullptr ? *endpoint : *master;
-  Endpoint address =
-      parse_rendezvous_endpoint(chosen, endpoint != nullptr ? kRendezvousPort : kStaticPort);
-  if (endpoint == nullptr && reader.is_on("master-port")) {
-    address.port = reader.whole("master-port", "port of the rendezvous", kStaticPort, 1, 65535);
-  }
-  plan.endpoint_host = address.host;
-  plan.endpoint_port = address.port;
-  reader.add_fact("rendezvous", fmt::format("{}:{}", address.host, address.port), chosen.source);
-}
-
-void plan_master(PlanReader& reader, LaunchPlan& plan) {
-  if (plan.nnodes > 1) return;
-  plan.master_addr = reader.text("master-addr", "MASTER_ADDR", "127.0.0.1");
-  plan.master_port = reader.whole("master-port", "MASTER_PORT", 0, 1, 65535);
-  if (plan.master_port == 0) plan.facts.back().value = "a free port";
 }
 
 void plan_cores(PlanReader& reader, const LaunchFacts& facts, LaunchPlan& plan) {
@@ -336,7 +126,7 @@ void plan_backend(PlanReader& reader, LaunchPlan& plan) {
   if (std::find(kBackendNames.begin(), kBackendNames.end(), name) == kBackendNames.end()) {
     PlanReader::fail(*setting, "is not a backend", "write auto, shm, gloo, nccl or ipc");
   }
-  if ((name == "shm" || name == "ipc") && plan.nnodes > 1) {
+  if ((name == "shm" || name == "ipc") && plan.nnodes.several()) {
     PlanReader::fail(*setting, "works on one host only", "write auto, gloo or nccl");
   }
   if (name != "auto") plan.backend = name;
@@ -354,7 +144,7 @@ void plan_console(PlanReader& reader, LaunchPlan& plan) {
                        "write --ranks all or --ranks 0,3");
     }
     const int last = plan.console.ranks->back();
-    if (plan.nnodes == 1 && setting != nullptr && last >= plan.local_world_size) {
+    if (!plan.nnodes.several() && setting != nullptr && last >= plan.local_world_size) {
       PlanReader::fail(*setting, fmt::format("names rank {}, which does not exist", last),
                        fmt::format("ranks are 0 to {}", plan.local_world_size - 1));
     }
@@ -398,18 +188,18 @@ void plan_signals(PlanReader& reader, LaunchPlan& plan) {
 }
 
 void check_faults(const LaunchPlan& plan, const Setting& setting) {
-  const int hosts = plan.nnodes;
+  const bool one_host = !plan.nnodes.several();
   for (const Fault& fault : plan.faults) {
-    if (hosts == 1 && fault.rank >= plan.local_world_size) {
+    if (one_host && fault.rank >= plan.local_world_size) {
       PlanReader::fail(setting, fmt::format("names rank {}", fault.rank),
                        fmt::format("there are ranks 0 to {}", plan.local_world_size - 1));
     }
     const bool between_ranks = fault.kind == FaultKind::kNan || fault.kind == FaultKind::kMismatch;
-    if (between_ranks && hosts == 1 && plan.local_world_size == 1) {
+    if (between_ranks && one_host && plan.local_world_size == 1) {
       PlanReader::fail(setting, "needs gradients that ranks average",
                        "start two ranks or more: -n 2");
     }
-    if (fault.kind == FaultKind::kNetcut && hosts == 1 && plan.backend != "gloo") {
+    if (fault.kind == FaultKind::kNetcut && one_host && plan.backend != "gloo") {
       PlanReader::fail(setting, "cuts connections that ranks of one host do not have",
                        "add --backend gloo, or use several hosts");
     }
@@ -420,6 +210,10 @@ void plan_failures(PlanReader& reader, LaunchPlan& plan) {
   if (const Setting* timeout = reader.find("timeout")) {
     plan.timeout_s = reader.seconds("timeout", "longest wait for a rank", 0);
     if (*plan.timeout_s <= 0) PlanReader::fail(*timeout, "is not a positive time", "write 30");
+  }
+  if (const Setting* timeout = reader.find("step-timeout")) {
+    plan.step_timeout_s = reader.seconds("step-timeout", "longest time without progress", 0);
+    if (*plan.step_timeout_s < 1) PlanReader::fail(*timeout, "is less than 1 s", "write 600");
   }
   plan.grace_s = reader.seconds("grace", "from SIGTERM to SIGKILL", 5);
   plan.max_restarts = reader.whole("max-restarts", "restarts", 0, 0, 1'000'000);
@@ -493,10 +287,16 @@ void note_flags_without_effect(const PlanReader& reader, LaunchPlan& plan) {
     if (setting == nullptr || !flag.group.starts_with("Accepted")) continue;
     plan.notes.push_back(fmt::format("{} has no effect: {}", setting->source, flag.help));
   }
-  for (const char* name : {"rdzv-endpoint", "rdzv-conf", "host-timeout"}) {
+  for (const char* name :
+       {"rdzv-endpoint", "rdzv-conf", "join-timeout", "last-call", "host-timeout", "heartbeat"}) {
     const Setting* setting = reader.find(name);
-    if (setting == nullptr || plan.nnodes > 1) continue;
+    if (setting == nullptr || plan.nnodes.several()) continue;
     plan.notes.push_back(fmt::format("{} has no effect: there is one host", setting->source));
+  }
+  const Setting* last_call = reader.find("last-call");
+  if (last_call != nullptr && plan.nnodes.several() && !plan.nnodes.elastic()) {
+    plan.notes.push_back(
+        fmt::format("{} has no effect: the number of hosts is fixed", last_call->source));
   }
 }
 
@@ -536,9 +336,7 @@ LaunchPlan make_plan(const Settings& settings, const std::vector<std::string>& p
   plan.run_name = make_run_name(program[0], facts.random);
   reader.add_fact("run", plan.run_name, "program's name");
   plan.local_world_size = count_ranks(reader, facts);
-  plan.nnodes = count_nodes(reader);
-  plan_rendezvous(reader, plan);
-  plan_master(reader, plan);
+  plan_hosts(reader, plan);
   plan_cores(reader, facts, plan);
   plan_backend(reader, plan);
   plan.role = reader.text("role", "role", "default");
@@ -568,7 +366,7 @@ std::string describe_plan(const LaunchPlan& plan) {
 
 std::string start_line(const LaunchPlan& plan) {
   const std::string hosts =
-      plan.nnodes == 1 ? "" : fmt::format(" on each of {} hosts", plan.nnodes);
+      plan.nnodes.several() ? fmt::format(" on each of {} hosts", plan.nnodes.words()) : "";
   return fmt::format("lockstep {}: {}{}, {}, backend {}, {} {}", kVersion,
                      plural(plan.local_world_size, "rank"), hosts, share_of_each(plan),
                      plan.backend.empty() ? "auto" : plan.backend,

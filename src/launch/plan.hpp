@@ -51,17 +51,20 @@ struct LaunchPlan {
   std::string backend;  ///< "" means auto
   std::string role = "default";
 
-  int nnodes = 1;
+  HostCount nnodes;
   int node_rank = -1;         ///< -1: by order of arrival
   std::string endpoint_host;  ///< of the rendezvous of several hosts
   int endpoint_port = 0;
   std::string job_id = "none";
-  double join_timeout_s = 300;
+  double join_timeout_s = 300;  ///< longest wait for enough hosts
+  double last_call_s = 30;      ///< wait for each further host once nnodes.least have come
+  double heartbeat_s = 1;
   double host_timeout_s = 10;             ///< a host that is silent for so long is lost
   std::string master_addr = "127.0.0.1";  ///< one host only; several agree on one
   int master_port = 0;                    ///< 0: any free port
 
   std::optional<double> timeout_s;
+  std::optional<double> step_timeout_s;  ///< without a step or collective of any rank
   double grace_s = 5;
   int max_restarts = 0;
   std::vector<int> signals;   ///< handled by the launcher; see SignalWatch

@@ -28,21 +28,20 @@ namespace lockstep {
 namespace {
 
 constexpr int64_t kLastMessageNs = 1'000'000'000;
-
-// At least once a second, whatever this host's timeout is: another host's may be shorter.
-int64_t beat_ns(const RendezvousOptions& options) {
-  return std::min<int64_t>(options.lost_after_ns / 10, 1'000'000'000);
-}
+constexpr int64_t kShortestWaitNs = 1'000'000;
+constexpr int64_t kLongestWaitNs = 1'000'000'000;
 
 void check_options(const RendezvousOptions& options, const NodeOffer& offer) {
   const auto fail = [](const std::string& message, const char* help) {
     throw Error(Code::kUsage, message, help);
   };
-  if (options.nnodes < 1 || options.nnodes > kMaxNodes)
-    fail(fmt::format("a job of {} hosts", options.nnodes), "use --nnodes 1 to 2048");
-  if (offer.node_rank >= options.nnodes) {
+  if (options.nnodes.least < 1 || options.nnodes.most < options.nnodes.least ||
+      options.nnodes.most > kMostHosts) {
+    fail(fmt::format("a job of {} hosts", options.nnodes.words()), "use --nnodes 1 to 2048");
+  }
+  if (offer.node_rank >= options.nnodes.most) {
     fail(fmt::format("node rank {} does not exist in a job of {} hosts", offer.node_rank,
-                     options.nnodes),
+                     options.nnodes.words()),
          "count --node-rank from 0");
   }
   if (options.serve && offer.node_rank > 0) {
@@ -72,7 +71,7 @@ struct CoordinatorServer {
         hub(listen_tcp({options.host, options.port}),
             {.token = options.token,
              .max_payload = kMaxNodeMessage,
-             .tick_ns = beat_ns(options),
+             .tick_ns = options.heartbeat_ns,
              .linger_ns = kLastMessageNs},
             coordinator, [&] {
               std::vector<Socket> adopted;
@@ -102,8 +101,9 @@ class NetworkNodeLink final : public NodeLink {
                   Connection connection);
 
   void post(const NodeMessage& message);
-  void await_layout(int64_t deadline_ns);
+  bool await_layout(int64_t deadline_ns);
   [[noreturn]] void throw_incomplete(int64_t since_ns) const;
+  std::string waiting_for(int64_t longest_ns) const;
   std::vector<std::string> notes() const;
   std::string endpoint() const;
 
@@ -128,6 +128,7 @@ class NetworkNodeLink final : public NodeLink {
   std::deque<std::string> outbox_;
   std::deque<NodeEvent> events_;
   std::optional<JobLayout> next_layout_;
+  std::string node_0_;  // its host's name, once an attempt has begun
   StatusMessage status_;
   RefusedMessage refusal_;
   std::string why_lost_;
@@ -156,8 +157,10 @@ std::unique_ptr<NodeLink> NetworkNodeLink::join(const RendezvousOptions& options
                          .job_id = options.job_id,
                          .nnodes = options.nnodes,
                          .max_restarts = options.max_restarts,
+                         .heartbeat_ns = options.heartbeat_ns,
+                         .lost_after_ns = options.lost_after_ns,
                          .offer = offer});
-  link->await_layout(options.deadline_ns);
+  if (!link->await_layout(options.deadline_ns)) return nullptr;
   return link;
 }
 
@@ -213,7 +216,9 @@ void NetworkNodeLink::rejoin(int master_port, int64_t deadline_ns) {
     }
   }
   post(RejoinMessage{master_port});
-  await_layout(deadline_ns);
+  if (await_layout(deadline_ns)) return;
+  throw Error(Code::kRendezvous, "the job has finished: it cannot be joined again",
+              "start it again on all hosts");
 }
 
 void NetworkNodeLink::post(const NodeMessage& message) {
@@ -224,27 +229,53 @@ void NetworkNodeLink::post(const NodeMessage& message) {
   outbox_wake_.raise();
 }
 
-void NetworkNodeLink::await_layout(int64_t deadline_ns) {
+// Returns false if the job finished instead.
+bool NetworkNodeLink::await_layout(int64_t deadline_ns) {
   const int64_t since_ns = running_ns();
+  std::string told;
   std::unique_lock lock(mutex_);
   while (!next_layout_) {
     if (state_ == State::kRefused) throw Error(Code::kRendezvous, refusal_.why, refusal_.help);
-    if (state_ == State::kFinished) {
-      throw Error(Code::kRendezvous, "the job has finished: it cannot be joined again",
-                  "start it again on all hosts");
-    }
+    if (state_ == State::kFinished) return false;
     if (state_ == State::kLost) {
       throw Error(Code::kRendezvous,
-                  fmt::format("the rendezvous at {} ended before all hosts had joined: {}",
+                  fmt::format("the rendezvous at {} ended before enough hosts had joined: {}",
                               endpoint(), why_lost_),
                   "look at the launcher of node 0: it gave up, failed, or was stopped", notes());
     }
     const int64_t left_ns = deadline_ns - running_ns();
-    if (left_ns <= 0) throw_incomplete(since_ns);
-    changed_.wait_for(lock, std::chrono::nanoseconds(std::min<int64_t>(left_ns, 1'000'000'000)));
+    // With enough hosts here an attempt is about to begin: only the last call is awaited.
+    const bool enough =
+        status_.running == 0 && static_cast<int>(status_.present.size()) >= options_.nnodes.least;
+    if (left_ns <= 0 && !enough) throw_incomplete(since_ns);
+    if (const std::string line = waiting_for(deadline_ns - since_ns); line != told) {
+      told = line;
+      lock.unlock();
+      if (!line.empty()) options_.on_wait(line);
+      lock.lock();
+      continue;
+    }
+    changed_.wait_for(lock, std::chrono::nanoseconds(
+                                std::clamp<int64_t>(left_ns, kShortestWaitNs, kLongestWaitNs)));
   }
   layout_ = std::move(*next_layout_);
   next_layout_.reset();
+  return true;
+}
+
+// What this host waits for, in one line; "" if there is nothing to say.
+std::string NetworkNodeLink::waiting_for(int64_t longest_ns) const {
+  const auto here = static_cast<int>(status_.present.size());
+  if (status_.running > 0) {
+    return fmt::format(
+        "the job runs on {} host{} now; this host waits for its next attempt, at most {}",
+        status_.running, status_.running == 1 ? "" : "s",
+        format_seconds(static_cast<double>(longest_ns) / 1e9));
+  }
+  if (here == 0 || here == options_.nnodes.most) return "";
+  if (!options_.nnodes.elastic() && status_.lost.empty()) return "";
+  return fmt::format("{} of {} hosts are here; waiting for {}", here, options_.nnodes.words(),
+                     here < options_.nnodes.least ? "more" : "others that may come");
 }
 
 std::string NetworkNodeLink::endpoint() const {
@@ -258,28 +289,38 @@ std::vector<std::string> NetworkNodeLink::notes() const {
   }
   std::vector<std::string> all;
   if (!here.empty()) all.push_back(fmt::format("here: {}", fmt::join(here, ", ")));
+  for (const auto& who : status_.lost) all.push_back("lost: " + who);
   for (const auto& who : status_.turned_away) all.push_back("turned away: " + who);
   return all;
 }
 
 void NetworkNodeLink::throw_incomplete(int64_t since_ns) const {
+  const std::string waited = format_seconds(static_cast<double>(running_ns() - since_ns) / 1e9);
+  if (status_.running > 0) {
+    throw Error(Code::kRendezvous,
+                fmt::format("the job at {} needed no further host within {}: it runs on {}",
+                            endpoint(), waited, status_.running),
+                "start this host again to wait again, or with a longer --join-timeout", notes());
+  }
   std::vector<int> missing;
-  for (int rank = 0; rank < options_.nnodes; ++rank) missing.push_back(rank);
-  bool all_numbered = true;
+  for (int rank = 0; rank < options_.nnodes.most; ++rank) missing.push_back(rank);
+  bool all_numbered = !options_.nnodes.elastic();
   for (const auto& [rank, host] : status_.present) {
     all_numbered = all_numbered && rank >= 0;
     std::erase(missing, rank);
   }
-  const size_t count = static_cast<size_t>(options_.nnodes) - status_.present.size();
+  const int here = static_cast<int>(status_.present.size());
   const std::string who = all_numbered ? fmt::format("node {}", fmt::join(missing, ", node "))
-                                       : fmt::format("{} more", count);
-  throw Error(Code::kRendezvous,
-              fmt::format("{} of {} hosts came to {} within {}; missing: {}",
-                          status_.present.size(), options_.nnodes, endpoint(),
-                          format_seconds(static_cast<double>(running_ns() - since_ns) / 1e9), who),
-              "start `lockstep run` on every host with the same --nnodes and --rdzv-endpoint, and "
-              "check that no firewall is in between",
-              notes());
+                                       : fmt::format("{} more", options_.nnodes.least - here);
+  throw Error(
+      Code::kRendezvous,
+      fmt::format("{} of {} hosts came to {} within {}; missing: {}", here,
+                  options_.nnodes.elastic() ? fmt::format("at least {}", options_.nnodes.least)
+                                            : options_.nnodes.text(),
+                  endpoint(), waited, who),
+      "start `lockstep run` on every host with the same --nnodes and --rdzv-endpoint, and "
+      "check that no firewall is in between",
+      notes());
 }
 
 void NetworkNodeLink::run() {
@@ -293,7 +334,7 @@ void NetworkNodeLink::run() {
 }
 
 void NetworkNodeLink::talk() {
-  int64_t next_beat_ns = running_ns() + beat_ns(options_);
+  int64_t next_beat_ns = running_ns() + options_.heartbeat_ns;
   int64_t heard_ns = running_ns();
   for (;;) {
     bool stop = false;
@@ -311,7 +352,7 @@ void NetworkNodeLink::talk() {
     }
     if (running_ns() >= next_beat_ns) {
       connection_->post(encode(BeatMessage{}));
-      next_beat_ns = running_ns() + beat_ns(options_);
+      next_beat_ns = running_ns() + options_.heartbeat_ns;
     }
     // Node 0's own launcher shares the coordinator's process.
     if (!server_ && running_ns() - heard_ns > options_.lost_after_ns) {
@@ -335,9 +376,9 @@ void NetworkNodeLink::handle(const NodeMessage& message) {
     state_ = State::kFailed;
     put_event({NodeEvent::Kind::kFailed, failed->failure});
   } else if (std::holds_alternative<FinishedMessage>(message)) {
-    if (state_ != State::kRunning) return;
+    if (state_ == State::kRunning) put_event({NodeEvent::Kind::kFinished, std::nullopt});
+    if (state_ != State::kRunning && state_ != State::kJoining) return;
     state_ = State::kFinished;
-    put_event({NodeEvent::Kind::kFinished, std::nullopt});
   } else if (const auto* refused = std::get_if<RefusedMessage>(&message)) {
     refusal_ = *refused;
     state_ = State::kRefused;
@@ -349,6 +390,7 @@ void NetworkNodeLink::take_layout(const LayoutMessage& message) {
   JobLayout layout = message.layout;
   if (!server_) layout.master_addr = server_address_;
   layout.store = endpoint_text(layout.master_addr, message.store_port);
+  node_0_ = layout.hosts[0];
   next_layout_ = std::move(layout);
 }
 
@@ -361,11 +403,7 @@ void NetworkNodeLink::lose(const std::string& why) {
   const std::lock_guard lock(mutex_);
   if (state_ == State::kFinished || state_ == State::kRefused) return;
   if (state_ == State::kRunning) {
-    put_event({NodeEvent::Kind::kFailed,
-               RemoteFailure{.node_rank = 0,
-                             .rank = -1,
-                             .exit_code = 1,
-                             .text = fmt::format("node 0's launcher was lost: {}", why)}});
+    put_event({NodeEvent::Kind::kFailed, loss_of_node_0(node_0_, why)});
   }
   why_lost_ = why;
   state_ = State::kLost;

@@ -1,16 +1,19 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "launch/flags.hpp"
+
 namespace lockstep {
 
 /// What one host's launcher contributes to a job of several hosts.
 struct NodeOffer {
-  int node_rank = -1;  ///< -1: assign one by order of arrival
+  int node_rank = -1;  ///< this host's place among the others; -1: by order of arrival
   int local_world_size = 1;
   std::string host;     ///< this host's name, for messages
   int master_port = 0;  ///< free on this host; node 0's becomes MASTER_PORT
@@ -22,10 +25,16 @@ struct RendezvousOptions {
   bool serve = false;  ///< this launcher, node 0, serves the rendezvous
   std::string token;   ///< the secret that all launchers prove to know
   std::string job_id;  ///< --rdzv-id; launchers with another id are refused
-  int nnodes = 1;
-  int max_restarts = 0;  ///< must be the same everywhere
-  int64_t deadline_ns = 0;
+  // Must be the same everywhere.
+  HostCount nnodes;
+  int max_restarts = 0;
+  int64_t heartbeat_ns = 1'000'000'000;
   int64_t lost_after_ns = 10'000'000'000;  ///< of silence, by the running clock
+
+  int64_t deadline_ns = 0;
+  int64_t last_call_ns = 30'000'000'000;  ///< node 0's counts
+  /// Called while join() and rejoin() wait, on the caller's thread: one line for the console.
+  std::function<void(const std::string&)> on_wait = [](const std::string&) {};
 };
 
 /// What all launchers agreed on.
@@ -43,13 +52,20 @@ struct JobLayout {
   int first_rank() const;  ///< of this node
 };
 
+/// Whether another attempt may follow a failure.
+enum class Restart {
+  kMayHelp,
+  kSameAgain,  ///< the ranks would end the same way again
+  kImpossible  ///< the job was asked to stop, or node 0 was lost
+};
+
 /// A failure anywhere in the job, as reported to the other hosts.
 struct RemoteFailure {
   int node_rank = 0;
-  int rank = -1;  ///< in the world; -1: the host itself was lost
+  int rank = -1;  ///< in the world; -1: the host itself was lost, or is leaving
   int exit_code = 1;
-  std::string text;        ///< one line
-  bool permanent = false;  ///< a restart cannot help
+  std::string text;  ///< one line
+  Restart restart = Restart::kMayHelp;
 };
 
 /// What a launcher learns from the others.
@@ -63,10 +79,14 @@ struct NodeEvent {
 /// The rendezvous of the launchers, and the link between them while the job runs. Every message is
 /// authenticated by HMAC; sizes and times are bounded; unauthenticated peers delay nobody. A host
 /// that is silent for lost_after_ns, or disconnects before all its ranks have finished, is lost.
+/// Node 0 decides who takes part: a host that has lost node 0 ends its ranks, so that after a cut
+/// of the network only node 0's side can go on.
 class NodeLink {
  public:
-  /// Waits until all nodes have joined. A kRendezvous error names who came and who did not, or says
-  /// why this launcher was refused.
+  /// Waits until an attempt begins: with nnodes.most hosts, or with at least nnodes.least if no
+  /// other came for last_call_ns. A launcher that comes while an attempt runs waits for the next
+  /// one; the result is nullptr if the job finishes without it. A kRendezvous error names who came
+  /// and who did not, or says why this launcher was refused.
   static std::unique_ptr<NodeLink> join(const RendezvousOptions& options, const NodeOffer& offer);
   virtual ~NodeLink() = default;
 
@@ -82,9 +102,9 @@ class NodeLink {
   /// Reports that all ranks of this host ended well. kFinished comes when those of all hosts have.
   virtual void report_finished() = 0;
 
-  /// After a failure, when this host's ranks are gone: waits for the other hosts and agrees on a
-  /// new attempt (new session, master port and store). Counts as one restart; more than
-  /// max_restarts are an Error. A host that joins meanwhile may replace one that was lost.
+  /// After a failure, when this host's ranks are gone: waits for the other hosts, as join() does,
+  /// and agrees on a new attempt (new session, master port and store; other hosts and ranks if some
+  /// were lost or came). Counts as one restart; more than max_restarts are an Error.
   virtual void rejoin(int master_port, int64_t deadline_ns) = 0;
 };
 

@@ -1,9 +1,12 @@
 #include "launch/rendezvous_messages.hpp"
 
+#include <fmt/format.h>
+
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
+#include "base/json_text.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -21,8 +24,11 @@ json to_json(const JoinMessage& message) {
   return {{"type", "join"},
           {"version", message.version},
           {"job_id", cut(message.job_id)},
-          {"nnodes", message.nnodes},
+          {"min_nnodes", message.nnodes.least},
+          {"max_nnodes", message.nnodes.most},
           {"max_restarts", message.max_restarts},
+          {"heartbeat_ns", message.heartbeat_ns},
+          {"lost_after_ns", message.lost_after_ns},
           {"node_rank", message.offer.node_rank},
           {"local_world_size", message.offer.local_world_size},
           {"host", cut(message.offer.host)},
@@ -43,7 +49,7 @@ json to_json(const FailedMessage& message) {
           {"rank", message.failure.rank},
           {"exit_code", message.failure.exit_code},
           {"text", cut(message.failure.text)},
-          {"permanent", message.failure.permanent}};
+          {"restart", static_cast<int>(message.failure.restart)}};
 }
 
 json to_json(const FinishedMessage& /*message*/) {
@@ -55,7 +61,11 @@ json to_json(const RefusedMessage& message) {
 }
 
 json to_json(const StatusMessage& message) {
-  return {{"type", "status"}, {"present", message.present}, {"turned_away", message.turned_away}};
+  return {{"type", "status"},
+          {"running", message.running},
+          {"present", message.present},
+          {"lost", message.lost},
+          {"turned_away", message.turned_away}};
 }
 
 json to_json(const LayoutMessage& message) {
@@ -66,15 +76,21 @@ json to_json(const LayoutMessage& message) {
           {"hosts", layout.hosts},
           {"master_addr", layout.master_addr},
           {"master_port", layout.master_port},
-          {"round", layout.attempt},
+          {"attempt", layout.attempt},
           {"session", layout.session},
           {"store_port", message.store_port}};
 }
 
 int integer(const json& object, const char* name, int least, int most) {
-  const auto value = object.at(name).get<int64_t>();
-  if (value < least || value > most) throw std::out_of_range(name);
-  return static_cast<int>(value);
+  const auto value = whole_number_in(object.at(name), least, most);
+  if (!value) throw std::out_of_range(name);
+  return static_cast<int>(*value);
+}
+
+int64_t duration(const json& object, const char* name) {
+  const auto value = whole_number_in(object.at(name), 0, std::numeric_limits<int64_t>::max());
+  if (!value) throw std::out_of_range(name);
+  return *value;
 }
 
 std::string text(const json& object, const char* name) {
@@ -87,35 +103,52 @@ constexpr int kMaxPort = 65535;
 constexpr int kMaxRanks = 1 << 20;
 constexpr int kMaxInt = std::numeric_limits<int>::max();
 
+std::vector<std::string> texts(const json& object, const char* name) {
+  auto values = object.at(name).get<std::vector<std::string>>();
+  for (const auto& value : values) {
+    if (value.size() > kMaxText) throw std::out_of_range(name);
+  }
+  return values;
+}
+
 NodeMessage read_join(const json& object) {
   return JoinMessage{
       .version = text(object, "version"),
       .job_id = text(object, "job_id"),
-      .nnodes = integer(object, "nnodes", 1, kMaxNodes),
+      .nnodes = {.least = integer(object, "min_nnodes", 1, kMostHosts),
+                 .most = integer(object, "max_nnodes", 1, kMostHosts)},
       .max_restarts = integer(object, "max_restarts", 0, kMaxInt),
-      .offer = {.node_rank = integer(object, "node_rank", -1, kMaxNodes - 1),
+      .heartbeat_ns = duration(object, "heartbeat_ns"),
+      .lost_after_ns = duration(object, "lost_after_ns"),
+      .offer = {.node_rank = integer(object, "node_rank", -1, kMostHosts - 1),
                 .local_world_size = integer(object, "local_world_size", 1, kMaxRanks),
                 .host = text(object, "host"),
                 .master_port = integer(object, "master_port", 0, kMaxPort)}};
 }
 
 NodeMessage read_failed(const json& object) {
-  return FailedMessage{{.node_rank = integer(object, "node_rank", 0, kMaxNodes - 1),
+  return FailedMessage{{.node_rank = integer(object, "node_rank", 0, kMostHosts - 1),
                         .rank = integer(object, "rank", -1, kMaxInt),
                         .exit_code = integer(object, "exit_code", -kMaxInt, kMaxInt),
                         .text = text(object, "text"),
-                        .permanent = object.at("permanent").get<bool>()}};
+                        .restart = static_cast<Restart>(integer(object, "restart", 0, 2))}};
 }
 
 NodeMessage read_layout(const json& object) {
   LayoutMessage message;
   JobLayout& layout = message.layout;
-  layout.node_rank = integer(object, "node_rank", 0, kMaxNodes - 1);
-  object.at("local_world_sizes").get_to(layout.local_world_sizes);
-  object.at("hosts").get_to(layout.hosts);
+  layout.node_rank = integer(object, "node_rank", 0, kMostHosts - 1);
+  int64_t ranks = 0;
+  for (const json& size : object.at("local_world_sizes")) {
+    layout.local_world_sizes.push_back(
+        static_cast<int>(whole_number_in(size, 1, kMaxRanks).value_or(0)));
+    ranks += layout.local_world_sizes.back();
+    if (layout.local_world_sizes.back() == 0 || ranks > kMaxInt) throw std::out_of_range("ranks");
+  }
+  layout.hosts = texts(object, "hosts");
   layout.master_addr = text(object, "master_addr");
   layout.master_port = integer(object, "master_port", 0, kMaxPort);
-  layout.attempt = integer(object, "round", 0, kMaxInt);
+  layout.attempt = integer(object, "attempt", 0, kMaxInt);
   layout.session = text(object, "session");
   message.store_port = integer(object, "store_port", 1, kMaxPort);
   const size_t nodes = layout.hosts.size();
@@ -135,8 +168,14 @@ NodeMessage read(const json& object) {
   if (type == "layout") return read_layout(object);
   if (type != "status") throw std::out_of_range(type);
   StatusMessage status;
-  object.at("present").get_to(status.present);
-  object.at("turned_away").get_to(status.turned_away);
+  status.running = integer(object, "running", 0, kMostHosts);
+  for (const json& node : object.at("present")) {
+    const auto rank = whole_number_in(node.at(0), -1, kMostHosts - 1);
+    if (!rank || node.size() != 2) throw std::out_of_range("present");
+    status.present.emplace_back(static_cast<int>(*rank), node.at(1).get<std::string>());
+  }
+  status.lost = texts(object, "lost");
+  status.turned_away = texts(object, "turned_away");
   return status;
 }
 
@@ -149,9 +188,20 @@ std::string encode(const NodeMessage& message) {
   return object.dump(-1, ' ', false, json::error_handler_t::replace);
 }
 
+RemoteFailure loss_of_node_0(const std::string& host, const std::string& why) {
+  return {
+      .node_rank = 0,
+      .rank = -1,
+      .exit_code = 1,
+      .text = fmt::format("host {} (node 0), which coordinates the job, was lost: {}", host, why),
+      .restart = Restart::kImpossible};
+}
+
 NodeMessage decode_node_message(std::string_view payload) {
   try {
-    return read(json::parse(payload));
+    const auto object = parse_json(payload);
+    if (!object) throw std::invalid_argument("not JSON");
+    return read(*object);
   } catch (const std::exception&) {
     throw Error(Code::kRendezvous, "a message that is not a launcher's",
                 "install the same version of lockstep on all hosts");

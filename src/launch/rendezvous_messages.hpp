@@ -13,14 +13,15 @@
 namespace lockstep {
 
 inline constexpr size_t kMaxNodeMessage = 1 << 20;  // bytes
-inline constexpr int kMaxNodes = 2048;
 
 /// A launcher wants to join.
 struct JoinMessage {
   std::string version;  ///< of lockstep
   std::string job_id;
-  int nnodes = 1;
+  HostCount nnodes;
   int max_restarts = 0;
+  int64_t heartbeat_ns = 0;
+  int64_t lost_after_ns = 0;
   NodeOffer offer;
 };
 
@@ -46,13 +47,15 @@ struct RefusedMessage {
   std::string help;
 };
 
-/// From node 0, while it waits for hosts: who has joined.
+/// From node 0, to hosts that wait for an attempt.
 struct StatusMessage {
-  std::vector<std::pair<int, std::string>> present;  ///< node rank (-1: not yet assigned) and host
+  int running = 0;  ///< hosts of the running attempt; 0 between attempts
+  std::vector<std::pair<int, std::string>> present;  ///< waiting: place (-1: none yet) and host
+  std::vector<std::string> lost;                     ///< since the last attempt began: who, and why
   std::vector<std::string> turned_away;              ///< who, and why
 };
 
-/// From node 0: all have joined. The receiver derives layout.store from its master_addr.
+/// From node 0: an attempt begins. The receiver derives layout.store from its master_addr.
 struct LayoutMessage {
   JobLayout layout;  ///< master_addr is set for node 0 only
   int store_port = 0;
@@ -62,6 +65,9 @@ using NodeMessage = std::variant<JoinMessage, RejoinMessage, BeatMessage, Failed
                                  FinishedMessage, RefusedMessage, StatusMessage, LayoutMessage>;
 
 std::string encode(const NodeMessage& message);
+
+/// The failure of a job that has lost the host of its coordinator.
+RemoteFailure loss_of_node_0(const std::string& host, const std::string& why);
 
 /// Anything that encode() cannot produce is an Error (kRendezvous).
 NodeMessage decode_node_message(std::string_view payload);

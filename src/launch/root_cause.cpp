@@ -7,12 +7,10 @@
 
 #include <algorithm>
 #include <array>
-#include <charconv>
-#include <fstream>
-#include <iterator>
 #include <set>
 
 #include "launch/flags.hpp"
+#include "launch/stall.hpp"
 #include "lockstep/detail/board.hpp"
 #include "lockstep/units.hpp"
 
@@ -178,6 +176,7 @@ Code code_of(const RootCause& root_cause, const RankView* root) {
     case Cause::kHalted:
     case Cause::kMissing:
     case Cause::kLate:
+    case Cause::kStalled:
       return Code::kRankAbsent;
     case Cause::kDisagreement:
       return Code::kCallMismatch;
@@ -190,6 +189,13 @@ Code code_of(const RootCause& root_cause, const RankView* root) {
       break;
   }
   return root != nullptr && root->board.error ? root->board.error->code : Code::kProgramFailed;
+}
+
+// Some errors name their rank themselves.
+std::string with_rank(const std::string& who, const std::string& message) {
+  const bool named = message.starts_with(who + ",") || message.starts_with(who + ":") ||
+                     message.starts_with(who + " ");
+  return named ? message : who + ": " + message;
 }
 
 std::string message_of(const RootCause& root_cause, const RankView* root,
@@ -206,16 +212,19 @@ std::string message_of(const RootCause& root_cause, const RankView* root,
                         : " did not come: it was running, but not where the others waited");
     case Cause::kLate:
       return who + " did not come in time to a call in which others waited for it";
+    case Cause::kStalled:
+      return fmt::format("{} made no step and no collective for {} (--step-timeout)",
+                         name_ranks(root_cause.stalled), format_seconds(root_cause.stalled_s));
     case Cause::kLeft:
       return fmt::format("{} ended with exit code {} {}", who, root->end->exit_code(),
                          root_cause.before_rendezvous
                              ? "and never came to the rendezvous of all ranks"
                              : "while others needed it");
     case Cause::kDisagreement:
-      return one_line(
-          root->board.error->code == Code::kCallMismatch
-              ? root->board.error->message
-              : fmt::format("ranks wait for each other: {}: {}", who, root->board.error->message));
+      return one_line(root->board.error->code == Code::kCallMismatch
+                          ? root->board.error->message
+                          : "ranks wait for each other: " +
+                                with_rank(who, root->board.error->message));
     case Cause::kRemote:
       return facts.remote.empty() ? who + " of another host is at fault" : one_line(facts.remote);
     case Cause::kSignal:
@@ -224,7 +233,7 @@ std::string message_of(const RootCause& root_cause, const RankView* root,
     case Cause::kExit:
       break;
   }
-  if (root->board.error) return one_line(fmt::format("{}: {}", who, root->board.error->message));
+  if (root->board.error) return one_line(with_rank(who, root->board.error->message));
   const std::string how = fmt::format("{} ended with exit code {}", who, root->end->exit_code());
   return facts.error_message.empty() ? how : one_line(how + ": " + facts.error_message);
 }
@@ -278,16 +287,22 @@ void add_other_sides(const RankView& root, const std::vector<RankView>& views,
   notes.emplace_back("it is unknown which of them is wrong");
 }
 
-std::string read_all(const std::string& path) {
-  std::ifstream file(path);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
-std::string_view next_line(std::string_view& text) {
-  const size_t end = std::min(text.find('\n'), text.size());
-  const std::string_view line = text.substr(0, end);
-  text.remove_prefix(std::min(end + 1, text.size()));
-  return line;
+// Where the other ranks are that make no progress.
+void add_stalled(const RootCause& root_cause, const std::vector<RankView>& views,
+                 const FailureFacts& facts, std::vector<std::string>& notes) {
+  size_t shown = 0;
+  for (const RankView& view : views) {
+    const auto& stalled = root_cause.stalled;
+    const bool other = view.rank != root_cause.rank &&
+                       std::find(stalled.begin(), stalled.end(), view.rank) != stalled.end();
+    if (!other || shown++ >= kQuotedLines) continue;
+    std::string note =
+        fmt::format("rank {} was at {}", view.rank, position_of(view.board, facts.now_ns));
+    if (const auto stack = facts.stacks.find(view.rank); stack != facts.stacks.end()) {
+      note += fmt::format("; its stack: {}", fmt::join(stack->second, " < "));
+    }
+    notes.push_back(one_line(note));
+  }
 }
 
 }  // namespace
@@ -322,12 +337,21 @@ RootCause find_root_cause(const std::vector<RankView>& views, bool out_of_memory
   return root_cause;
 }
 
-bool may_change(const RootCause& root_cause, const std::vector<RankView>& views) {
+Restart restart_after(const RootCause& root_cause, const std::vector<RankView>& views) {
   const RankView* root = find_rank(views, root_cause.rank);
-  if (root_cause.cause != Cause::kExit || root == nullptr) return true;
-  if (root->board.error) return !is_permanent(root->board.error->code);
-  return std::find(kPermanentExits.begin(), kPermanentExits.end(), root_cause.exit_code) ==
-         kPermanentExits.end();
+  if (root_cause.cause != Cause::kExit || root == nullptr) return Restart::kMayHelp;
+  const bool permanent = root->board.error
+                             ? is_permanent(root->board.error->code)
+                             : std::find(kPermanentExits.begin(), kPermanentExits.end(),
+                                         root_cause.exit_code) != kPermanentExits.end();
+  return permanent ? Restart::kSameAgain : Restart::kMayHelp;
+}
+
+bool is_victim(const RootCause& root_cause, const std::vector<RankView>& views) {
+  const RankView* root = find_rank(views, root_cause.rank);
+  if (root == nullptr || !root->board.error) return false;
+  const Code code = root->board.error->code;
+  return code == Code::kRankFailed || code == Code::kRankAbsent;
 }
 
 bool first_was_killed(const std::vector<RankView>& views) {
@@ -363,6 +387,25 @@ std::optional<RootCause> find_early_leaver(const std::vector<RankView>& views) {
   return root_cause;
 }
 
+RootCause find_stall(const std::vector<RankView>& views, double longest_s) {
+  RootCause root_cause;
+  root_cause.cause = Cause::kStalled;
+  root_cause.stalled_s = longest_s;
+  const RankView* last = nullptr;
+  for (const RankView& view : views) {
+    if (view.end || waits_for_others(view.board)) continue;
+    root_cause.stalled.push_back(view.rank);
+    if (last == nullptr || view.board.step < last->board.step) last = &view;
+  }
+  root_cause.rank = root_cause.first_failure = last == nullptr ? -1 : last->rank;
+  list_others(views, root_cause);
+  std::erase_if(root_cause.running, [&](int rank) {
+    return std::find(root_cause.stalled.begin(), root_cause.stalled.end(), rank) !=
+           root_cause.stalled.end();
+  });
+  return root_cause;
+}
+
 Patience patience_with(const std::vector<RankView>& views) {
   const Trail trail = follow_blame(views, first_bad_end(views));
   if (!trail.cycle.empty()) return Patience::kNone;
@@ -385,10 +428,11 @@ Error failure_error(const RootCause& root_cause, const std::vector<RankView>& vi
                                 facts.host, root->pid, facts.program));
     const std::string position = position_of(root->board, facts.now_ns);
     if (!position.empty()) notes.push_back("it was at " + position);
-    if (!facts.stack.empty()) {
+    if (const auto stack = facts.stacks.find(root->rank); stack != facts.stacks.end()) {
       notes.push_back(
-          one_line(fmt::format("its stack, innermost first: {}", fmt::join(facts.stack, " < "))));
+          one_line(fmt::format("its stack, innermost first: {}", fmt::join(stack->second, " < "))));
     }
+    add_stalled(root_cause, views, facts, notes);
   }
   if (root_cause.cause == Cause::kDisagreement) {
     add_other_sides(*root, views, notes);
@@ -428,43 +472,6 @@ std::string name_ranks(const std::vector<int>& ranks) {
   // A list of dozens would fill the screen.
   if (ranks.size() > 8) return fmt::format("ranks {}", format_number_list(ranks));
   return fmt::format("ranks {} and {}", fmt::join(but_last, ", "), ranks.back());
-}
-
-std::optional<int64_t> parse_oom_kills(std::string_view text) {
-  constexpr std::string_view kName = "oom_kill ";
-  while (!text.empty()) {
-    const std::string_view line = next_line(text);
-    if (!line.starts_with(kName)) continue;
-    int64_t count = 0;
-    const auto parsed =
-        std::from_chars(line.data() + kName.size(), line.data() + line.size(), count);
-    if (parsed.ec == std::errc()) return count;
-  }
-  return std::nullopt;
-}
-
-std::string oom_counter_file(std::string_view cgroup_text, const std::string& mount) {
-  std::string unified;
-  while (!cgroup_text.empty()) {
-    const std::string_view line = next_line(cgroup_text);  // "4:memory:/path", "0::/path"
-    const size_t second = line.find(':', line.find(':') + 1);
-    if (second == std::string_view::npos) continue;
-    const std::string path(line.substr(second + 1));
-    if (line.find(":memory:") != std::string_view::npos) {
-      return mount + "/memory" + path + "/memory.oom_control";
-    }
-    if (line.starts_with("0::")) unified = mount + path + "/memory.events";
-  }
-  return unified;
-}
-
-OomWatch::OomWatch() : file_(oom_counter_file(read_all("/proc/self/cgroup"), "/sys/fs/cgroup")) {
-  if (file_.empty() || !parse_oom_kills(read_all(file_))) file_ = "/proc/vmstat";
-  before_ = parse_oom_kills(read_all(file_)).value_or(0);
-}
-
-bool OomWatch::happened() const {
-  return parse_oom_kills(read_all(file_)).value_or(0) > before_;
 }
 
 }  // namespace lockstep

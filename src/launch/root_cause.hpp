@@ -1,11 +1,12 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
+#include "launch/rendezvous.hpp"
 #include "launch/supervisor.hpp"
 #include "lockstep/detail/board.hpp"
 #include "lockstep/error.hpp"
@@ -31,6 +32,7 @@ enum class Cause {
   kHalted,        ///< alive, stopped by SIGSTOP
   kMissing,       ///< alive, did not come to a collective
   kLate,          ///< was elsewhere while others waited for it; it has ended since
+  kStalled,       ///< alive, outside of any collective, and made no step for --step-timeout
   kLeft,          ///< ended well while others needed it
   kDisagreement,  ///< ranks made different calls, or wait for each other: who is wrong is unknown
   kRemote         ///< a rank of another host
@@ -45,6 +47,8 @@ struct RootCause {
   int exit_code = 1;
   std::vector<int> gave_up;  ///< other ranks that ended badly by themselves
   std::vector<int> running;  ///< other ranks that are still alive and must be stopped
+  std::vector<int> stalled;  ///< kStalled: all ranks that made no progress, `rank` among them
+  double stalled_s = 0;      ///< kStalled: for so long
 };
 
 /// Blames the first rank that ended badly, unless its own error blames another rank: then that one,
@@ -58,12 +62,18 @@ RootCause find_cause_in_rank(const std::vector<RankView>& views, int rank, bool 
 /// it: nobody has ended badly, but nobody will ever end well.
 std::optional<RootCause> find_early_leaver(const std::vector<RankView>& views);
 
+/// The root cause if a StallWatch found that no rank makes progress.
+RootCause find_stall(const std::vector<RankView>& views, double longest_s);
+
 /// True if a rank has ended well without coming to a rendezvous that others may still start.
 bool may_have_left_early(const std::vector<RankView>& views);
 
-/// True if a restart may help. It cannot if the program itself, its flags or its files are at
+/// Whether a restart may help. It cannot if the program itself, its flags or its files are at
 /// fault.
-bool may_change(const RootCause& root_cause, const std::vector<RankView>& views);
+Restart restart_after(const RootCause& root_cause, const std::vector<RankView>& views);
+
+/// True if the rank at fault says itself that it suffers from another one.
+bool is_victim(const RootCause& root_cause, const std::vector<RankView>& views);
 
 /// True if the first bad end explains itself: SIGKILL, or a fault of the rank's own code. Not
 /// SIGABRT: a program may end this way because another rank has failed.
@@ -85,9 +95,9 @@ struct FailureFacts {
   std::string logs;                      ///< folder of this attempt
   std::string error_message;             ///< from the culprit's error file; "" if there is none
   std::vector<std::string> last_errors;  ///< the culprit's last lines that the console did not show
-  std::vector<std::string> stack;        ///< functions that the culprit is in, innermost first
-  std::string bundle;                    ///< path of the crash bundle; "" if there is none
-  std::string remote;                    ///< what another host said about its rank; "" or one line
+  std::map<int, std::vector<std::string>> stacks;  ///< [rank] functions, innermost first
+  std::string bundle;  ///< path of the crash bundle; "" if there is none
+  std::string remote;  ///< what another host said about its rank; "" or one line
   int64_t now_ns = 0;
 };
 
@@ -101,24 +111,5 @@ std::string failure_line(const RootCause& root_cause, const std::vector<RankView
 
 /// "rank 2", "ranks 0, 1 and 3".
 std::string name_ranks(const std::vector<int>& ranks);
-
-/// Tells whether the system has killed a process for lack of memory since the watch was created.
-/// Best effort: it reads the counter of this process's control group, or of the whole machine.
-class OomWatch {
- public:
-  OomWatch();
-  bool happened() const;
-
- private:
-  std::string file_;
-  int64_t before_ = 0;
-};
-
-/// The number after "oom_kill " at the start of a line of a kernel's file.
-std::optional<int64_t> parse_oom_kills(std::string_view text);
-
-/// The file that counts the kills of this process's control group, found from the text of
-/// /proc/self/cgroup; "" if no group counts memory.
-std::string oom_counter_file(std::string_view cgroup_text, const std::string& mount);
 
 }  // namespace lockstep

@@ -114,6 +114,16 @@ void refuse_several_launchers(const SlurmJob& job) {
       "without lockstep run");
 }
 
+// True if the user starts a launcher on each host. A range of hosts without an endpoint only says
+// how many of the allocation's must be there.
+bool names_its_hosts(const Settings& settings) {
+  const auto nnodes = settings.find("nnodes");
+  if (nnodes == settings.end()) return false;
+  const auto count = parse_host_count(nnodes->second.text);
+  return !count || !count->elastic() || settings.contains("rdzv-endpoint") ||
+         settings.contains("master-addr");
+}
+
 // "n1", "each of 4 hosts".
 std::string name_hosts(const SlurmJob& job) {
   return job.nnodes() == 1 ? job.hosts.front() : fmt::format("each of {} hosts", job.nnodes());
@@ -167,7 +177,7 @@ ClusterStart apply_slurm(const SlurmJob& job, Settings& settings) {
     start.announcement = fmt::format("SLURM job {} on {}", job.job_id, job.here);
     return start;
   }
-  if (!job.in_step && !settings.contains("nnodes")) {
+  if (!job.in_step && !names_its_hosts(settings)) {
     start.announcement =
         fmt::format("SLURM job {}: srun starts a launcher on {}{}", job.job_id, name_hosts(job),
                     job.here.empty() ? ", since this host is not part of the job" : "");

@@ -111,10 +111,11 @@ void GradientSync::State::compare_if_due() {
   constexpr double kRoundings = 64 * std::numeric_limits<float>::epsilon();
   if (found.largest <= static_cast<double>(dropped->count) * kRoundings * found.magnitude) return;
   throw Error(Code::kSyncMisuse,
-              fmt::format("the weights changed after {} micro-steps whose gradients were dropped "
+              fmt::format("the weights changed after {} micro-step{} whose gradients were dropped "
                           "instead of averaged, and were not changed back: {} on rank {} is off by "
                           "{:.2g}",
-                          dropped->micro_steps, found.name, found.rank, found.largest),
+                          dropped->micro_steps, dropped->micro_steps == 1 ? "" : "s", found.name,
+                          found.rank, found.largest),
               "run the last micro-step before each update outside NoSync; or, if ranks may differ, "
               "set DdpOptions::check_unaveraged_updates to false");
 }
@@ -205,11 +206,12 @@ GradientSync::GradientSync(std::shared_ptr<torch::nn::Module> module, const Comm
 
 // If the last window was applied on each rank alone, no later forward can report it.
 GradientSync::~GradientSync() {
-  if (std::uncaught_exceptions() > 0 || state_->reducer->spoiled_micro_steps() == 0) return;
+  const auto spoiled = state_->reducer->spoiled_micro_steps();
+  if (std::uncaught_exceptions() > 0 || spoiled == 0) return;
   print_error(fmt::format(
-      "warning[{}]: the last update used {} micro-steps inside NoSync whose gradients were not "
+      "warning[{}]: the last update used {} micro-step{} inside NoSync whose gradients were not "
       "averaged: the ranks' weights differ\n",
-      code_name(Code::kSyncMisuse), state_->reducer->spoiled_micro_steps()));
+      code_name(Code::kSyncMisuse), spoiled, spoiled == 1 ? "" : "s"));
 }
 
 void GradientSync::before_forward() {

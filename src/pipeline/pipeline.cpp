@@ -11,6 +11,7 @@
 #include <future>
 #include <unordered_map>
 
+#include "base/fault.hpp"
 #include "base/process.hpp"
 #include "gradients/model_sync.hpp"
 #include "lockstep/autocast.hpp"
@@ -126,6 +127,7 @@ class Pipeline::State {
   void continue_backward(const torch::Tensor& x, const torch::Tensor& y, const StepPlan& plan);
   torch::Tensor share_loss(const torch::Tensor& mine) const;
   const Device& last_device() const;
+  int stage_to_spoil() const;
   void run_on_workers(const char* name, const std::function<void(PipelineRank&)>& work);
   void run_here(const std::function<void(PipelineRank&)>& work);
 
@@ -264,6 +266,17 @@ const Device& Pipeline::State::last_device() const {
   return ranks_[ranks_.size() == 1 ? 0 : last]->device();
 }
 
+// The stage in whose gradient `lockstep run --inject nan` puts a NaN in this step; -1 if in none.
+int Pipeline::State::stage_to_spoil() const {
+  FaultInjector& faults = FaultInjector::of_process();
+  faults.begin_backward();
+  if (!faults.take(FaultKind::kNan)) return -1;
+  for (const int stage : local_stages) {
+    if (!local(stage).stage.module()->parameters().empty()) return stage;
+  }
+  return -1;
+}
+
 torch::Tensor Pipeline::State::step(const torch::Tensor& x, const torch::Tensor& y,
                                     const PipelineStep& how) {
   const bool accumulates = !how.synchronise || !last_step_synchronised_;
@@ -272,6 +285,7 @@ torch::Tensor Pipeline::State::step(const torch::Tensor& x, const torch::Tensor&
   plan.loss_factor = how.loss_factor;
   plan.synchronise = how.synchronise;
   plan.share_buffers = options_.broadcast_buffers && last_step_synchronised_;
+  if (how.synchronise) plan.nan_stage = stage_to_spoil();
   if (how.scaler != nullptr) {
     plan.loss_scale = how.scaler->scale(
         torch::ones({}, torch::TensorOptions().device(last_device().torch_device())));

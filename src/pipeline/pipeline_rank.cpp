@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <limits>
 #include <sstream>
 
 #include "lockstep/error.hpp"
@@ -25,6 +26,15 @@ std::vector<std::string> grid_notes(const PipelineFacts& pipeline, const Action&
   std::vector<std::string> notes;
   for (std::string line; std::getline(grid, line);) notes.push_back(line);
   return notes;
+}
+
+void spoil_gradient(const torch::nn::SequentialImpl& module) {
+  for (const auto& parameter : module.parameters()) {
+    const torch::Tensor gradient = parameter.grad();
+    if (!gradient.defined() || gradient.numel() == 0) continue;
+    gradient.view(-1).narrow(0, 0, 1).fill_(std::numeric_limits<double>::quiet_NaN());
+    return;
+  }
 }
 
 }  // namespace
@@ -75,6 +85,7 @@ void PipelineRank::run_action(const Action& action, const StepPlan& plan) {
   pass_on(action, plan, result);
   auto& left = backwards_left_[static_cast<size_t>(action.stage)];
   if (completes(action.kind) && --left == 0) {
+    if (action.stage == plan.nan_stage) spoil_gradient(*at(action.stage).stage.module());
     auto& sync = at(action.stage).sync;
     if (sync) sync->launch(plan.synchronise, plan.weight);
   }

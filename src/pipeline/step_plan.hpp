@@ -24,8 +24,9 @@ struct StepPlan {
   uint64_t seed = 0;
   bool synchronise = true;
   bool share_buffers = true;
-  double weight = 1;  ///< of this rank on the data axis
-  int compared = -1;  ///< this micro-batch's loss is compared with the next one's; -1: none is
+  double weight = 1;   ///< of this rank on the data axis
+  int compared = -1;   ///< this micro-batch's loss is compared with the next one's; -1: none is
+  int nan_stage = -1;  ///< where --inject puts a NaN into a gradient; -1: nowhere
 
   bool has_loss(int micro_batch) const { return loss_shares[static_cast<size_t>(micro_batch)] > 0; }
 

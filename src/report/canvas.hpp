@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -144,8 +145,29 @@ class Drawing final : public Canvas {
   /// Draws the same marks in the same order.
   void replay(Canvas& canvas) const;
 
+  /// A part of the page that leads to a file beside the document.
+  struct Link {
+    Box box;
+    std::string path;
+  };
+  /// A place that a viewer lists beside the pages.
+  struct Bookmark {
+    double y;
+    std::string title;
+    int level;  ///< 0: a section, 1: a part of it
+  };
+
+  void link(const Box& box, std::string path) { links_.push_back({box, std::move(path)}); }
+  void bookmark(double y, std::string title, int level) {
+    bookmarks_.push_back({y, std::move(title), level});
+  }
+  const std::vector<Link>& links() const { return links_; }
+  const std::vector<Bookmark>& bookmarks() const { return bookmarks_; }
+
  private:
   std::vector<Mark> marks_;
+  std::vector<Link> links_;
+  std::vector<Bookmark> bookmarks_;
 };
 
 /// The smallest box around a mark.

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <iterator>
 
 #include "base/file.hpp"
 #include "report/draw_chart.hpp"
@@ -64,6 +65,13 @@ std::vector<WordBlock> blocks_of(const Words& words) {
     open = true;
   }
   return blocks;
+}
+
+std::vector<Listing> listings_of(const Document& document, bool printed) {
+  std::vector<Listing> listings;
+  std::copy_if(document.code.begin(), document.code.end(), std::back_inserter(listings),
+               [printed](const Listing& listing) { return listing.printed == printed; });
+  return listings;
 }
 
 std::vector<std::string> lines_of(std::string_view text) {

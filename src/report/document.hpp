@@ -47,6 +47,7 @@ struct RecordLink {
 struct Listing {
   std::string name;  ///< of its file: "homework2_combined.cpp"
   std::string text;
+  bool printed = true;  ///< in the report; else it has only a link to its file
 };
 
 /// A report, independent of its format.
@@ -63,6 +64,9 @@ struct Document {
   std::vector<RecordLink> records = {};
   std::vector<Listing> code = {};  ///< each is also written to code/<name>
 };
+
+/// The end of the year 9999: no later date can be shown.
+inline constexpr std::time_t kLastDate = 253'402'300'799;
 
 /// "2026-01-02 03:04 UTC".
 std::string format_date(std::time_t date);
@@ -84,6 +88,9 @@ struct WordBlock {
 
 /// The blocks of some words; line breaks inside of a block become spaces.
 std::vector<WordBlock> blocks_of(const Words& words);
+
+/// The listings that are printed, or those that are not.
+std::vector<Listing> listings_of(const Document& document, bool printed);
 
 /// The lines of a listing, with tabs as spaces.
 std::vector<std::string> lines_of(std::string_view text);

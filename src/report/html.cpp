@@ -36,7 +36,8 @@ dd{margin:0;min-width:0;overflow-wrap:anywhere}
 .trained{margin:1.2rem 0 0;padding:.7rem 1rem .3rem;border:1px solid var(--grid);
 border-radius:.4rem}
 .trained h2{font-size:1rem;margin:0;padding:0;border:0}
-.trained dl{border:0;padding:.5rem 0}
+.trained dl{border:0;padding:.5rem 0;grid-auto-flow:dense;
+grid-template-columns:repeat(auto-fill,minmax(min(23rem,100%),1fr))}
 .trained dt{flex-basis:7.5rem}
 .warning{margin:1.2rem 0;padding:.6rem 1rem;border-left:3px solid #d55e00}
 .own{margin:.4rem 0 1.2rem;padding:.5rem 0 .1rem 1rem;border-left:3px solid #0072b2;
@@ -175,10 +176,10 @@ std::string figures_html(const std::vector<Figure>& figures, size_t& number) {
   return html;
 }
 
-std::string code_html(const std::vector<Listing>& code) {
-  if (code.empty()) return "";
+std::string code_html(const Document& document) {
+  if (document.code.empty()) return "";
   std::string html = "<section>\n<h2>Code</h2>\n";
-  for (const auto& listing : code) {
+  for (const auto& listing : listings_of(document, true)) {
     std::string text;
     for (const auto& line : lines_of(listing.text)) text += escape_xml(line) + "\n";
     html += fmt::format(
@@ -186,7 +187,13 @@ std::string code_html(const std::vector<Listing>& code) {
         "aria-label=\"{1}\" tabindex=\"0\"><pre>{2}</pre></div>\n",
         encode_link("code/" + listing.name), escape_xml(listing.name), text);
   }
-  return html + "</section>\n";
+  const auto others = listings_of(document, false);
+  if (!others.empty()) html += "<p>Also run:</p>\n<ul>\n";
+  for (const auto& listing : others) {
+    html += fmt::format("<li><a href=\"{}\">{}</a></li>\n", encode_link("code/" + listing.name),
+                        escape_xml(listing.name));
+  }
+  return html + (others.empty() ? "" : "</ul>\n") + "</section>\n";
 }
 
 std::string records_html(const std::vector<RecordLink>& records) {
@@ -239,7 +246,7 @@ std::string render_html(const Document& document) {
     }
     html += words_html(section.notes, document.author) + "</section>\n";
   }
-  html += code_html(document.code) + records_html(document.records) + "</main>\n";
+  html += code_html(document) + records_html(document.records) + "</main>\n";
   if (viewer) html += fmt::format("<script>{}</script>\n", viewer_script());
   return html + "</body>\n</html>\n";
 }

@@ -83,7 +83,13 @@ std::string render_markdown(const Document& document) {
     text += markdown_words(section.notes, document.author);
   }
   if (!document.code.empty()) text += "\n## Code\n";
-  for (const auto& listing : document.code) text += markdown_listing(listing);
+  for (const auto& listing : listings_of(document, true)) text += markdown_listing(listing);
+  const auto others = listings_of(document, false);
+  if (!others.empty()) text += "\nAlso run:\n\n";
+  for (const auto& listing : others) {
+    text += fmt::format("- [{}]({})\n", markdown_text(listing.name),
+                        encode_link("code/" + listing.name));
+  }
   if (document.records.empty()) return text;
   text += "\n## Records\n\nEverything above is made from these files, one per run.\n\n";
   for (const auto& [name, path] : document.records) {

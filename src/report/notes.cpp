@@ -23,12 +23,13 @@ std::string trimmed(std::string_view text) {
 // Comments as blanks, so that lines keep their numbers.
 std::string without_comments(std::string_view text) {
   std::string rest(text);
-  for (size_t begin = rest.find("<!--"); begin != std::string::npos; begin = rest.find("<!--")) {
+  for (size_t begin = rest.find("<!--"); begin != std::string::npos;) {
     const size_t close = rest.find("-->", begin);
     const size_t end = close == std::string::npos ? rest.size() : close + 3;
     for (size_t i = begin; i < end; ++i) {
       if (rest[i] != '\n') rest[i] = ' ';
     }
+    begin = rest.find("<!--", end);
   }
   return rest;
 }

@@ -29,8 +29,10 @@ constexpr double kHairline = 0.3;
 constexpr Setting kTableTitle{{.size = 8.8, .bold = true}, 13.5, {}};
 constexpr Setting kNote{{.size = 7.2}, 9.8, {Role::kMuted}};
 
-// The width that a column needs in a font of size 1: unbroken, and broken between all words.
+// The width that a column needs in a font of size 1: with nothing broken, with cells unbroken, and
+// broken between all words.
 struct Need {
+  double with_header = 0;
   double whole = 0;
   double word = 0;
 };
@@ -40,14 +42,15 @@ std::vector<Need> needs_of(const Table& table) {
   for (size_t column = 0; column < table.columns().size(); ++column) {
     const Font bold{.size = 1, .bold = true};
     const std::string& header = table.columns()[column].header;
-    Need need{widest_word(header, bold), widest_word(header, bold)};
+    const double unbroken = text_width(header, bold);
+    Need need{unbroken, widest_word(header, bold), widest_word(header, bold)};
     for (const auto& row : table.rows()) {
       need.whole = std::max(need.whole, text_width(row[column], {.size = 1}));
       need.word = std::max(need.word, widest_word(row[column], {.size = 1}));
     }
+    need.with_header = std::max(need.whole, unbroken);
     // A header is broken if it would make its column much wider than the cells do.
-    const double unbroken = text_width(header, bold);
-    if (unbroken <= need.whole * 1.6) need.whole = std::max(need.whole, unbroken);
+    if (unbroken <= need.whole * 1.6) need.whole = need.with_header;
     needs.push_back(need);
   }
   return needs;
@@ -169,9 +172,14 @@ PageTable::PageTable(const Table& table, size_t number, double width, double pag
 }
 
 void PageTable::choose_widths(double width) {
-  const auto needs = needs_of(table_);
+  auto needs = needs_of(table_);
   if (needs.empty()) return;
   const auto gaps = static_cast<double>(needs.size() - 1);
+  double with_headers = 0;
+  for (const auto& need : needs) with_headers += need.with_header;
+  if (with_headers * kLargestFont <= width - gaps * kLeastGap) {  // there is room for all
+    for (auto& need : needs) need.whole = need.with_header;
+  }
   double whole = 0;
   for (const auto& need : needs) whole += need.whole;
   // Use the largest font in which no cell is broken, or else a medium one with broken cells.
@@ -297,6 +305,7 @@ void PageTable::draw_header(Flow& flow) const {
 
 void PageTable::draw(Flow& flow) const {
   flow.need(lead_height());
+  flow.page().bookmark(flow.y(), title_, 1);
   flow.paragraph(title_, kTableTitle);
   flow.advance(2);
   flow.need(header_.height + (rows_.empty() ? 0 : rows_.front().height));

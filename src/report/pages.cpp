@@ -19,6 +19,8 @@ constexpr Setting kBoxTitle{{.size = 8.2, .bold = true}, 12, {}};
 constexpr Setting kOwnLabel{{.size = 7.2}, 10.4, {Role::kMuted}};
 constexpr Setting kCode{{.size = 6.6, .mono = true}, 8.6, {}};
 constexpr Setting kCaption{{.size = 7.2}, 9.8, {Role::kMuted}};
+constexpr Setting kFile{{.size = 7.2}, 9.8, {Role::kPalette, 0}};
+constexpr Setting kListing{{.size = 8.7, .bold = true}, 12.2, {Role::kPalette, 0}};
 constexpr Setting kFact{{.size = 7.4}, 10.4, {}};
 constexpr Setting kFactName{{.size = 7.4}, 10.4, {Role::kMuted}};
 constexpr Setting kCommand{{.size = 7.2, .mono = true}, 10.4, {}};
@@ -233,6 +235,7 @@ void draw_section(Flow& flow, const Section& section, Numbers& numbers, const st
     flow.space(kBeforeHeading);
     const double heading = set_height(section.heading, kHeading, flow.width()) + 4;
     flow.need(heading + section_lead(section, numbers, flow));
+    flow.page().bookmark(flow.y(), section.heading, 0);
     flow.paragraph(section.heading, kHeading);
     flow.advance(4);
   }
@@ -256,11 +259,25 @@ void draw_section(Flow& flow, const Section& section, Numbers& numbers, const st
   for (const auto& question : section.questions) {
     space(7);
     flow.need(question_lead(question, flow.width()));
+    flow.page().bookmark(flow.y(), numbered(question), 1);
     flow.paragraph(numbered(question), kQuestion);
     flow.paragraph(question.answer, kText);
     draw_words(flow, question.notes, author);
   }
   draw_words(flow, section.notes, author);
+}
+
+double baseline_of(const Setting& setting) {
+  return (setting.leading - setting.font.size) / 2 + kAscent * setting.font.size;
+}
+
+// Text that leads to a file beside the report, `indent` from the left edge. Does not advance.
+void draw_link(Flow& flow, double indent, const std::string& text, const std::string& path,
+               const Setting& setting) {
+  const double x = flow.left() + indent;
+  flow.page().text({x, flow.y() + baseline_of(setting)}, text,
+                   {.font = setting.font, .colour = setting.colour});
+  flow.page().link({x, flow.y(), text_width(text, setting.font), setting.leading}, path);
 }
 
 // Numbered lines. A long line goes on below, without a number.
@@ -270,16 +287,18 @@ void draw_listing(Flow& flow, const Listing& listing) {
   const double indent = numbers + 8;
   flow.space(kBetweenBlocks);
   flow.need(kQuestion.leading + 4 * kCode.leading);
-  flow.paragraph(listing.name, kQuestion);
+  flow.page().bookmark(flow.y(), listing.name, 1);
+  draw_link(flow, 0, fit_text(listing.name, kListing.font, flow.width()), "code/" + listing.name,
+            kListing);
+  flow.advance(kListing.leading);
   flow.advance(2);
   for (size_t i = 0; i < lines.size(); ++i) {
     bool first = true;
     for (const auto& part : fold_line(lines[i], kCode.font, flow.width() - indent)) {
       flow.need(kCode.leading);
       if (first) {
-        const double baseline =
-            flow.y() + (kCode.leading - kCode.font.size) / 2 + kAscent * kCode.font.size;
-        flow.page().text({flow.left() + numbers, baseline}, std::to_string(i + 1),
+        flow.page().text({flow.left() + numbers, flow.y() + baseline_of(kCode)},
+                         std::to_string(i + 1),
                          {.font = kCode.font, .colour = {Role::kMuted}, .anchor = Anchor::kEnd});
       }
       first = false;
@@ -288,26 +307,55 @@ void draw_listing(Flow& flow, const Listing& listing) {
   }
 }
 
-void draw_code(Flow& flow, const std::vector<Listing>& code) {
-  if (code.empty()) return;
+// Names of files, one after the other, each with a link.
+void draw_links(Flow& flow, const std::vector<RecordLink>& files) {
+  double x = 0;
+  for (const auto& file : files) {
+    const bool last = &file == &files.back();
+    const std::string name = fit_text(file.name, kFile.font, flow.width() - 4);
+    const double width = text_width(name, kFile.font);
+    if (x > 0 && x + width + 4 > flow.width()) {
+      flow.advance(kFile.leading);
+      x = 0;
+    }
+    flow.need(kFile.leading);
+    draw_link(flow, x, name, file.path, kFile);
+    flow.page().text({flow.left() + x + width, flow.y() + baseline_of(kCaption)}, last ? "." : ",",
+                     {.font = kCaption.font, .colour = kCaption.colour});
+    x += width + text_width(", ", kCaption.font);
+  }
+  flow.advance(kFile.leading);
+}
+
+void draw_code(Flow& flow, const Document& document) {
+  if (document.code.empty()) return;
   flow.space(kBeforeHeading);
   flow.need(kHeading.leading + kBetweenBlocks + kQuestion.leading + 6 * kCode.leading);
+  flow.page().bookmark(flow.y(), "Code", 0);
   flow.paragraph("Code", kHeading);
-  for (const auto& listing : code) draw_listing(flow, listing);
+  for (const auto& listing : listings_of(document, true)) draw_listing(flow, listing);
+  std::vector<RecordLink> others;
+  for (const auto& listing : listings_of(document, false)) {
+    others.push_back({listing.name, "code/" + listing.name});
+  }
+  if (others.empty()) return;
+  flow.space(kBetweenBlocks);
+  flow.need(2 * kCaption.leading);
+  flow.paragraph("Also run, and in the folder code beside this file:", kCaption);
+  draw_links(flow, others);
 }
 
 void draw_records(Flow& flow, const Document& document) {
   if (document.records.empty()) return;
-  std::string names;
-  for (const auto& record : document.records) {
-    names += (names.empty() ? "" : ", ") + record.name;
-  }
   flow.space(kBeforeHeading);
+  flow.need(3 * kCaption.leading);
+  flow.page().bookmark(flow.y(), "Records", 0);
   flow.paragraph(
       fmt::format("Everything measured above is made from {} record{} in the folder records beside "
-                  "this file: {}.",
-                  document.records.size(), document.records.size() > 1 ? "s" : "", names),
+                  "this file:",
+                  document.records.size(), document.records.size() > 1 ? "s" : ""),
       kCaption);
+  draw_links(flow, document.records);
 }
 
 void draw_foot(Drawing& page, const std::string& title, size_t number, size_t count) {
@@ -344,7 +392,7 @@ std::vector<Drawing> lay_out_pages(const Document& document) {
   }
   flow.flush_floats();
   draw_records(flow, document);
-  draw_code(flow, document.code);
+  draw_code(flow, document);
   std::vector<Drawing> pages = flow.take();
   for (size_t i = 0; i < pages.size(); ++i) {
     draw_foot(pages[i], document.title, i + 1, pages.size());

@@ -19,6 +19,7 @@ inline constexpr Box kBody{50, 46, kPageWidth - 100, kPageHeight - 104};
 
 /// The pages of a document with their foot lines. A table row is cut only if it is longer than a
 /// page, a table's header is repeated on every page, and a heading always has something below it.
+/// Sections, tables, questions and listings have bookmarks; records and listings have links.
 std::vector<Drawing> lay_out_pages(const Document& document);
 
 }  // namespace lockstep

@@ -124,6 +124,30 @@ void CairoCanvas::text(Point at, std::string_view utf8, const TextStyle& style) 
   cairo_new_path(context_);
 }
 
+// Links to files beside the PDF. Viewers resolve them against its own folder.
+void add_links(cairo_t* context, const Drawing& page) {
+  for (const auto& [box, path] : page.links()) {
+    const std::string attributes = fmt::format("rect=[{:.2f} {:.2f} {:.2f} {:.2f}] uri='{}'", box.x,
+                                               box.y, box.width, box.height, encode_link(path));
+    cairo_tag_begin(context, CAIRO_TAG_LINK, attributes.c_str());
+    cairo_tag_end(context, CAIRO_TAG_LINK);
+  }
+}
+
+// The list of sections and their parts that a viewer shows beside the pages.
+void add_outline(cairo_surface_t* surface, const std::vector<Drawing>& pages) {
+  int section = CAIRO_PDF_OUTLINE_ROOT;
+  for (size_t i = 0; i < pages.size(); ++i) {
+    for (const auto& [y, title, level] : pages[i].bookmarks()) {
+      const std::string place = fmt::format("page={} pos=[{:.2f} {:.2f}]", i + 1, kPrinted.x, y);
+      const int added = cairo_pdf_surface_add_outline(
+          surface, level == 0 ? CAIRO_PDF_OUTLINE_ROOT : section, clean_text(title).c_str(),
+          place.c_str(), CAIRO_PDF_OUTLINE_FLAG_OPEN);
+      if (level == 0) section = added;
+    }
+  }
+}
+
 cairo_status_t append_bytes(void* bytes, const unsigned char* data, unsigned int length) {
   static_cast<std::string*>(bytes)->append(reinterpret_cast<const char*>(data), length);
   return CAIRO_STATUS_SUCCESS;
@@ -158,10 +182,12 @@ std::string render_pdf(const Document& document) {
     CairoCanvas canvas(context.get());
     for (const auto& page : pages) {
       page.replay(canvas);
+      add_links(context.get(), page);
       cairo_show_page(context.get());
     }
     check_cairo(cairo_status(context.get()));
   }
+  add_outline(surface.get(), pages);
   cairo_surface_finish(surface.get());
   check_cairo(cairo_surface_status(surface.get()));
   return bytes;

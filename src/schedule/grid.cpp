@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "lockstep/error.hpp"
+#include "lockstep/table.hpp"
 #include "schedule/checks.hpp"
 
 namespace lockstep {
@@ -160,7 +161,7 @@ std::string legend(const Schedule& schedule, const Simulation& simulation, size_
   }
   return fmt::format(
       "{}, {} wait; F{}0 is the forward of micro-batch 0{}; a column is {:.3g}, "
-      "bubble {:.1f} %\n",
+      "bubble {:.1f} %",
       fmt::join(kinds, ", "), std::string(width, '.'), with_stage ? "1." : "",
       with_stage ? " in stage 1" : "", tick, 100 * simulation.bubble);
 }
@@ -198,7 +199,9 @@ std::string format_grid(const Schedule& schedule, const Simulation& simulation,
     text += fmt::format("columns {} to {} of {}; the others are left out\n", window.begin,
                         window.end - 1, all.end);
   }
-  return text + legend(schedule, simulation, width, tick);
+  const std::string below = legend(schedule, simulation, width, tick);
+  if (options.width <= 0) return text + below + "\n";
+  return text + wrap_text(below, static_cast<size_t>(options.width)) + "\n";
 }
 
 }  // namespace lockstep

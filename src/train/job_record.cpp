@@ -11,26 +11,10 @@
 
 #include "lockstep/device.hpp"
 #include "lockstep/version.hpp"
+#include "train/rank_texts.hpp"
 
 namespace lockstep {
 namespace {
-
-void send_text(const Communicator& comm, std::string text, int to) {
-  const auto bytes = torch::from_blob(text.data(), {static_cast<int64_t>(text.size())},
-                                      torch::TensorOptions(torch::kUInt8));
-  comm.send(torch::tensor({bytes.numel()}, torch::kInt64), to, {.label = "size of a text"});
-  comm.send(bytes, to, {.label = "text"});
-}
-
-std::string receive_text(const Communicator& comm, int from) {
-  const auto size = torch::zeros({1}, torch::kInt64);
-  comm.recv(size, from, {.label = "size of a text"});
-  std::string text(static_cast<size_t>(size.item<int64_t>()), '\0');
-  comm.recv(torch::from_blob(text.data(), {static_cast<int64_t>(text.size())},
-                             torch::TensorOptions(torch::kUInt8)),
-            from, {.label = "text"});
-  return text;
-}
 
 // A step of the job ends when its last rank has ended it.
 std::vector<double> slowest_steps(const std::vector<RankMeasurements>& ranks) {
@@ -127,14 +111,7 @@ RunRecord job_record(const std::vector<RankMeasurements>& ranks) {
 }
 
 std::vector<std::string> gather_texts(const Communicator& comm, std::string mine) {
-  std::vector<std::string> texts;
-  if (comm.rank() == 0) {
-    texts.push_back(std::move(mine));
-    for (int rank = 1; rank < comm.size(); ++rank) texts.push_back(receive_text(comm, rank));
-  } else {
-    send_text(comm, std::move(mine), 0);
-  }
-  return texts;
+  return gather_texts(comm, mine, {.label = "texts"});
 }
 
 }  // namespace lockstep

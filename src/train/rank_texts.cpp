@@ -3,36 +3,41 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
+
+#include "lockstep/memory.hpp"
 
 namespace lockstep {
 namespace {
 
-// A rank may take long to write its files. One that has died is noticed without a deadline.
-constexpr std::chrono::hours kWriteTimeout{2};
+constexpr int64_t kBlockWords = 1 << 17;  // of one rank at a time: long texts need little memory
 
-CallOptions call_options() {
-  return {.label = "checkpoint", .timeout = kWriteTimeout};
-}
-
-// Sizes first, then blocks of equal size.
+// Every rank's words, of which each may have a different count: [rank]. Sizes first, then blocks of
+// equal size. `keep`: false drops them, on ranks that only take part.
 std::vector<std::vector<int64_t>> gather_words(const Communicator& ranks,
-                                               const std::vector<int64_t>& mine) {
-  const auto size = torch::full({1}, static_cast<int64_t>(mine.size()), torch::kInt64);
+                                               const std::vector<int64_t>& mine,
+                                               const CallOptions& call, bool keep) {
+  const ChargeHost host;
+  const auto count_of_mine = static_cast<int64_t>(mine.size());
   const auto sizes = torch::zeros({ranks.size()}, torch::kInt64);
-  ranks.all_gather(sizes, size, call_options());
+  ranks.all_gather(sizes, torch::full({1}, count_of_mine, torch::kInt64), call);
   const int64_t longest = sizes.max().item<int64_t>();
-  const auto count = [&](int rank) { return static_cast<size_t>(sizes[rank].item<int64_t>()); };
   std::vector<std::vector<int64_t>> all(static_cast<size_t>(ranks.size()));
-  if (longest == 0) return all;
-  const auto block = torch::zeros({longest}, torch::kInt64);
-  std::copy(mine.begin(), mine.end(), block.data_ptr<int64_t>());
-  const auto blocks = torch::zeros({ranks.size() * longest}, torch::kInt64);
-  ranks.all_gather(blocks, block, call_options());
-  for (int rank = 0; rank < ranks.size(); ++rank) {
-    const int64_t* first = blocks.data_ptr<int64_t>() + rank * longest;
-    all[static_cast<size_t>(rank)].assign(first, first + count(rank));
+  for (int64_t first = 0; first < longest; first += kBlockWords) {
+    const int64_t words = std::min(kBlockWords, longest - first);
+    const auto block = torch::zeros({words}, torch::kInt64);
+    if (first < count_of_mine) {
+      std::copy_n(mine.begin() + first, std::min(words, count_of_mine - first),
+                  block.data_ptr<int64_t>());
+    }
+    const auto blocks = torch::empty({ranks.size() * words}, torch::kInt64);
+    ranks.all_gather(blocks, block, call);
+    for (int rank = 0; keep && rank < ranks.size(); ++rank) {
+      const int64_t theirs = std::clamp<int64_t>(sizes[rank].item<int64_t>() - first, 0, words);
+      const int64_t* begin = blocks.data_ptr<int64_t>() + rank * words;
+      auto& taken = all[static_cast<size_t>(rank)];
+      taken.insert(taken.end(), begin, begin + theirs);
+    }
   }
   return all;
 }
@@ -53,20 +58,32 @@ std::string unpacked(const std::vector<int64_t>& words) {
 }  // namespace
 
 std::vector<std::vector<int64_t>> all_gather_numbers(const Communicator& ranks,
-                                                     const std::vector<int64_t>& mine) {
+                                                     const std::vector<int64_t>& mine,
+                                                     const CallOptions& call) {
   if (ranks.size() == 1) return {mine};
-  return gather_words(ranks, mine);
+  return gather_words(ranks, mine, call, /*keep=*/true);
 }
 
-std::vector<std::string> all_gather_texts(const Communicator& ranks, const std::string& mine) {
+std::vector<std::string> all_gather_texts(const Communicator& ranks, const std::string& mine,
+                                          const CallOptions& call) {
   if (ranks.size() == 1) return {mine};
   std::vector<std::string> texts;
-  for (const auto& words : gather_words(ranks, packed(mine))) texts.push_back(unpacked(words));
+  for (const auto& words : gather_words(ranks, packed(mine), call, /*keep=*/true)) {
+    texts.push_back(unpacked(words));
+  }
   return texts;
 }
 
-std::string broadcast_text(const Communicator& ranks, const std::string& mine) {
-  return all_gather_texts(ranks, ranks.rank() == 0 ? mine : "").front();
+std::vector<std::string> gather_texts(const Communicator& ranks, const std::string& mine,
+                                      const CallOptions& call) {
+  if (ranks.rank() == 0) return all_gather_texts(ranks, mine, call);
+  gather_words(ranks, packed(mine), call, /*keep=*/false);
+  return {};
+}
+
+std::string broadcast_text(const Communicator& ranks, const std::string& mine,
+                           const CallOptions& call) {
+  return all_gather_texts(ranks, ranks.rank() == 0 ? mine : "", call).front();
 }
 
 }  // namespace lockstep

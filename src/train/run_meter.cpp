@@ -23,12 +23,17 @@ void add(Traffic& sum, const Traffic& more) {
   sum.received_bytes += more.received_bytes;
 }
 
+int64_t warmup_of(int64_t steps) {
+  return std::min<int64_t>(5, steps / 4);
+}
+
 }  // namespace
 
 RunMeter::RunMeter(const std::string& program, const Devices& devices, int64_t steps,
                    const std::optional<BoardPage>& page)
     : devices_(devices),
-      warmup_steps_(std::min<int64_t>(5, steps / 4)),
+      steps_(steps),
+      warmup_steps_(warmup_of(steps)),
       exceptions_at_start_(std::uncaught_exceptions()),
       started_ns_(monotonic_ns()),
       ended_ns_(started_ns_),
@@ -79,8 +84,14 @@ RunMeter::SyncReading RunMeter::read_sync() const {
           .traffic = {comm.sent_bytes, comm.received_bytes}};
 }
 
+void RunMeter::resume_after(int64_t steps_done) {
+  resumed_after_ = steps_done;
+  warmup_steps_ = warmup_of(std::max<int64_t>(0, steps_ - steps_done));
+  if (page_) page_->set_step(steps_done);
+}
+
 void RunMeter::begin_step() {
-  FaultInjector::of_process().begin_step(static_cast<int64_t>(losses_.size()) + 1);
+  FaultInjector::of_process().begin_step(steps_done() + 1);
   devices_.synchronize();
   if (static_cast<int64_t>(losses_.size()) == warmup_steps_) {
     for (size_t i = 0; i < devices_.size(); ++i) devices_[i].reset_peak_memory();
@@ -144,7 +155,7 @@ void RunMeter::show_clocks(const std::vector<Reading>& now, const SyncReading& s
 }
 
 void RunMeter::show_on_board() {
-  page_->set_step(static_cast<int64_t>(losses_.size()));
+  page_->set_step(steps_done());
   page_->set_loss(losses_.back());
   for (size_t i = 0; i < devices_.size(); ++i) {
     const MemoryUsage memory = devices_[i].memory();
@@ -161,6 +172,7 @@ void RunMeter::fill(RunRecord& record) const {
   record.warmup_steps = warmup_steps_;
   record.total_s = static_cast<double>(ended_ns_ - started_ns_) * 1e-9;
   record.losses = losses_;
+  record.resumed_after = resumed_after_;
   record.samples_per_s =
       timed_seconds > 0
           ? static_cast<double>(record.effective_batch * record.step_ms.n) / timed_seconds

@@ -19,7 +19,7 @@ struct Crash {};
 /// The system's files, with faults: call `fail_at` (from 1) fails with `error`, or is where the
 /// process dies. With `short_writes`, each write takes one byte. Also remembers what a disk would
 /// hold after a power loss.
-class FaultFiles final : public FileSystem {
+class FaultFiles : public FileSystem {
  public:
   explicit FaultFiles(std::string root) : root_(std::move(root)) {}
 

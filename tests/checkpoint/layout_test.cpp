@@ -114,6 +114,11 @@ TEST(Layout, RefusesWhatDoesNotFit) {
   EXPECT_EQ(element_count({int64_t{1} << 40, int64_t{1} << 40, 0}), 0);
 }
 
+TEST(Layout, RefusesMoreRunsThanMemoryHolds) {
+  const int64_t rows = int64_t{1} << 40;
+  EXPECT_FALSE(runs_of({{rows, 2}, {rows, 1}, {{{0, 0}, {0, 0}, {rows, 1}}}}));
+}
+
 TEST(Layout, KnowsAHoleAndAnOverlap) {
   const Shape whole = {4, 3};
   EXPECT_TRUE(are_complete({divided(whole, 0, 2, 0), divided(whole, 0, 2, 1)}));

@@ -1,14 +1,21 @@
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <condition_variable>
 #include <csignal>
 #include <filesystem>
 #include <mutex>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "checkpoint/reader.hpp"
+#include "comm/gloo/gloo_loader.hpp"
 #include "fault_files.hpp"
+#include "lockstep/clock.hpp"
+#include "net/store.hpp"
 #include "ranks/rank_threads.hpp"
 #include "training.hpp"
+#include "world/comm_state.hpp"
 
 namespace lockstep {
 namespace {
@@ -300,6 +307,97 @@ TEST(RankCheckpoint, ASignalToOneRankStopsAllAfterTheSameStep) {
   EXPECT_LE(stopped[0], 9);
   EXPECT_EQ(stopped, (std::vector<int64_t>(3, stopped[0])));
   EXPECT_EQ(test::list_steps(folder), (std::vector<int64_t>{stopped[0]}));
+}
+
+// Files that cannot be flushed until they are let go, so that a save stays under way.
+class HeldFiles final : public test::FaultFiles {
+ public:
+  using FaultFiles::FaultFiles;
+
+  int sync(int file) override {
+    std::unique_lock lock(held_mutex_);
+    if (!changed_.wait_for(lock, std::chrono::seconds(30), [&] { return !holds_; }))
+      gave_up_ = true;
+    lock.unlock();
+    return FaultFiles::sync(file);
+  }
+  void hold(bool holds) {
+    const std::lock_guard lock(held_mutex_);
+    holds_ = holds;
+    changed_.notify_all();
+  }
+  bool gave_up() {
+    const std::lock_guard lock(held_mutex_);
+    return gave_up_;
+  }
+
+ private:
+  std::mutex held_mutex_;
+  std::condition_variable changed_;
+  bool holds_ = false;
+  bool gave_up_ = false;
+};
+
+// Ranks as threads over Gloo, each with connections of its own.
+void run_gloo_ranks(int size, const std::function<void(const Communicator&)>& body) {
+  const auto store = make_local_store();
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        const Communicator comm(std::make_shared<CommState>(
+            make_gloo_backend({.store = store,
+                               .rank = rank,
+                               .size = size,
+                               .address = "127.0.0.1",
+                               .deadline_ns = monotonic_ns() + 30'000'000'000}),
+            std::chrono::seconds(60)));
+        body(comm);
+        comm.barrier();
+      } catch (const std::exception& error) {
+        ADD_FAILURE() << "rank " << rank << ": " << error.what();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+// The next step's collectives are made and done while the files of a save are still being written.
+void expect_training_goes_on_during_a_save(
+    const std::function<void(const std::function<void(const Communicator&)>&)>& run) {
+  const ScratchFolder scratch;
+  const std::string folder = scratch.file("run");
+  HeldFiles files(scratch.file(""));
+  const ReplaceFileSystem replaced(files);
+  run([&](const Communicator& comm) {
+    torch::nn::Linear net(8, 8);
+    Checkpoint checkpoint(folder, comm, {.every = 1});
+    checkpoint.add("model", *net);
+    comm.barrier();
+    if (comm.rank() == 0) files.hold(true);
+    comm.barrier();
+    EXPECT_TRUE(checkpoint.step(1));
+    for (int call = 0; call < 20; ++call) {
+      const auto sum = torch::ones({1000});
+      comm.all_reduce(sum);
+      EXPECT_EQ(sum[999].item<float>(), static_cast<float>(comm.size()));
+    }
+    EXPECT_TRUE(test::list_steps(folder).empty());
+    comm.barrier();
+    files.hold(false);
+    checkpoint.finish();
+    EXPECT_EQ(test::list_steps(folder), (std::vector<int64_t>{1}));
+  });
+  EXPECT_FALSE(files.gave_up());
+}
+
+TEST(RankCheckpoint, TrainingGoesOnDuringASave) {
+  expect_training_goes_on_during_a_save([](const auto& body) { run_ranks(3, body); });
+}
+
+TEST(RankCheckpoint, TrainingGoesOnDuringASaveOverGloo) {
+  if (find_module("lockstep-gloo.so").empty()) GTEST_SKIP() << "lockstep-gloo.so was not built";
+  expect_training_goes_on_during_a_save([](const auto& body) { run_gloo_ranks(3, body); });
 }
 
 }  // namespace

@@ -187,7 +187,7 @@ TEST_F(RefusalTest, ADiskThatFailsDoesNotStopTraining) {
       testing::internal::CaptureStderr();
       EXPECT_TRUE(checkpoint.step(2));
       EXPECT_TRUE(checkpoint.step(3));
-      expect_error(Code::kFileWrite, {"1 of 3", "step 2", std::strerror(error)},
+      expect_error(Code::kCheckpoint, {"1 of 3", "step 2", std::strerror(error)},
                    [&] { checkpoint.finish(); });
       EXPECT_NE(testing::internal::GetCapturedStderr().find("no checkpoint of step 2"),
                 std::string::npos);

@@ -189,9 +189,9 @@ class Docs(unittest.TestCase):
         self.assertEqual(real - in_tables - {"--version"}, set(), "the tables of the pages leave flags out")
 
     def test_flags_of_the_scripts(self):
-        real = {flag for name in ("quickstart", "test", "lint", "package") for flag in flags_in(read(f"scripts/{name}"))}
+        real = {flag for name in ("quickstart", "test", "lint", "package", "fuzz") for flag in flags_in(read(f"scripts/{name}"))}
         for page, text in texts():
-            for line in re.findall(r"scripts/(?:quickstart|test|lint|package)([^`|\n#]*)", text):
+            for line in re.findall(r"scripts/(?:quickstart|test|lint|package|fuzz)([^`|\n#]*)", text):
                 self.assertEqual(flags_in(line) - real, set(), page)
 
     def test_record_fields(self):

@@ -455,6 +455,17 @@ TEST_F(LaunchFailure, SignalsToHandleHasAnEffect) {
   EXPECT_TRUE(eventually([&] { return processes().empty(); }));
 }
 
+TEST_F(LaunchFailure, RanksThatAllLoopOutsideOfCollectivesAreNamed) {
+  const JobResult result =
+      run({"-n", "2", "--step-timeout", "1", worker(), "0:step:7", "1:step:6", "loop"});
+  EXPECT_EQ(result.exit_code, 1) << result.errors;
+  for (const char* part : {"error[LS0021]: ranks 0 and 1 made no step and no collective for 1.00 s",
+                           "rank 1 of 2", "it was at step 6", "rank 0 was at step 7"}) {
+    EXPECT_NE(result.errors.find(part), std::string::npos) << part << "\nin\n" << result.errors;
+  }
+  EXPECT_TRUE(processes().empty());
+}
+
 TEST_F(LaunchFailure, ASignalThatComesBeforeTheRanksKillsNobody) {
   const pid_t job = start({"--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint",
                            "127.0.0.1:" + std::to_string(20000 + ::getpid() % 10000), "--rdzv-conf",

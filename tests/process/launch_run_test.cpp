@@ -319,7 +319,7 @@ TEST_F(LaunchRun, AnAllocationOfSeveralHostsBecomesAnSrun) {
 TEST_F(LaunchRun, RefusesBadFlags) {
   expect_refusal({"--nproc-per-nod", "2", worker()}, "LS0001", "did you mean --nproc-per-node?");
   expect_refusal({"-n", "many", worker()}, "LS0001", "\"many\"");
-  expect_refusal({"--nnodes", "1:2", worker()}, "LS0001", "--nnodes 2");
+  expect_refusal({"--nnodes", "2:1", worker()}, "LS0001", "--nnodes 1:3");
   expect_refusal({"--grace"}, "LS0001", "--grace");
   expect_refusal({"-n", "2"}, "LS0001", "needs a program");
   expect_refusal({"--ranks", "0,9", "-n", "2", worker()}, "LS0001", "rank 9");

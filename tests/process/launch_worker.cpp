@@ -182,6 +182,12 @@ const std::map<std::string, Action>& actions() {
        [](const std::string& code) {
          if (environment().restart_count == 0) std::exit(std::stoi(code));
        }},
+      {"sleep-first-attempt",
+       [](const std::string& seconds) {
+         std::fflush(nullptr);
+         if (environment().restart_count > 0) return;
+         std::this_thread::sleep_for(std::chrono::duration<double>(std::stod(seconds)));
+       }},
       {"throw", [](const std::string& text) { throw std::runtime_error(text); }},
       {"fail", [](const std::string& text) { throw Error(Code::kSplit, text, "do it right"); }},
       {"blame",

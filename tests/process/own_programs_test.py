@@ -113,6 +113,14 @@ class NewProgram(Scratch):
         self.refused(self.lockstep("new"), "NAME")
         self.assertEqual(list(self.folder.iterdir()), [])
 
+    def test_without_the_development_files_their_package_is_named(self):
+        """As with Debian's package lockstep alone."""
+        (self.folder / "bin").mkdir()
+        shutil.copy(LOCKSTEP, self.folder / "bin")
+        said = run(self.folder / "bin" / "lockstep", "new", "mine", cwd=self.folder)
+        self.refused(said, "has no CMake package", "apt-get install liblockstep-dev")
+        self.assertFalse((self.folder / "mine").exists())
+
 
 class Compare(Scratch):
     def test_programs_with_records(self):
@@ -176,6 +184,8 @@ class Report(Scratch):
         page = (self.folder / "again" / "report.html").read_text(encoding="utf-8")
         self.assertIn("Ada Lovelace", page)
         self.assertIn("Mine", page)
+        self.done(self.lockstep("report", "again"))
+        self.assertIn("Ada Lovelace", (self.folder / "again" / "report.html").read_text(encoding="utf-8"), "kept")
 
         next((self.folder / "again" / "records").iterdir()).unlink()
         self.refused(self.lockstep("report", "again"), "records/")

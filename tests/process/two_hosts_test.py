@@ -40,9 +40,10 @@ def remove_hosts():
         subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
-def on_host(host, program, token, *flags, ranks=2):
-    """Starts one host's half of a job of two hosts with as many ranks each."""
-    command = ["ip", "netns", "exec", NAMES[host], str(BIN / "lockstep"), "run", "--nnodes", "2", "--node-rank", str(host),
+def on_host(host, program, token, *flags, ranks=2, nnodes="2"):
+    """Starts one host's half of a job of two hosts with as many ranks each. Each host has a name of its own."""
+    command = ["ip", "netns", "exec", NAMES[host], "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', NAMES[host],
+               str(BIN / "lockstep"), "run", "--nnodes", nnodes, "--node-rank", str(host),
                "--rdzv-endpoint", ADDRESSES[0] + ":29477", "-n", str(ranks), *flags, *program]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                             env=dict(os.environ, LOCKSTEP_TOKEN=token), start_new_session=True)
@@ -61,8 +62,8 @@ class TwoHosts(unittest.TestCase):
                 os.killpg(job.pid, signal.SIGKILL)
             job.communicate()
 
-    def start(self, program, *flags, tokens=("0123456789abcdef",) * 2, ranks=2):
-        self.jobs = [on_host(host, program, tokens[host], *flags, ranks=ranks) for host in (0, 1)]
+    def start(self, program, *flags, tokens=("0123456789abcdef",) * 2, ranks=2, nnodes="2"):
+        self.jobs = [on_host(host, program, tokens[host], *flags, ranks=ranks, nnodes=nnodes) for host in (0, 1)]
         return self.jobs
 
     def wait(self, jobs):
@@ -157,6 +158,59 @@ class TwoHosts(unittest.TestCase):
         finally:
             ip("-n", NAMES[1], "link", "set", NAMES[1], "up")
 
+    def test_an_injected_cut_stops_both_sides_and_the_job_resumes(self):
+        def train(name, *flags):
+            program = [str(BIN / "practical6_ddp"), "--steps", "40", *TRAIN[2:], "--checkpoint", self.path(name),
+                       "--checkpoint-every", "2", "--save", self.path(name + ".safetensors")]
+            return self.wait(self.start(program, "--timeout", "20", *flags, ranks=1))
+
+        for code, out, err in train("whole"):
+            self.assertEqual(code, 0, out + err)
+        for code, out, err in train("cut", "--inject", "netcut@rank=1,step=21"):
+            self.assertNotIn(code, (0, 2), out + err)
+            self.assertIn("error[LS", err)
+        verified = subprocess.run([str(BIN / "lockstep"), "ckpt", "verify", self.path("cut")], capture_output=True, text=True)
+        self.assertEqual(verified.returncode, 0, verified.stdout + verified.stderr)
+        for host, (code, out, err) in enumerate(train("cut")):
+            self.assertEqual(code, 0, out + err)
+            if host == 0:
+                self.assertRegex(out, "resumed after step (16|18|20) of 40")
+        whole, cut = (pathlib.Path(self.path(name + ".safetensors")).read_bytes() for name in ("whole", "cut"))
+        self.assertEqual(whole, cut)
+
+    def checkpoints(self):
+        folder = pathlib.Path(self.path("checkpoints"))
+        return sorted(int(path.name[5:]) for path in folder.glob("step-????????"))
+
+    def test_after_a_cut_only_the_coordinators_side_goes_on(self):
+        program = str(BIN / "tutorial_checkpoint")
+        jobs = self.start([program, self.path("checkpoints"), "1000"], "--max-restarts", "1", "--last-call", "1",
+                          "--heartbeat", "0.2", "--host-timeout", "3", "--grace", "1", nnodes="1:2")
+        begin = time.monotonic()
+        while len(self.checkpoints()) < 2:
+            self.assertIsNone(jobs[0].poll())
+            self.assertLess(time.monotonic() - begin, 60)
+            time.sleep(0.01)
+        ip("-n", NAMES[1], "link", "set", NAMES[1], "down")
+        try:
+            before = self.checkpoints()[-1]
+            (code, out, err), (cut_code, cut_out, cut_err) = self.wait(jobs)
+        finally:
+            ip("-n", NAMES[1], "link", "set", NAMES[1], "up")
+        self.assertLess(before, 1000, "the cut came too late to matter")
+        self.assertEqual(cut_code, 1, cut_err)
+        self.assertIn(f"host {NAMES[0]} (node 0), which coordinates the job, was lost: it was silent for 3.00 s", cut_err)
+        self.assertNotIn("restart", cut_err)
+        self.assertEqual(code, 0, err)
+        self.assertIn(f"host {NAMES[1]} (node 1) was lost: it was silent for 3.00 s; restart 1 of 1", err)
+        self.assertEqual(self.checkpoints()[-1], 1000)
+        self.assertEqual(out.count("step 10:"), 1, "it went on from a checkpoint")
+        verified = subprocess.run([str(BIN / "lockstep"), "ckpt", "verify", self.path("checkpoints")], capture_output=True,
+                                  text=True)
+        self.assertEqual(verified.returncode, 0, verified.stdout + verified.stderr)
+        left = subprocess.run(["pgrep", "-f", self.path("checkpoints")], capture_output=True, text=True).stdout
+        self.assertEqual(left, "")
+
     def test_another_token_is_refused(self):
         jobs = self.start([str(BIN / "practical6_ddp"), *TRAIN], "--rdzv-conf", "join_timeout=4",
                           tokens=("0123456789abcdef", "fedcba9876543210"))
@@ -167,8 +221,8 @@ class TwoHosts(unittest.TestCase):
 
 
 if __name__ == "__main__":
-    if os.geteuid() != 0 or not shutil.which("ip"):
-        print("skipped: two hosts need root and the command ip")
+    if os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("unshare"):
+        print("skipped: two hosts need root and the commands ip and unshare")
         sys.exit(77)
     try:
         make_hosts()

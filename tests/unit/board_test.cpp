@@ -10,6 +10,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <thread>
 
 #include "board_support.hpp"
@@ -193,6 +194,15 @@ TEST_F(BoardTest, ADamagedPageIsAnErrorNotACrash) {
   test::write_bytes(other, bytes);
   expect_error(Code::kBoard, {"rank 0's page", "is damaged"},
                [&] { Board::open(other).status(0); });
+}
+
+TEST_F(BoardTest, TimesAndCountersOfADamagedPageCanBeAdded) {
+  const Board board = Board::create(path_, 1, "train");
+  board.page(0).set_step(std::numeric_limits<int64_t>::min());
+  board.page(0).add_clock(Activity::kBusy, std::numeric_limits<int64_t>::max());
+  const RankStatus status = board.status(0);
+  EXPECT_EQ(status.step, 0);
+  EXPECT_EQ(status.busy_ns, int64_t{1} << 60);
 }
 
 TEST_F(BoardTest, OnlyRegularFilesOfThisUserAreOpened) {

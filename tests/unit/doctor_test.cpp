@@ -267,6 +267,7 @@ TEST(Diagnose, ArchitecturesAsCMakeWritesThem) {
   EXPECT_TRUE(gpu_code_serves("80-real,90", "8.9")) << "machine code of the same major version";
   EXPECT_TRUE(gpu_code_serves("80-real,90", "12.0")) << "90 has intermediate code";
   EXPECT_FALSE(gpu_code_serves("80-real,90-real", "12.0"));
+  EXPECT_FALSE(gpu_code_serves("80", "999999999.9")) << "no GPU is like that";
   EXPECT_FALSE(gpu_code_serves("80-real,90", "7.5"));
   EXPECT_FALSE(gpu_code_serves("86-real", "8.0"));
   EXPECT_TRUE(gpu_code_serves("75-virtual", "9.0"));

@@ -36,7 +36,7 @@ TEST(Error, EveryCodeIsExplainedOnceInAscendingOrder) {
     EXPECT_FALSE(info.title.empty());
     EXPECT_TRUE(info.explanation.ends_with(".")) << info.explanation;
   }
-  EXPECT_EQ(expected, static_cast<int>(Code::kNonfinite) + 1);
+  EXPECT_EQ(expected, static_cast<int>(Code::kCheckpoint) + 1);
 }
 
 TEST(Error, CodeNamesHaveFourDigits) {
@@ -49,7 +49,7 @@ TEST(Error, ExitCodeTellsMisuseFromFailure) {
       Code::kInternal,      Code::kReplicaFailed,  Code::kProgramFailed, Code::kOutOfMemory,
       Code::kCallMismatch,  Code::kRankAbsent,     Code::kRankFailed,    Code::kUnusedParameter,
       Code::kSyncMisuse,    Code::kReplicasDiffer, Code::kScalerMisuse,  Code::kStageFailed,
-      Code::kStageMismatch, Code::kCapture,        Code::kNonfinite};
+      Code::kStageMismatch, Code::kCapture,        Code::kNonfinite,     Code::kCheckpoint};
   for (const auto& info : all_codes()) {
     EXPECT_EQ(exit_code(info.code), failures.contains(info.code) ? 1 : 2) << code_name(info.code);
   }

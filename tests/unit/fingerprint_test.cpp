@@ -326,6 +326,27 @@ TEST(AbortRecord, SurvivesItsEncoding) {
   }
 }
 
+// Bytes of another process may be anything.
+TEST(AbortRecord, RefusesWhatNoRankSays) {
+  AbortRecord record{.code = Code::kCallMismatch, .by = 0, .blamed = 1};
+  record.ranks = {0, 1};
+  record.fingerprints = {all_reduce_call(), all_reduce_call()};
+  ASSERT_TRUE(AbortRecord::decode(record.encode()));
+  const auto refused = [&](auto&& change) {
+    AbortRecord changed = record;
+    change(changed.fingerprints[1]);
+    EXPECT_FALSE(AbortRecord::decode(changed.encode()));
+  };
+  refused([](Fingerprint& call) { call.operation = static_cast<Operation>(200); });
+  refused([](Fingerprint& call) { call.dtype = static_cast<Dtype>(99); });
+  refused([](Fingerprint& call) { call.reduce = static_cast<ReduceOp>(99); });
+  refused([](Fingerprint& call) { std::fill(std::begin(call.label), std::end(call.label), 'x'); });
+  record.ranks[1] = 77;
+  expect_error(Code::kRankFailed, {"ranks that this group lacks"}, [&] {
+    throw_recorded(world(2), all_reduce_call(), *AbortRecord::decode(record.encode()), "", 0);
+  });
+}
+
 TEST(AbortRecord, SecondHandErrorsBlameTheFirstCulprit) {
   Group third = world(4);
   third.rank = 3;

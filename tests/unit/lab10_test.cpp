@@ -218,13 +218,13 @@ TEST(Lab10Tables, ActionsAndTimeOfEachPart) {
   const Table actions = kLab.table(results, "actions");
   EXPECT_EQ(actions.rows().size(), 7U);
   EXPECT_EQ(row_with(actions, "10.1 base"),
-            (Words{"10.1 base", "2", "4 × 8", "16", "16", "4", "base", "none"}));
+            (Words{"10.1 base", "2", "4 × 8", "16", "16", "4", "base", "0 %"}));
   EXPECT_EQ(row_with(actions, "10.2 micro 8")[2], "8 × 4");
   EXPECT_EQ(row_with(actions, "10.2 micro 8")[6], "other");
   EXPECT_EQ(row_with(actions, "10.3 batch 128")[6], "as base");
   EXPECT_EQ(row_with(actions, "10.3 batch 128")[7], "—") << "another batch, other losses";
   EXPECT_EQ(row_with(actions, "10.4 1 process"),
-            (Words{"10.4 1 process", "1", "4 × 16", "8", "8", "0", "other", "none"}));
+            (Words{"10.4 1 process", "1", "4 × 16", "8", "8", "0", "other", "0 %"}));
   const Table timing = kLab.table(results, "timing");
   EXPECT_EQ(row_with(timing, "10.1 base"),
             (Words{"10.1 base", "17.0 ± 0.0 ms", "20 %", "20 %", "60 %", "8.00 MiB", "8.00 KiB"}));

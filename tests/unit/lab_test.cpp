@@ -257,7 +257,7 @@ TEST(LabText, SharesAndChanges) {
   };
   EXPECT_EQ(against(100, 50), "2.00 times as fast as fp32");
   EXPECT_EQ(against(100, 125), "1.25 times slower than fp32");
-  EXPECT_EQ(against(100, 99), "no faster than fp32 within the noise (1.01 ± 0.00 times)");
+  EXPECT_EQ(against(100, 99), "not measurably faster or slower than fp32 (1.01 ± 0.00 times)");
 }
 
 }  // namespace

@@ -48,7 +48,7 @@ TEST(LaunchPlan, OneRankWithAllCoresByDefault) {
   EXPECT_EQ(plan.local_world_size, 1);
   EXPECT_EQ(plan.threads, 4);
   EXPECT_EQ(plan.slots[0].cores, (std::vector<int>{0, 1, 2, 3}));
-  EXPECT_EQ(plan.nnodes, 1);
+  EXPECT_FALSE(plan.nnodes.several());
   EXPECT_EQ(plan.node_rank, 0);
   EXPECT_EQ(plan.master_addr, "127.0.0.1");
   EXPECT_EQ(plan.master_port, 0) << "any free one, never a fixed one";
@@ -96,7 +96,7 @@ TEST(LaunchPlan, VariablesOfTorchrunFillInForFlags) {
   EXPECT_EQ(plan.max_restarts, 1) << "a flag wins over its variable";
   EXPECT_EQ(fact(plan, "ranks on this host"), "3 from PET_NPROC_PER_NODE");
   const World standalone{.variables = {{"PET_STANDALONE", "1"}, {"PET_NNODES", "4"}}};
-  EXPECT_EQ(standalone.plan({}).nnodes, 1);
+  EXPECT_FALSE(standalone.plan({}).nnodes.several());
   test::expect_error(Code::kUsage, {"PET_NO_PYTHON", "maybe"}, [] {
     const World odd{.variables = {{"PET_NO_PYTHON", "maybe"}}};
     odd.plan({});
@@ -121,7 +121,7 @@ TEST(LaunchPlan, SeveralHostsMeetAtTheEndpoint) {
   const LaunchPlan plan = World().plan({{"nnodes", "2:2"},
                                         {"rdzv-endpoint", "node0"},
                                         {"rdzv-conf", "join_timeout=7,read_timeout=1"}});
-  EXPECT_EQ(plan.nnodes, 2);
+  EXPECT_EQ(plan.nnodes, (HostCount{2, 2}));
   EXPECT_EQ(plan.node_rank, -1) << "by order of arrival";
   EXPECT_EQ(plan.endpoint_host, "node0");
   EXPECT_EQ(plan.endpoint_port, 29400);
@@ -147,7 +147,11 @@ TEST(LaunchPlan, EveryBadValueIsNamed) {
       {{{"nproc-per-node", "two"}}, "--nproc-per-node \"two\" is neither a number nor auto"},
       {{{"nproc-per-node", "0"}}, "--nproc-per-node \"0\" is not a whole number from 1 to 256"},
       {{{"nproc-per-node", "-1"}}, "from 1 to 256"},
-      {{{"nnodes", "1:4"}}, "write --nnodes 4"},
+      {{{"nnodes", "3:1"}}, "--nnodes \"3:1\" is neither a number of hosts from 1 to 2048"},
+      {{{"nnodes", "0:2"}}, "--nnodes \"0:2\""},
+      {{{"nnodes", "1:"}}, "--nnodes \"1:\""},
+      {{{"nnodes", "1:2:3"}}, "--nnodes 1:3 for one to three hosts"},
+      {{{"nnodes", "1:4"}}, "1 to 4 hosts need a rendezvous endpoint"},
       {{{"nnodes", "x"}}, "--nnodes \"x\""},
       {{{"nnodes", "2"}}, "2 hosts need a rendezvous endpoint"},
       {{{"nnodes", "2"}, {"node-rank", "2"}, {"rdzv-endpoint", "a"}}, "--node-rank \"2\""},
@@ -164,6 +168,7 @@ TEST(LaunchPlan, EveryBadValueIsNamed) {
       {{{"grace", "nan"}}, "--grace \"nan\""},
       {{{"timeout", "0"}}, "--timeout \"0\""},
       {{{"timeout", "-3"}}, "--timeout \"-3\""},
+      {{{"step-timeout", "0"}}, "--step-timeout \"0\" is less than 1 s"},
       {{{"max-restarts", "-1"}}, "--max-restarts \"-1\""},
       {{{"threads", "0"}}, "--threads \"0\""},
       {{{"ranks", "some"}}, "write --ranks all or --ranks 0,3"},
@@ -256,7 +261,7 @@ TEST(WorkerEnvironment, IsTorchrunsContractAndOurs) {
   environment.layout.master_port = 4242;
   environment.layout.session = "5e55";
   environment.layout.store = "n0:777";
-  environment.attempt = 2;
+  environment.layout.attempt = 2;
   environment.board = "/dev/shm/b";
   environment.logs = "/logs/2";
   environment.token = "secret";
@@ -308,6 +313,8 @@ TEST(WorkerEnvironment, AnOuterLaunchersVariablesAreNotPassedOn) {
 TEST(NumberList, ReadsAndWrites) {
   EXPECT_EQ(format_number_list({0, 1, 2, 5, 7, 8}), "0-2,5,7-8");
   EXPECT_EQ(*parse_number_list("3,0-1,1"), (std::vector<int>{0, 1, 3}));
+  EXPECT_EQ(*parse_number_list("2147483646-2147483647"),
+            (std::vector<int>{2147483646, 2147483647}));
   for (const char* bad : {"", ",", "1,", "a", "-1", "3-1", "1-", "0-99999", "1 2"}) {
     EXPECT_FALSE(parse_number_list(bad)) << bad;
   }
@@ -340,6 +347,49 @@ TEST(LaunchPlan, TheSilenceOfALostHostCanBeChosen) {
   patient["host-timeout"] = "1";
   test::expect_error(Code::kUsage, {"--host-timeout \"1\"", "less than 3 s"},
                      [&] { World().plan(patient); });
+  EXPECT_EQ(World().plan(two).heartbeat_s, 1);
+  patient["heartbeat"] = "5";
+  patient["host-timeout"] = "14";
+  test::expect_error(Code::kUsage, {"--host-timeout \"14\" is less than 15 s", "--host-timeout 50"},
+                     [&] { World().plan(patient); });
+  patient["host-timeout"] = "15";
+  EXPECT_EQ(World().plan(patient).heartbeat_s, 5);
+  patient.erase("host-timeout");
+  test::expect_error(Code::kUsage, {"the default of --host-timeout \"10\" is less than 15 s"},
+                     [&] { World().plan(patient); });
+  patient["heartbeat"] = "0.01";
+  test::expect_error(Code::kUsage, {"--heartbeat \"0.01\" is less than 0.1 s"},
+                     [&] { World().plan(patient); });
+}
+
+TEST(LaunchPlan, ElasticHostsHaveALastCall) {
+  Words flags = {{"nnodes", "1:3"}, {"rdzv-endpoint", "node0"}};
+  const LaunchPlan plan = World().plan(flags);
+  EXPECT_EQ(plan.nnodes, (HostCount{1, 3}));
+  EXPECT_TRUE(plan.nnodes.several());
+  EXPECT_EQ(plan.last_call_s, 30);
+  EXPECT_EQ(plan.join_timeout_s, 300);
+  EXPECT_EQ(fact(plan, "hosts"), "1 to 3 from --nnodes");
+  EXPECT_NE(start_line(plan).find("on each of 1 to 3 hosts"), std::string::npos);
+  flags["rdzv-conf"] = "last_call_timeout=3,join_timeout=20";
+  EXPECT_EQ(World().plan(flags).last_call_s, 3);
+  EXPECT_EQ(World().plan(flags).join_timeout_s, 20);
+  EXPECT_EQ(fact(World().plan(flags), "wait for each further host"), "3 s from --rdzv-conf");
+  flags["last-call"] = "5";
+  EXPECT_EQ(World().plan(flags).last_call_s, 5) << "a flag of lockstep wins";
+  Words fixed = flags;
+  fixed["nnodes"] = "3";
+  EXPECT_EQ(World().plan(fixed).notes.at(0),
+            "--last-call has no effect: the number of hosts is fixed");
+  Words hasty = {{"nnodes", "1:3"}, {"rdzv-endpoint", "node0"}, {"join-timeout", "20"}};
+  EXPECT_EQ(World().plan(hasty).last_call_s, 10) << "within the time for all";
+  flags["last-call"] = "20";
+  test::expect_error(Code::kUsage, {"20 s, is not shorter than", "--join-timeout 300"},
+                     [&] { World().plan(flags); });
+  flags["last-call"] = "-1";
+  test::expect_error(Code::kUsage, {"--last-call \"-1\""}, [&] { World().plan(flags); });
+  Words two = {{"nnodes", "2"}, {"rdzv-endpoint", "node0"}, {"join-timeout", "0"}};
+  test::expect_error(Code::kUsage, {"--join-timeout \"0\""}, [&] { World().plan(two); });
 }
 
 SlurmJob slurm_job() {
@@ -380,6 +430,20 @@ TEST(Cluster, AnAllocationOfSeveralHostsGoesThroughSrun) {
   EXPECT_EQ(settings.at("nproc-per-node").text, "4") << "tasks of the allocation are ranks";
   Settings alone = {{"standalone", {"1", "--standalone"}}};
   EXPECT_TRUE(apply_slurm(job, alone).srun.empty());
+  Settings elastic = {{"nnodes", {"1:2", "--nnodes"}}};
+  EXPECT_FALSE(apply_slurm(job, elastic).srun.empty()) << "a launcher on each, of which one may go";
+  elastic["rdzv-endpoint"] = {"n4:1", "--rdzv-endpoint"};
+  EXPECT_TRUE(apply_slurm(job, elastic).srun.empty()) << "started by hand";
+  Settings fixed = {{"nnodes", {"2", "--nnodes"}}};
+  EXPECT_TRUE(apply_slurm(job, fixed).srun.empty()) << "started by hand";
+}
+
+TEST(Cluster, AnElasticStepKeepsItsRange) {
+  Settings settings = {{"nnodes", {"1:2", "--nnodes"}}};
+  apply_slurm(slurm_job(), settings);
+  EXPECT_EQ(settings.at("nnodes").text, "1:2");
+  EXPECT_EQ(settings.at("node-rank").text, "1");
+  EXPECT_EQ(settings.at("rdzv-endpoint").text, "n4:23456");
 }
 
 // `salloc -N 1 lockstep run`: the command runs where it was typed, not on the node.

@@ -27,15 +27,19 @@ using test::next_event;
 using test::offer_of;
 using test::options_for;
 using test::pause_ms;
+using test::rejoin_all;
 using test::start_job;
 
 TEST(NodeLink, TheFirstFailureIsToldToAll) {
   auto links = start_job(3);
-  links[1]->report_failure(
-      {.node_rank = 1, .rank = 2, .exit_code = 3, .text = "exit 3\xff", .permanent = true});
+  links[1]->report_failure({.node_rank = 1,
+                            .rank = 2,
+                            .exit_code = 3,
+                            .text = "exit 3\xff",
+                            .restart = Restart::kSameAgain});
   for (auto& link : links) {
     const RemoteFailure failure = expect_failure(*link);
-    EXPECT_TRUE(failure.permanent);
+    EXPECT_EQ(failure.restart, Restart::kSameAgain);
     EXPECT_EQ(failure.node_rank, 1);
     EXPECT_EQ(failure.rank, 2);
     EXPECT_EQ(failure.exit_code, 3);
@@ -86,7 +90,7 @@ TEST(NodeLink, AHostThatHangsUpIsLost) {
     const RemoteFailure failure = expect_failure(*links[other]);
     EXPECT_EQ(failure.node_rank, 1);
     EXPECT_EQ(failure.rank, -1);
-    EXPECT_NE(failure.text.find("host1 was lost"), std::string::npos) << failure.text;
+    EXPECT_NE(failure.text.find("host host1 (node 1) was lost"), std::string::npos) << failure.text;
   }
   EXPECT_LT(monotonic_ns() - before, 5'000'000'000) << "at once, not after ten seconds";
 }
@@ -98,6 +102,10 @@ TEST(NodeLink, TheEndOfNodeZeroIsTheEndOfTheJob) {
     const RemoteFailure failure = expect_failure(*links[other]);
     EXPECT_EQ(failure.node_rank, 0);
     EXPECT_EQ(failure.rank, -1);
+    EXPECT_EQ(failure.restart, Restart::kImpossible);
+    EXPECT_NE(failure.text.find("host host0 (node 0), which coordinates the job, was lost"),
+              std::string::npos)
+        << failure.text;
   }
   expect_error(Code::kRendezvous, {"ended"}, [&] { links[1]->rejoin(1, in_ms(5000)); });
 }
@@ -157,6 +165,30 @@ TEST(NodeLink, ASilentHostIsLostInTimeOnBothSides) {
   EXPECT_LT(took_ns, 5'000'000'000);
   ::kill(child, SIGCONT);
   EXPECT_EQ(wait_for(child), 0) << "told when it woke up";
+}
+
+// Ranks notice a cut network before the launchers do, and blame a rank of the host that is cut off.
+TEST(NodeLink, ALostHostIsTheRootCauseOfWhatItsRanksAreBlamedFor) {
+  auto options = options_for(2, free_port());
+  options.lost_after_ns = 1'500'000'000;
+  const pid_t child = fork_host(options, offer_of("silent", 1));
+  options.serve = true;
+  const auto link = NodeLink::join(options, offer_of("zero"));
+  ::kill(child, SIGSTOP);
+  pause_ms(600);
+  link->report_failure({.rank = 1, .text = "rank 1 of another host is at fault"});
+  const RemoteFailure failure = expect_failure(*link);
+  EXPECT_EQ(failure.rank, -1);
+  EXPECT_NE(failure.text.find("host silent (node 1) was lost"), std::string::npos) << failure.text;
+  ::kill(child, SIGCONT);
+  EXPECT_EQ(wait_for(child), 0);
+}
+
+TEST(NodeLink, ARankOfALivingHostIsBlamedAtOnce) {
+  auto links = start_job(2);
+  links[0]->report_failure({.rank = 1, .text = "rank 1 of another host is at fault"});
+  EXPECT_EQ(expect_failure(*links[1]).rank, 1);
+  EXPECT_EQ(expect_failure(*links[0]).node_rank, 0) << "the answer to whoever reported it";
 }
 
 TEST(NodeLink, ASilentNodeZeroIsLostInTime) {
@@ -232,15 +264,6 @@ TEST(NodeLink, AKilledHostIsLostAtOnce) {
   EXPECT_EQ(expect_failure(*link).rank, -1);
   EXPECT_LT(monotonic_ns() - before, 3'000'000'000);
   wait_for(child);
-}
-
-void rejoin_all(std::vector<Link>& links, int master_port) {
-  std::vector<std::future<void>> waiting;
-  for (auto& link : links) {
-    waiting.push_back(std::async(
-        std::launch::async, [&link, master_port] { link->rejoin(master_port, in_ms(20'000)); }));
-  }
-  for (auto& one : waiting) one.get();
 }
 
 TEST(NodeLink, RestartsInNewAttempts) {

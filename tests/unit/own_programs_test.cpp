@@ -114,10 +114,12 @@ TEST(SavedLab, IsKept) {
       .date = 1'000'000'000,
       .others_busy_cores = 0.5,
       .options = {.devices = "cpu:2", .quick = true, .batch = 7, .own = {{"--split-rows", "9"}}},
-      .experiments = {experiment}};
+      .experiments = {experiment},
+      .author = "Ada"};
   save_lab(saved, folder.file(""));
   const SavedLab read = read_saved_lab(folder.file(""));
   EXPECT_EQ(read.lab, "5");
+  EXPECT_EQ(read.author, "Ada");
   EXPECT_EQ(read.date, saved.date);
   EXPECT_EQ(read.options.devices, "cpu:2");
   EXPECT_TRUE(read.options.quick);
@@ -129,6 +131,37 @@ TEST(SavedLab, IsKept) {
   EXPECT_EQ(read.experiments[0].keys, experiment.keys);
   EXPECT_EQ(read.experiments[0].devices, 2);
   expect_error(Code::kFileRead, {"dp-run1"}, [&] { saved_runs(read, folder.file("")); });
+}
+
+// `lockstep report --out` writes records under the names that lab.json gives.
+TEST(SavedLab, ForeignFilesAreRefused) {
+  const ScratchFolder folder;
+  const auto expect_refused = [&](const std::string& experiment, const std::string& date) {
+    test::write_bytes(
+        folder.file(kSavedLab),
+        R"({"schema": 1, "lab": "5", "command": "", "others_busy_cores": 0, "date": )" + date +
+            R"(, "options": {"devices": "", "out": "", "quick": true,
+                          "sizes": {}, "own": {}}, "experiments": [)" +
+            experiment + "]}");
+    expect_error(Code::kRecord, {"lab.json is damaged"}, [&] { read_saved_lab(folder.file("")); });
+  };
+  const auto named = [](const std::string& name) {
+    return R"({"name": ")" + name + R"(", "devices": 1, "keys": []})";
+  };
+  for (const char* name : {"../elsewhere", "/etc/passwd", "", ".", "..", "a/b", "a\\u0000b"}) {
+    expect_refused(named(name), "1");
+  }
+  expect_refused(R"({"name": "a", "devices": 1e18, "keys": []})", "1");
+  expect_refused(R"({"name": "a", "devices": 1, "keys": [["x", 1.5]]})", "1");
+  expect_refused(named("a"), "1e300");
+  expect_refused(named("a"), "9223372036854775807");
+}
+
+TEST(LabOptions, NumbersOfAForeignFileAreChecked) {
+  const LabOptions options{.own = {{"--a", "x"}, {"--b", "1,2"}, {"--c", "99999999999999999999"}}};
+  expect_error(Code::kUsage, {"--a \"x\""}, [&] { options.count("--a"); });
+  expect_error(Code::kUsage, {"--c"}, [&] { options.list("--c"); });
+  EXPECT_EQ(options.list("--b"), (std::vector<int>{1, 2}));
 }
 
 TEST(ProgramName, IsThatOfATarget) {
@@ -180,7 +213,9 @@ TEST(RunReport, TellsWhatARecordHolds) {
   run.accum_steps = 4;
   run.effective_batch = 32;
   run.memory = MemorySplit{.weights = 512};
-  run.pipeline = PipelineRecord{.schedule = "gpipe", .micro_batches = 4};
+  run.pipeline.emplace();
+  run.pipeline->schedule = "gpipe";
+  run.pipeline->micro_batches = 4;
   run.pipeline->stages.push_back({.device = "cpu:0"});
   const LabReport report =
       report_on_runs("Runs", {{"one", {1, {plain_run()}}}, {"two", {2, {run}}}});

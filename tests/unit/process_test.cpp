@@ -4,11 +4,13 @@
 #include "base/process.hpp"
 
 #include <signal.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <array>
 #include <chrono>
+#include <filesystem>
 #include <thread>
 
 #include "base/running_clock.hpp"
@@ -17,6 +19,29 @@
 
 namespace lockstep {
 namespace {
+
+TEST(FindInPath, TakesTheFirstFolderWithAnExecutableFile) {
+  const test::ScratchFolder scratch;
+  for (const char* folder : {"a", "b", "c", "a/tool"}) {
+    std::filesystem::create_directory(scratch.file(folder));
+  }
+  test::write_bytes(scratch.file("b/tool"), "not executable");
+  test::write_bytes(scratch.file("c/tool"), "#!/bin/sh\n");
+  ::chmod(scratch.file("c/tool").c_str(), 0755);
+  const auto path = [&](const char* form) {
+    std::string text = form;
+    for (size_t at = text.find('@'); at != std::string::npos; at = text.find('@')) {
+      text.replace(at, 1, scratch.file(""));
+    }
+    return text;
+  };
+  const auto found = [&](const char* form) { return find_in_path("tool", path(form).c_str()); };
+  EXPECT_EQ(found("@a:@b:@c"), scratch.file("c/tool")) << "a folder and a plain file do not count";
+  EXPECT_EQ(found("@c:/bin"), scratch.file("c/tool"));
+  EXPECT_EQ(found("@a:@b"), "");
+  EXPECT_EQ(found(""), "") << "an empty folder is the current one, which has no such program";
+  EXPECT_TRUE(find_in_path("sh", nullptr).ends_with("bin/sh")) << "PATH may be unset";
+}
 
 TEST(ProcessStat, DescribesAProcessUntilItIsReaped) {
   const auto own = read_process_stat(::getpid());

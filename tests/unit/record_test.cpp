@@ -139,6 +139,13 @@ TEST(Record, HasTheSchemaAndTheFieldsOfTheContract) {
   EXPECT_EQ(value.size(), 17U);
 }
 
+TEST(Record, SaysAfterWhichStepARunResumed) {
+  RunRecord record = sample();
+  EXPECT_FALSE(to_json(record).contains("resumed_after"));
+  record.resumed_after = 40;
+  EXPECT_EQ(record_from_json(to_json(record)).resumed_after, 40);
+}
+
 RunRecord sample_with_buckets() {
   RunRecord record = sample();
   record.program = "practical6_ddp";
@@ -274,6 +281,17 @@ TEST(Record, RefusesAnotherSchema) {
   expect_error(Code::kRecord, {"has schema 2", "reads schema 1"}, [&] { record_from_json(value); });
   value["schema"] = 1.5;
   expect_error(Code::kRecord, {"\"schema\""}, [&] { record_from_json(value); });
+}
+
+TEST(Record, RefusesAFileThatNestsWithoutEnd) {
+  const ScratchFolder folder;
+  test::write_bytes(folder.file("deep.json"), "{\"schema\":" + std::string(100'000, '['));
+  expect_error(Code::kRecord, {"deep.json is not valid JSON"},
+               [&] { read_record(folder.file("deep.json")); });
+  const std::string deep = std::string(100'000, '[') + std::string(100'000, ']');
+  test::write_bytes(folder.file("deep.json"), "{\"schema\":" + deep + "}");
+  expect_error(Code::kRecord, {"deep.json is not valid JSON"},
+               [&] { read_record(folder.file("deep.json")); });
 }
 
 TEST(Record, ReadingNamesTheFile) {

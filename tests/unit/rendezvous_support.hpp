@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "launch/rendezvous.hpp"
+#include "launch/rendezvous_messages.hpp"
+#include "lockstep/version.hpp"
 #include "net/socket.hpp"
 #include "net_support.hpp"
 
@@ -20,7 +22,7 @@ inline int free_port(const std::string& host = "127.0.0.1") {
   return bound_port(listen_tcp({host, 0}));
 }
 
-inline RendezvousOptions options_for(int nnodes, int port, bool serve = false) {
+inline RendezvousOptions options_for(HostCount nnodes, int port, bool serve = false) {
   RendezvousOptions options;
   options.host = "127.0.0.1";
   options.port = port;
@@ -28,9 +30,25 @@ inline RendezvousOptions options_for(int nnodes, int port, bool serve = false) {
   options.token = kToken;
   options.job_id = "job";
   options.nnodes = nnodes;
+  options.heartbeat_ns = 100'000'000;
   options.max_restarts = 2;
   options.deadline_ns = in_ms(20'000);
   return options;
+}
+
+inline RendezvousOptions options_for(int nnodes, int port, bool serve = false) {
+  return options_for(HostCount{nnodes, nnodes}, port, serve);
+}
+
+/// What a launcher with these options says first.
+inline JoinMessage join_of(const RendezvousOptions& options, const NodeOffer& offer) {
+  return {kVersion,
+          options.job_id,
+          options.nnodes,
+          options.max_restarts,
+          options.heartbeat_ns,
+          options.lost_after_ns,
+          offer};
 }
 
 inline NodeOffer offer_of(const std::string& host, int node_rank = -1, int local_world_size = 1,
@@ -75,6 +93,15 @@ inline RemoteFailure expect_failure(NodeLink& link, int64_t milliseconds = 10'00
   }
   EXPECT_FALSE(link.take()) << "one failure, one event";
   return *event->failure;
+}
+
+inline void rejoin_all(std::vector<Link>& links, int master_port) {
+  std::vector<std::future<void>> waiting;
+  for (auto& link : links) {
+    waiting.push_back(std::async(
+        std::launch::async, [&link, master_port] { link->rejoin(master_port, in_ms(20'000)); }));
+  }
+  for (auto& one : waiting) one.get();
 }
 
 inline void expect_finish(std::vector<Link>& links) {

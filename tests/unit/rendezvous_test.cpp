@@ -2,8 +2,6 @@
 
 #include <unistd.h>
 
-#include "launch/rendezvous_messages.hpp"
-#include "lockstep/version.hpp"
 #include "net/connection.hpp"
 #include "net/store.hpp"
 #include "rendezvous_support.hpp"
@@ -17,6 +15,7 @@ using test::expect_finish;
 using test::free_port;
 using test::in_ms;
 using test::join_later;
+using test::join_of;
 using test::kToken;
 using test::Link;
 using test::offer_of;
@@ -125,8 +124,16 @@ TEST(Rendezvous, MismatchesAreRefusedAndDisturbNobody) {
   };
   refused({"node rank 1", "taken by one"}, [](auto&, auto& offer) { offer.node_rank = 1; });
   refused({"node rank 0", "taken by zero"}, [](auto&, auto& offer) { offer.node_rank = 0; });
-  refused({"--nnodes is 2 on this host, but 3 on node 0 (zero)"},
-          [](auto& options, auto&) { options.nnodes = 2; });
+  refused({"--nnodes is 2 on this host, but 3 on node 0 (zero)"}, [](auto& options, auto&) {
+    options.nnodes = {2, 2};
+  });
+  refused({"--nnodes is 2:3 on this host, but 3 on node 0 (zero)"}, [](auto& options, auto&) {
+    options.nnodes = {2, 3};
+  });
+  refused({"--host-timeout is 5.00 s on this host, but 10.0 s"},
+          [](auto& options, auto&) { options.lost_after_ns = 5'000'000'000; });
+  refused({"--heartbeat is 1.00 s on this host, but 100 ms"},
+          [](auto& options, auto&) { options.heartbeat_ns = 1'000'000'000; });
   refused({"--rdzv-id is \"other\" on this host, but \"job\""},
           [](auto& options, auto&) { options.job_id = "other"; });
   refused({"--max-restarts is 7 on this host, but 2"},
@@ -135,7 +142,9 @@ TEST(Rendezvous, MismatchesAreRefusedAndDisturbNobody) {
           [](auto& options, auto&) { options.token = "not the secret of the others"; });
 
   Connection old = Connection::open_tcp({"127.0.0.1", port}, kToken, kMaxNodeMessage, in_ms(5000));
-  old.post(encode(JoinMessage{"0.0.9", "job", 3, 2, offer_of("old")}));
+  JoinMessage join_of_old = join_of(options_for(3, port), offer_of("old"));
+  join_of_old.version = "0.0.9";
+  old.post(encode(join_of_old));
   std::optional<RefusedMessage> answer;
   while (!answer) {
     const auto payload = old.receive(in_ms(5000));
@@ -200,7 +209,7 @@ TEST(Rendezvous, AHostThatLeavesAsTheJobStartsIsLost) {
   {
     Connection left =
         Connection::open_tcp({"127.0.0.1", port}, kToken, kMaxNodeMessage, in_ms(5000));
-    left.post(encode(JoinMessage{kVersion, "job", 2, 2, offer_of("leaves", 1)}));
+    left.post(encode(join_of(options_for(2, port), offer_of("leaves", 1))));
     left.wait(Connection::Until::kWritten, in_ms(5000));
   }
   const auto first = node_0.get();  // both were here, and then one was gone
@@ -226,11 +235,13 @@ TEST(Rendezvous, AHostThatLeavesWhileOthersAreAwaitedIsNoFailure) {
 
 TEST(NodeMessages, SurviveTheJourney) {
   const NodeMessage join =
-      JoinMessage{"1.2.3", "id", 4, 5, offer_of("a \"quoted\" host", 3, 8, 77)};
+      JoinMessage{"1.2.3", "id", {2, 4}, 5, 6, 7, offer_of("a \"quoted\" host", 3, 8, 77)};
   const auto read = std::get<JoinMessage>(decode_node_message(encode(join)));
   EXPECT_EQ(read.version, "1.2.3");
-  EXPECT_EQ(read.nnodes, 4);
+  EXPECT_EQ(read.nnodes, (HostCount{2, 4}));
   EXPECT_EQ(read.max_restarts, 5);
+  EXPECT_EQ(read.heartbeat_ns, 6);
+  EXPECT_EQ(read.lost_after_ns, 7);
   EXPECT_EQ(read.offer.host, "a \"quoted\" host");
   EXPECT_EQ(read.offer.node_rank, 3);
   EXPECT_EQ(read.offer.master_port, 77);
@@ -243,9 +254,25 @@ TEST(NodeMessages, NumbersOutOfRangeAreRefused) {
   for (const char* bad :
        {R"({"type":"rejoin","master_port":65536})", R"({"type":"rejoin","master_port":-1})",
         R"({"type":"rejoin","master_port":"1"})", R"({"type":"rejoin"})", R"({"type":"what"})",
+        R"({"type":"rejoin","master_port":1.5})", R"({"type":"rejoin","master_port":1e300})",
+        R"({"type":"status","running":0,"present":[[1e300,"a"]],"lost":[],"turned_away":[]})",
         R"({"type":"layout","node_rank":1,"local_world_sizes":[1],"hosts":["a"],"master_addr":"",)"
-        R"("master_port":1,"round":0,"session":"s","store_port":1})"}) {
+        R"("master_port":1,"attempt":0,"session":"s","store_port":1})"}) {
     expect_error(Code::kRendezvous, {"not a launcher's"}, [&] { decode_node_message(bad); });
+  }
+}
+
+TEST(NodeMessages, ALayoutHasAsManyRanksAsCanBeCounted) {
+  const auto layout = [](const std::string& sizes) {
+    return R"({"type":"layout","node_rank":1,"local_world_sizes":)" + sizes +
+           R"(,"hosts":["a","b"],"master_addr":"","master_port":1,"attempt":0,"session":"s",)"
+           R"("store_port":1})";
+  };
+  const auto good = std::get<LayoutMessage>(decode_node_message(layout("[2,3]")));
+  EXPECT_EQ(good.layout.world_size(), 5);
+  for (const char* sizes : {"[2,-3]", "[0,1]", "[2,1.5]", "[2,2147483647]", "[true,1]", "[1]"}) {
+    expect_error(Code::kRendezvous, {"not a launcher's"},
+                 [&] { decode_node_message(layout(sizes)); });
   }
 }
 

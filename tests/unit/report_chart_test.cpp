@@ -187,7 +187,9 @@ TEST(ReportChart, ValuesThatDoNotFitLeaveTheirUnitToTheAxis) {
   EXPECT_EQ(count_text(upright, "28.6"), 0U) << "the units differ";
   EXPECT_EQ(count_text(upright, "28.6 MiB"), 11U);
   for (const auto& text : test::texts_of(upright)) {
-    if (text.utf8 == "28.6 MiB") EXPECT_EQ(text.style.rotation, -90);
+    if (text.utf8 == "28.6 MiB") {
+      EXPECT_EQ(text.style.rotation, -90);
+    }
   }
 }
 

@@ -208,6 +208,35 @@ TEST(ReportPdf, IsTheSameForTheSameDocument) {
             std::string::npos);
 }
 
+TEST(ReportPdf, LeadsToSectionsRecordsAndCode) {
+  Document document = homework();
+  document.code = {{"train & test.cpp", "int main() {}\n"}, {"other.cpp", "never shown", false}};
+  std::vector<std::string> titles;
+  std::vector<std::string> paths;
+  for (const auto& page : lay_out_pages(document)) {
+    for (const auto& bookmark : page.bookmarks()) titles.push_back(bookmark.title);
+    for (const auto& link : page.links()) {
+      paths.push_back(link.path);
+      EXPECT_GT(link.box.width, 0);
+      EXPECT_LE(link.box.right(), kPrinted.right());
+    }
+  }
+  EXPECT_EQ(titles, (std::vector<std::string>{
+                        "Measurements", "Table 1. Codes", "Table 2. ACCUM_STEPS", "Questions",
+                        "Time?", "Memory?", "Why?", "Records", "Code", "train & test.cpp"}));
+  EXPECT_EQ(paths, (std::vector<std::string>{"records/code1-run1.json", "code/train & test.cpp",
+                                             "code/other.cpp"}));
+  for (const auto& text : {render_html(document), render_markdown(document)}) {
+    EXPECT_NE(text.find("code/other.cpp"), std::string::npos);
+    EXPECT_EQ(text.find("never shown"), std::string::npos);
+  }
+  const std::string pdf = render_pdf(document);
+  for (const char* part :
+       {"/URI (records/code1-run1.json)", "/URI (code/train%20%26%20test.cpp)", "/Outlines"}) {
+    EXPECT_NE(pdf.find(part), std::string::npos) << part;
+  }
+}
+
 TEST(ReportHtml, NeedsNothingButItself) {
   const std::string html = render_html(homework());
   EXPECT_EQ(html.find("http"), std::string::npos);

@@ -5,7 +5,9 @@
 
 #include <algorithm>
 
+#include "launch/oom_watch.hpp"
 #include "launch/root_cause.hpp"
+#include "launch/stall.hpp"
 
 namespace lockstep {
 namespace {
@@ -48,7 +50,7 @@ TEST(RootCause, TheFirstBadEndIsTheCulprit) {
 TEST(RootCause, ARestartHelpsUnlessTheProgramItselfIsAtFault) {
   const auto may = [](const RankView& view) {
     const std::vector<RankView> views = {view, alive(1)};
-    return may_change(find_root_cause(views, false), views);
+    return restart_after(find_root_cause(views, false), views) == Restart::kMayHelp;
   };
   for (const int code : {2, 126, 127}) EXPECT_FALSE(may(ended(0, 0, exited(code)))) << code;
   for (const int code : {1, 3, 255}) EXPECT_TRUE(may(ended(0, 0, exited(code)))) << code;
@@ -296,6 +298,54 @@ TEST(FailureReport, QuotesTheOtherHost) {
   const Error error = failure_error(find_root_cause(views, false), views, from_afar);
   EXPECT_EQ(error.message(), "rank 5 was killed by signal 9 (Killed)");
   EXPECT_NE(error.help().find("that host"), std::string::npos);
+}
+
+RankStatus at_step(int64_t step, int64_t sequence = 0, bool finished = true) {
+  RankStatus status;
+  status.updated_ns = 1;
+  status.step = step;
+  status.collective.sequence = sequence;
+  status.collective.finished_ns = sequence != 0 && finished ? 10 * sequence : 0;
+  return status;
+}
+
+TEST(StallWatch, NoticesThatNoRankMakesAStepOrACollective) {
+  StallWatch watch(30);
+  EXPECT_FALSE(watch.look({at_step(0), at_step(0)}, 1000));
+  EXPECT_FALSE(watch.look({at_step(0), at_step(0)}, 9000)) << "loading may take long";
+  EXPECT_FALSE(watch.look({at_step(1), at_step(0)}, 9001));
+  EXPECT_FALSE(watch.look({at_step(1), at_step(0)}, 9030));
+  EXPECT_TRUE(watch.look({at_step(1), at_step(0)}, 9031));
+  EXPECT_FALSE(watch.look({at_step(1), at_step(1)}, 9032)) << "one rank is enough";
+  EXPECT_FALSE(watch.look({at_step(1, 1), at_step(1)}, 9062)) << "so is a collective";
+  EXPECT_FALSE(watch.look({at_step(1, 2, false), at_step(1)}, 9092));
+  EXPECT_TRUE(watch.look({at_step(1, 2, false), at_step(1)}, 9122)) << "rank 1 does not come";
+  EXPECT_FALSE(watch.look({at_step(1, 2, false), at_step(1, 2, false)}, 9200));
+  EXPECT_FALSE(watch.look({at_step(1, 2, false), at_step(1, 2, false)}, 9999))
+      << "a collective has a deadline of its own";
+}
+
+TEST(FailureReport, NamesRanksWithoutProgressTheirStepsAndStacks) {
+  std::vector<RankView> views = {alive(0, 'R'), alive(1, 'R'), alive(2)};
+  views[0].board = at_step(18, 4);
+  views[1].board = at_step(17, 4);
+  views[2].board = at_step(18, 5, false);
+  const RootCause root_cause = find_stall(views, 30);
+  EXPECT_EQ(root_cause.rank, 1) << "the one that is furthest behind";
+  EXPECT_EQ(root_cause.stalled, (std::vector<int>{0, 1}));
+  EXPECT_EQ(root_cause.running, (std::vector<int>{2}));
+  FailureFacts known = facts();
+  known.stacks = {{0, {"spin", "load"}}, {1, {"wait", "read"}}};
+  const Error error = failure_error(root_cause, views, known);
+  EXPECT_EQ(error.code(), Code::kRankAbsent);
+  EXPECT_EQ(error.message(),
+            "ranks 0 and 1 made no step and no collective for 30.0 s (--step-timeout)");
+  const std::string block = error.block();
+  for (const char* part : {"it was at step 17", "its stack, innermost first: wait < read",
+                           "rank 0 was at step 18", "its stack: spin < load", "victims: rank 2"}) {
+    EXPECT_NE(block.find(part), std::string::npos) << part << "\nin\n" << block;
+  }
+  EXPECT_LE(std::count(block.begin(), block.end(), '\n'), 15);
 }
 
 TEST(OomWatch, ReadsTheKernelsCounters) {

@@ -33,7 +33,7 @@ TEST(FormatGrid, ShowsRanksAndTime) {
 }
 
 TEST(FormatGrid, ShowsSplitBackwardsAndNames) {
-  EXPECT_EQ(grid(zero_bubble(2, 2), {}, {.rank_names = {"cpu:0", "cuda:0#1"}}),
+  EXPECT_EQ(grid(zero_bubble(2, 2), {}, {.rank_names = {"cpu:0", "cuda:0#1"}, .width = 0}),
             "cpu:0    | F0 F1 .. I0 W0 I1 W1\n"
             "cuda:0#1 | .. F0 I0 F1 I1 W0 W1\n"
             "F forward, I input gradient, W weight gradient, .. wait; F0 is the forward of "
@@ -66,7 +66,7 @@ TEST(FormatGrid, CutsWhatIsTooWide) {
   EXPECT_NE(text.find("rank 0 | F0  F1  F2 "), std::string::npos);
   EXPECT_NE(text.find("columns 0 to 26 of 303; the others are left out\n"), std::string::npos);
   EXPECT_LE(longest_line(text), 120U);
-  EXPECT_LE(longest_line(grid(schedule, {}, {.width = 100})), 120U);
+  EXPECT_LE(longest_line(grid(schedule, {}, {.width = 100})), 100U);
   const std::string whole = grid(schedule, {}, {.width = 0});
   EXPECT_EQ(whole.find("left out"), std::string::npos);
   EXPECT_NE(whole.find("B99"), std::string::npos);

@@ -34,6 +34,7 @@ TEST(SlurmHosts, AreExpanded) {
   EXPECT_EQ(hosts("n[098-101]"), (Texts{"n098", "n099", "n100", "n101"}));
   EXPECT_EQ(hosts("r[1-2]n[0,3]x"), (Texts{"r1n0x", "r1n3x", "r2n0x", "r2n3x"}));
   EXPECT_EQ(hosts("n[1-65536]").size(), 65536U);
+  EXPECT_EQ(hosts("n[2147483646-2147483647]").size(), 2U) << "the largest int ends the list";
 }
 
 TEST(SlurmHosts, AnythingElseIsNamed) {
@@ -42,6 +43,18 @@ TEST(SlurmHosts, AnythingElseIsNamed) {
         "n[1,]", "n[1-99999999]", "n[0-999]m[0-999]", "n[99999999999]", "n[1-2][", "n[[1]]"}) {
     expect_error(Code::kWorld, {"LIST=\"" + std::string(bad) + "\"", "n[01-03,07],gpu2"},
                  [&] { hosts(bad); });
+  }
+}
+
+// Few bytes must not ask for much memory or time.
+TEST(SlurmHosts, ExpansionsAreBounded) {
+  const std::string many = "[1-65000]";
+  std::string brackets = "n";
+  for (int i = 0; i < 50; ++i) brackets += many;
+  const std::string zeros(3000, '0');
+  for (const auto& text :
+       Texts{brackets, "n[" + zeros + "1-65000]", "n[1-65536,7]", "a,n[1-65536]"}) {
+    expect_error(Code::kWorld, {"LIST"}, [&] { hosts(text); });
   }
 }
 

@@ -28,14 +28,43 @@ TEST(TableData, QuantitiesAreNumbersInOneUnit) {
             "speed_up_mean,speed_up_deviation\r\n1,\r\n1.87,0.02\r\n");
   EXPECT_EQ(csv_of_column("extra, peak / final", {"+6.00 MiB / -9.01 MiB", "—"}),
             "extra_peak_mib,extra_final_mib\r\n6,-9.01\r\n,\r\n");
-  EXPECT_EQ(csv_of_column("parameters", {"4198400"}), "parameters\r\n4198400\r\n");
+  EXPECT_EQ(csv_of_column("parameters", {"4198400", "4,198,400", "-1,024"}),
+            "parameters\r\n4198400\r\n4198400\r\n-1024\r\n");
+  EXPECT_EQ(csv_of_column("total (s)", {"1.5 ± 0.2"}),
+            "total_mean_s,total_deviation_s\r\n1.5,0.2\r\n");
+}
+
+TEST(TableData, SeveralNumbersInACellAreSeveralColumns) {
+  EXPECT_EQ(csv_of_column("rows", {"22 22 20", "32 32", "64"}),
+            "rows_0,rows_1,rows_2\r\n22,22,20\r\n32,32,\r\n64,,\r\n");
+  EXPECT_EQ(csv_of_column("micro-steps × rows", {"4 × 256"}), "micro_steps,rows\r\n4,256\r\n");
+  EXPECT_EQ(csv_of_column("micro × rows", {"4 × 8", "3 × 11 11 10"}),
+            "micro,rows_0,rows_1,rows_2\r\n4,8,,\r\n3,11,11,10\r\n");
+  EXPECT_EQ(csv_of_column("not finite", {"0 of 8", "—"}),
+            "not_finite,not_finite_of\r\n0,8\r\n,\r\n");
+  EXPECT_EQ(csv_of_column("busy", {"86 to 88 %", "95 %"}),
+            "busy_least_percent,busy_most_percent\r\n86,88\r\n95,95\r\n");
+}
+
+TEST(TableData, RemarksHaveAColumnOfTheirOwn) {
+  EXPECT_EQ(csv_of_column("devices", {"2", "4, shared"}),
+            "devices,devices_remark\r\n2,\r\n4,shared\r\n");
+  EXPECT_EQ(csv_of_column("loss gap", {"0 %", "< 0.001 %"}),
+            "loss_gap_percent,loss_gap_remark\r\n0,\r\n0.001,less than\r\n");
+}
+
+TEST(TableData, TitlesAreSpelledOut) {
+  Table table("T", {{"rows/s"}, {"Δ peak"}, {"⌈rows/devices⌉"}, {"activations, fp32"}, {"… bf16"}});
+  table.add_row({"1", "+2 MiB", "3", "4 MiB", "5 MiB"});
+  EXPECT_EQ(table.csv(),
+            "rows_per_s,delta_peak_mib,ceil_rows_per_devices,activations_fp32_mib,"
+            "activations_bf16_mib\r\n1,2,3,4,5\r\n");
 }
 
 TEST(TableData, TextStaysText) {
-  EXPECT_EQ(csv_of_column("rows", {"22 22 20"}), "rows\r\n22 22 20\r\n");
-  EXPECT_EQ(csv_of_column("split", {"4 × 256"}), "split\r\n4 × 256\r\n");
   EXPECT_EQ(csv_of_column("last loss", {"0.5477", "0.5529", "not finite"}),
             "last_loss\r\n0.5477\r\n0.5529\r\nnot finite\r\n");
+  EXPECT_EQ(csv_of_column("shape", {"[22, 16]"}), "shape\r\n\"[22, 16]\"\r\n");
   EXPECT_EQ(csv_of_column("odd", {"inf", "1e999", "12 parsecs"}),
             "odd\r\ninf\r\n1e999\r\n12 parsecs\r\n");
 }

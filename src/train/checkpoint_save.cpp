@@ -1,0 +1,287 @@
+#include <fmt/chrono.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <ctime>
+#include <exception>
+#include <map>
+#include <set>
+#include <stdexcept>
+#include <utility>
+
+#include "base/checksum.hpp"
+#include "base/process.hpp"
+#include "device/capture.hpp"
+#include "device/dtype_map.hpp"
+#include "lockstep/error.hpp"
+#include "lockstep/tensor_text.hpp"
+#include "lockstep/version.hpp"
+#include "train/checkpoint_state.hpp"
+#include "train/rank_texts.hpp"
+
+namespace lockstep {
+namespace {
+
+using nlohmann::json;
+
+std::string now_text() {
+  return fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr)));
+}
+
+// Identifies a slice of a tensor: ranks with the same number have the same elements.
+int64_t number_of(const std::string& section, const PartContents::Item& item, Dtype dtype) {
+  json facts = {section, item.name, dtype_name(dtype), item.slice.whole};
+  for (const auto& block : item.slice.blocks) {
+    facts.push_back({block.local, block.whole, block.shape});
+  }
+  return static_cast<int64_t>(hash_of(facts.dump()));
+}
+
+Dtype dtype_to_save(const std::string& section, const PartContents::Item& item) {
+  if (const auto dtype = dtype_of(item.tensor.scalar_type())) return *dtype;
+  throw Error(Code::kTensorMismatch,
+              fmt::format("tensor {} of {} is {}, which safetensors cannot hold", item.name,
+                          section, dtype_text(item.tensor.scalar_type())),
+              "convert it first, e.g. with .to(torch::kFloat32)");
+}
+
+}  // namespace
+
+// Note [Who writes what] Ranks tell each other the numbers of the slices that they have. Each slice
+// is written by the first rank that has it: rank 0 writes what all have, and every rank of a
+// divided model its own part. If only rank 0 has anything of a section, its file is
+// model.safetensors, which any reader of the format can load; otherwise model.rank0.safetensors and
+// so on.
+SaveJob Checkpoint::State::snapshot(int64_t step) {
+  struct Mine {
+    std::string section;
+    PartContents::Item item;
+    Dtype dtype;
+    int64_t number;
+  };
+  SaveJob job;
+  job.step = step;
+  std::vector<Mine> mine;
+  std::vector<int64_t> numbers;  // of section and slice, in turn
+  streams_.gpus.clear();
+  // The random numbers come last: the GPUs are known then.
+  for (size_t i = 1; i <= parts_.size(); ++i) {
+    auto& [section, part] = parts_[i % parts_.size()];
+    PartContents contents = part->contents();
+    if (!contents.value.is_null()) {
+      const auto [found, is_new] = job.values.emplace(section, contents.value);
+      if (!is_new && *found != contents.value) {
+        throw Error(Code::kUsage, fmt::format("two parts named {} have different values", section),
+                    "add them under different names");
+      }
+    }
+    for (auto& item : contents.items) {
+      const Dtype dtype = dtype_to_save(section, item);
+      const int64_t number = number_of(section, item, dtype);
+      if (item.tensor.is_cuda()) {
+        auto& gpus = streams_.gpus;
+        if (std::find(gpus.begin(), gpus.end(), item.tensor.device()) == gpus.end()) {
+          gpus.push_back(item.tensor.device());
+        }
+      }
+      numbers.push_back(static_cast<int64_t>(hash_of(section)));
+      numbers.push_back(number);
+      mine.push_back({section, std::move(item), dtype, number});
+    }
+  }
+  const auto all = control_ ? all_gather_numbers(*control_, numbers, checkpoint_call())
+                            : std::vector<std::vector<int64_t>>{numbers};
+  std::unordered_map<int64_t, int> owner;       // [slice]
+  std::unordered_map<int64_t, bool> is_shared;  // [section]: others than rank 0 write it too
+  for (int rank = 0; rank < size_; ++rank) {
+    const auto& theirs = all[static_cast<size_t>(rank)];
+    for (size_t i = 0; i + 1 < theirs.size(); i += 2) {
+      const bool is_new = owner.emplace(theirs[i + 1], rank).second;
+      if (is_new && rank > 0) is_shared[theirs[i]] = true;
+    }
+  }
+  std::map<std::string, SectionSnapshot> sections;
+  std::set<int64_t> taken;  // a tensor that two parts of a section name is written once
+  for (auto& [section, item, dtype, number] : mine) {
+    if (owner.at(number) != rank_ || !taken.insert(number).second) continue;
+    auto& snapshot = sections[section];
+    snapshot.section = section;
+    const bool shared = is_shared.count(static_cast<int64_t>(hash_of(section))) > 0;
+    snapshot.file = shared ? fmt::format("{}.rank{}.safetensors", section, rank_)
+                           : fmt::format("{}.safetensors", section);
+    snapshot.tensors.push_back(
+        {item.name, dtype, item.slice, copy_of(section + "/" + item.name, item.tensor)});
+  }
+  for (const c10::Device gpu : streams_.gpus) job.copied.push_back(DeviceEvent::now(gpu));
+  for (auto& [name, snapshot] : sections) job.snapshots.push_back(std::move(snapshot));
+  return job;
+}
+
+// On a GPU the copy is queued behind the step's work, and nothing waits for it here. Memory of the
+// save before is used again: no page of it is new.
+torch::Tensor Checkpoint::State::copy_of(const std::string& key, const torch::Tensor& tensor) {
+  const torch::NoGradGuard no_grad;
+  auto& [memory, pinned] = buffers_[key];
+  if (!memory.defined() || memory.sizes() != tensor.sizes() ||
+      memory.scalar_type() != tensor.scalar_type() || pinned != tensor.is_cuda()) {
+    pinned = tensor.is_cuda();
+    memory = torch::empty(tensor.sizes(),
+                          torch::TensorOptions(tensor.scalar_type()).pinned_memory(pinned));
+  }
+  memory.copy_(tensor.detach(), /*non_blocking=*/true);
+  return memory;
+}
+
+void Checkpoint::State::save(int64_t step) {
+  require_not_capturing("saving a checkpoint", "save it between two steps");
+  wait_for_save();
+  if (!opened_) open_store();
+  finished_ = false;
+  ++saves_;
+  writing_step_ = step;
+  auto job = std::make_shared<const SaveJob>(snapshot(step));
+  const auto work = [this, job] {
+    try {
+      for (const auto& event : job->copied) event.ns();
+      write(*job);
+      outcome_.clear();
+    } catch (const RankError&) {
+      lost_rank_ = std::current_exception();
+    } catch (const std::exception& error) {
+      outcome_ = describe(error);
+    }
+  };
+  if (options_.asynchronous) {
+    writer_ = start_quiet_thread(work);
+  } else {
+    work();
+    wait_for_save();
+  }
+}
+
+void Checkpoint::State::write(const SaveJob& job) {
+  std::string draft;
+  std::string failure;
+  const auto attempt = [&](const auto& body) {
+    if (!failure.empty()) return;
+    try {
+      body();
+    } catch (const Error& error) {
+      failure = error.message();
+    } catch (const std::exception& error) {  // whatever it is, the other ranks must hear of it
+      failure = describe(error);
+    }
+  };
+  if (is_writer()) attempt([&] { draft = store_->begin(job.step); });
+  if (commit_) {
+    const auto told = json::parse(broadcast_text(
+        *commit_, json({{"draft", draft}, {"failure", failure}}).dump(), checkpoint_call()));
+    draft = told["draft"].get<std::string>();
+    failure = told["failure"].get<std::string>();
+  }
+  json report;
+  attempt([&] { report = write_files(job, draft); });
+  report["failure"] = failure;
+  try {
+    const std::vector<std::string> reports =
+        commit_ ? gather_texts(*commit_, report.dump(), checkpoint_call())
+                : std::vector<std::string>{report.dump()};
+    for (size_t rank = 0; rank < reports.size() && failure.empty(); ++rank) {
+      const auto told = json::parse(reports[rank]).at("failure").get<std::string>();
+      if (!told.empty()) failure = fmt::format("rank {}: {}", rank, told);
+    }
+    if (is_writer()) {
+      attempt([&] {
+        store_->publish(draft, assemble(job, reports));
+        draft.clear();
+        store_->keep_latest(job.step, options_.keep);
+      });
+    }
+    if (commit_) failure = broadcast_text(*commit_, failure, checkpoint_call());
+  } catch (...) {  // another rank is gone: there is no checkpoint of all
+    if (is_writer() && !draft.empty()) store_->discard(draft);
+    throw;
+  }
+  if (is_writer() && !draft.empty()) store_->discard(draft);
+  if (!failure.empty()) throw std::runtime_error(failure);
+}
+
+json Checkpoint::State::write_files(const SaveJob& job, const std::string& draft) {
+  json report = {{"files", json::array()}, {"tensors", json::array()}, {"values", job.values}};
+  auto& files = FileSystem::system();
+  for (const auto& snapshot : job.snapshots) {
+    SectionFile section{snapshot.section, snapshot.file, {}, {}};
+    for (const auto& tensor : snapshot.tensors) {
+      section.tensors.push_back({tensor.name,
+                                 tensor.dtype,
+                                 tensor.slice.local,
+                                 {static_cast<const std::byte*>(tensor.copy.data_ptr()),
+                                  static_cast<size_t>(tensor.copy.nbytes())}});
+      section.slices.push_back(tensor.slice);
+    }
+    const auto written = write_section(files, draft, section);
+    report["files"].push_back(to_json(written.file));
+    for (const auto& tensor : written.tensors) report["tensors"].push_back(to_json(tensor));
+  }
+  if (!job.snapshots.empty() && !is_writer()) sync_folder(files, draft);
+  return report;
+}
+
+Manifest Checkpoint::State::assemble(const SaveJob& job,
+                                     const std::vector<std::string>& reports) const {
+  Manifest manifest;
+  manifest.step = job.step;
+  manifest.ranks = size_;
+  manifest.created = now_text();
+  manifest.lockstep = kVersion;
+  std::map<std::string, std::vector<json>> values;  // [section][rank]
+  for (size_t rank = 0; rank < reports.size(); ++rank) {
+    const auto report = json::parse(reports[rank]);
+    for (const auto& file : report["files"]) manifest.files.push_back(file_from(file));
+    for (const auto& tensor : report["tensors"]) manifest.tensors.push_back(tensor_from(tensor));
+    for (const auto& [section, value] : report["values"].items()) {
+      auto& all = values[section];
+      all.resize(reports.size());
+      all[rank] = value;
+    }
+  }
+  for (const auto& [section, all] : values) {
+    const bool alike = std::all_of(all.begin(), all.end(),
+                                   [&](const json& value) { return value == all.front(); });
+    manifest.values[section] = alike ? json{{"all", all.front()}} : json{{"ranks", all}};
+  }
+  manifest.tensors = merge_pieces(std::move(manifest.tensors));
+  return manifest;
+}
+
+void Checkpoint::State::wait_for_save() {
+  if (writer_.joinable()) writer_.join();
+  if (lost_rank_) std::rethrow_exception(std::exchange(lost_rank_, nullptr));
+  if (outcome_.empty()) return;
+  note_failure(writing_step_, std::exchange(outcome_, ""));
+}
+
+void Checkpoint::State::note_failure(int64_t step, const std::string& reason) {
+  ++failures_;
+  last_failure_ = fmt::format("step {}: {}", step, first_line_of(reason));
+  if (!is_writer()) return;
+  print_error(fmt::format(
+      "lockstep: no checkpoint of step {}: {}; training goes on, earlier checkpoints are intact\n",
+      step, first_line_of(reason)));
+}
+
+void Checkpoint::State::finish() {
+  wait_for_save();
+  if (stop_asked_) {
+    stop_asked_->wait();
+    stop_asked_.reset();
+  }
+  if (failures_ == 0 || std::exchange(finished_, true)) return;
+  throw Error(Code::kCheckpoint,
+              fmt::format("{} of {} checkpoint{} could not be saved to {}; the last was {}",
+                          failures_, saves_, saves_ == 1 ? "" : "s", folder_, last_failure_),
+              "earlier checkpoints are intact; make room or repair the disk, and start again to "
+              "resume from the latest");
+}
+
+}  // namespace lockstep
