@@ -110,9 +110,8 @@ struct AnswerContext {
         dp_devices(merged_devices(dp)),
         ddp_devices(merged_devices(ddp)),
         record(ddp.first()),
-        warning(times_warning(
-            disturbance_of(of, {"single", "dp", "ddp"}),
-            {comparison, compare(of.of("dp"), dp), compare(of.of("ddp"), ddp)})) {
+        warning(times_warning(disturbance_of(of, {"single", "dp", "ddp"}),
+                              {comparison, compare(of.of("dp"), dp), compare(of.of("ddp"), ddp)})) {
   }
 
   bool one_rank() const { return ranks < 2; }
