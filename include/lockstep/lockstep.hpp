@@ -28,6 +28,7 @@
 #include "lockstep/tensor_file.hpp"
 #include "lockstep/tensor_parallel.hpp"
 #include "lockstep/tensor_text.hpp"
+#include "lockstep/tied_weight.hpp"
 #include "lockstep/trace.hpp"
 #include "lockstep/transformer_block.hpp"
 #include "lockstep/units.hpp"

@@ -39,8 +39,8 @@ struct ColumnLinearOptions {
 
 /// How a RowLinear takes its input.
 struct RowLinearOptions {
-  bool scatter_input = false;  ///< the input has all features, and every rank takes its own
-  int64_t unit = 1;            ///< as that of the ColumnLinear before it
+  bool scatter_input = false;      ///< the input has all features, and every rank takes its own
+  int64_t unit = 1;                ///< as that of the ColumnLinear before it
   bool sequence_parallel = false;  ///< the output is this rank's slice of the sequence
 };
 
@@ -61,6 +61,10 @@ class ColumnLinearImpl : public torch::nn::Module, public OnTensorAxis {
   /// Copies this rank's slice of the weights, which must be the same on all ranks.
   ColumnLinearImpl(const torch::nn::Linear& whole, const Communicator& axis,
                    const ColumnLinearOptions& options = {});
+
+  /// The same, given a Linear's [out, in] weight and its bias, which may be undefined.
+  ColumnLinearImpl(const torch::Tensor& whole_weight, const torch::Tensor& whole_bias,
+                   const Communicator& axis, const ColumnLinearOptions& options = {});
   ~ColumnLinearImpl() override;
 
   torch::Tensor forward(const torch::Tensor& x);
@@ -92,6 +96,8 @@ class RowLinearImpl : public torch::nn::Module, public OnTensorAxis {
  public:
   RowLinearImpl(const torch::nn::Linear& whole, const Communicator& axis,
                 const RowLinearOptions& options = {});
+  RowLinearImpl(const torch::Tensor& whole_weight, const torch::Tensor& whole_bias,
+                const Communicator& axis, const RowLinearOptions& options = {});
   ~RowLinearImpl() override;
 
   torch::Tensor forward(const torch::Tensor& x);
@@ -121,6 +127,9 @@ class ColumnLinear : public torch::nn::ModuleHolder<ColumnLinearImpl> {
   ColumnLinear(const torch::nn::Linear& whole, const Communicator& axis,
                const ColumnLinearOptions& options)
       : ModuleHolder(std::make_shared<ColumnLinearImpl>(whole, axis, options)) {}
+  ColumnLinear(const torch::Tensor& whole_weight, const torch::Tensor& whole_bias,
+               const Communicator& axis, const ColumnLinearOptions& options)
+      : ModuleHolder(std::make_shared<ColumnLinearImpl>(whole_weight, whole_bias, axis, options)) {}
 };
 
 /// Holder of a RowLinearImpl.
@@ -130,6 +139,9 @@ class RowLinear : public torch::nn::ModuleHolder<RowLinearImpl> {
   RowLinear(const torch::nn::Linear& whole, const Communicator& axis,
             const RowLinearOptions& options)
       : ModuleHolder(std::make_shared<RowLinearImpl>(whole, axis, options)) {}
+  RowLinear(const torch::Tensor& whole_weight, const torch::Tensor& whole_bias,
+            const Communicator& axis, const RowLinearOptions& options)
+      : ModuleHolder(std::make_shared<RowLinearImpl>(whole_weight, whole_bias, axis, options)) {}
 };
 
 /// Makes every layer of a tensor axis in `module` use this communicator, which must have the same

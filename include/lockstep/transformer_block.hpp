@@ -3,7 +3,9 @@
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <ostream>
 #include <utility>
 
@@ -14,6 +16,7 @@
 
 namespace lockstep {
 
+/// The sizes of a TransformerBlock and its dropout.
 struct TransformerBlockOptions {
   int64_t width = 0;
   int64_t heads = 0;
@@ -26,8 +29,8 @@ struct TransformerBlockOptions {
 /// A causal transformer block as GPT-2's: attention with fused q, k, v, then an MLP with GELU
 /// (tanh). Both read a normalised copy of the stream and add to it.
 ///
-///     lockstep::TransformerBlock whole(lockstep::TransformerBlockOptions{.width = 768, .heads = 12});
-///     lockstep::TransformerBlock block(whole, mesh.axis("tp"), /*sequence_parallel=*/true);
+///     lockstep::TransformerBlock whole(lockstep::TransformerBlockOptions{.width = 768, .heads =
+///     12}); lockstep::TransformerBlock block(whole, mesh.axis("tp"), /*sequence_parallel=*/true);
 ///     x = block(x);                                       // [batch, positions, width]
 ///
 /// Over several ranks heads and the MLP's features are divided; heads that do not divide evenly are
@@ -78,7 +81,11 @@ class TransformerBlockImpl : public torch::nn::Module {
 /// Holder of a TransformerBlockImpl.
 class TransformerBlock : public torch::nn::ModuleHolder<TransformerBlockImpl> {
  public:
-  using torch::nn::ModuleHolder<TransformerBlockImpl>::ModuleHolder;
+  TransformerBlock(std::nullptr_t) : ModuleHolder(nullptr) {}
+  explicit TransformerBlock(std::shared_ptr<TransformerBlockImpl> block)
+      : ModuleHolder(std::move(block)) {}
+  explicit TransformerBlock(const TransformerBlockOptions& options)
+      : ModuleHolder(std::make_shared<TransformerBlockImpl>(options)) {}
   TransformerBlock(const TransformerBlock& whole, const Communicator& axis,
                    bool sequence_parallel = false)
       : ModuleHolder(std::make_shared<TransformerBlockImpl>(*whole, axis, sequence_parallel)) {}

@@ -15,6 +15,7 @@
 
 namespace lockstep {
 
+/// How a VocabParallelEmbedding returns rows and takes inputs.
 struct VocabParallelOptions {
   bool sequence_parallel = false;  ///< outputs of forward and inputs of logits() are slices
 };
@@ -75,7 +76,6 @@ class VocabParallelEmbedding : public torch::nn::ModuleHolder<VocabParallelEmbed
 /// ignore_index and label_smoothing; class weights are refused.
 torch::Tensor vocab_parallel_cross_entropy(
     const torch::Tensor& own_logits, const torch::Tensor& targets, int64_t classes,
-    const Communicator& axis,
-    const torch::nn::functional::CrossEntropyFuncOptions& options = {});
+    const Communicator& axis, const torch::nn::functional::CrossEntropyFuncOptions& options = {});
 
 }  // namespace lockstep

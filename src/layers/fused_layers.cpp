@@ -231,8 +231,9 @@ std::tuple<torch::Tensor, torch::Tensor> add_layer_norm(const torch::Tensor& x,
   return {sum, at::layer_norm(sum, {sum.size(-1)}, as_sum(weight), as_sum(bias), eps)};
 }
 
-torch::Tensor causal_self_attention(const torch::Tensor& qkv, int64_t heads,
-                                    const std::function<torch::Tensor(const torch::Tensor&)>& drop) {
+torch::Tensor causal_self_attention(
+    const torch::Tensor& qkv, int64_t heads,
+    const std::function<torch::Tensor(const torch::Tensor&)>& drop) {
   require_heads("causal_self_attention", qkv, heads);
 #if LOCKSTEP_CUDA
   const auto cast = as_autocast(qkv);

@@ -27,10 +27,10 @@ AxisPtr moved_axis(const Communicator& old, const Communicator& axis) {
 
 int64_t single_dimension(const std::vector<int64_t>& normalized_shape) {
   if (normalized_shape.size() == 1) return normalized_shape[0];
-  throw Error(Code::kTensorMismatch,
-              fmt::format("ParallelLayerNorm was given a norm over {} dimensions",
-                          normalized_shape.size()),
-              "normalise the last dimension only");
+  throw Error(
+      Code::kTensorMismatch,
+      fmt::format("ParallelLayerNorm was given a norm over {} dimensions", normalized_shape.size()),
+      "normalise the last dimension only");
 }
 
 }  // namespace
@@ -53,8 +53,8 @@ ParallelLayerNormImpl::ParallelLayerNormImpl(const torch::nn::LayerNorm& whole,
       sequence_parallel_(sequence_parallel),
       axis_(shared_axis(axis)) {
   if (!whole->options.elementwise_affine()) return;
-  weight = register_parameter("weight", whole->weight.detach().clone(),
-                              whole->weight.requires_grad());
+  weight =
+      register_parameter("weight", whole->weight.detach().clone(), whole->weight.requires_grad());
   if (!whole->bias.defined()) return;
   bias = register_parameter("bias", whole->bias.detach().clone(), whole->bias.requires_grad());
 }
@@ -120,11 +120,11 @@ void ParallelDropoutImpl::compare(const torch::Tensor& mask) {
   axis_->all_gather(all, mine, {.label = "dropout's mask"});
   for (int rank = 0; rank < axis_->size(); ++rank) {
     if (torch::equal(all[rank], all[0])) continue;
-    throw Error(Code::kTensorMismatch,
-                fmt::format("ranks 0 and {} of a tensor axis draw different masks for dropout",
-                            rank),
-                "seed all ranks of the tensor axis alike, such as torch::manual_seed(seed + data "
-                "rank), and let none of them draw more than the others");
+    throw Error(
+        Code::kTensorMismatch,
+        fmt::format("ranks 0 and {} of a tensor axis draw different masks for dropout", rank),
+        "seed all ranks of the tensor axis alike, such as torch::manual_seed(seed + data "
+        "rank), and let none of them draw more than the others");
   }
 }
 

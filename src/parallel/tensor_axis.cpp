@@ -29,13 +29,12 @@ FeatureSplit::FeatureSplit(const Features& features, const Communicator& axis)
   }
   const int64_t units = count / parts / unit;
   if (units < axis.size()) {
-    throw Error(
-        Code::kTensorMismatch,
-        fmt::format("{} {}{}{} cannot be divided over {} ranks: each needs at least one", count,
-                    what, parts > 1 ? fmt::format(" in {} parts", parts) : "",
-                    unit > 1 ? fmt::format(" in units of {}", unit) : "", axis.size()),
-        fmt::format("use at most {} ranks on this axis, or a wider layer",
-                    std::max<int64_t>(1, units)));
+    throw Error(Code::kTensorMismatch,
+                fmt::format("{} {}{}{} cannot be divided over {} ranks: each needs at least one",
+                            count, what, parts > 1 ? fmt::format(" in {} parts", parts) : "",
+                            unit > 1 ? fmt::format(" in units of {}", unit) : "", axis.size()),
+                fmt::format("use at most {} ranks on this axis, or a wider layer",
+                            std::max<int64_t>(1, units)));
   }
   piece_ = tensor_split_rows(units, axis.size());
   int64_t first = 0;
@@ -292,9 +291,8 @@ std::vector<torch::Tensor> sum_gradients(const std::vector<torch::Tensor>& weigh
   std::vector<torch::Tensor> summed;
   int64_t first = 0;
   for (const auto& weight : weights) {
-    summed.push_back(weight.defined()
-                         ? all.narrow(0, first, weight.numel()).view(weight.sizes())
-                         : weight);
+    summed.push_back(weight.defined() ? all.narrow(0, first, weight.numel()).view(weight.sizes())
+                                      : weight);
     if (weight.defined()) first += weight.numel();
   }
   return summed;

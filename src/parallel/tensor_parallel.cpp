@@ -40,17 +40,22 @@ void refuse_with_sequence(const char* layer, const char* option, bool both) {
 
 ColumnLinearImpl::ColumnLinearImpl(const torch::nn::Linear& whole, const Communicator& axis,
                                    const ColumnLinearOptions& options)
+    : ColumnLinearImpl(whole->weight, whole->bias, axis, options) {}
+
+ColumnLinearImpl::ColumnLinearImpl(const torch::Tensor& whole_weight,
+                                   const torch::Tensor& whole_bias, const Communicator& axis,
+                                   const ColumnLinearOptions& options)
     : options_(options),
-      shard_(divide({"output features of ColumnLinear", whole->weight.size(0), options.parts,
-                     options.unit},
-                    axis)) {
+      shard_(divide(
+          {"output features of ColumnLinear", whole_weight.size(0), options.parts, options.unit},
+          axis)) {
   refuse_with_sequence("ColumnLinear", "gather_output",
                        options.gather_output && options.sequence_parallel);
-  weight = register_parameter("weight", own_parameter(whole->weight, 0, shard_),
-                              whole->weight.requires_grad());
-  if (!whole->bias.defined()) return;
-  bias = register_parameter("bias", own_parameter(whole->bias, 0, shard_),
-                            whole->bias.requires_grad());
+  weight = register_parameter("weight", own_parameter(whole_weight, 0, shard_),
+                              whole_weight.requires_grad());
+  if (!whole_bias.defined()) return;
+  bias =
+      register_parameter("bias", own_parameter(whole_bias, 0, shard_), whole_bias.requires_grad());
 }
 
 ColumnLinearImpl::~ColumnLinearImpl() = default;
@@ -97,18 +102,22 @@ void ColumnLinearImpl::pretty_print(std::ostream& stream) const {
 
 RowLinearImpl::RowLinearImpl(const torch::nn::Linear& whole, const Communicator& axis,
                              const RowLinearOptions& options)
+    : RowLinearImpl(whole->weight, whole->bias, axis, options) {}
+
+RowLinearImpl::RowLinearImpl(const torch::Tensor& whole_weight, const torch::Tensor& whole_bias,
+                             const Communicator& axis, const RowLinearOptions& options)
     : options_(options),
       shard_(divide({.what = "input features of RowLinear",
-                     .count = whole->weight.size(1),
+                     .count = whole_weight.size(1),
                      .unit = options.unit},
                     axis)) {
   refuse_with_sequence("RowLinear", "scatter_input",
                        options.scatter_input && options.sequence_parallel);
-  weight = register_parameter("weight", own_parameter(whole->weight, 1, shard_),
-                              whole->weight.requires_grad());
-  if (!whole->bias.defined()) return;
-  bias = register_parameter("bias", whole->bias.detach().clone(at::MemoryFormat::Contiguous),
-                            whole->bias.requires_grad());
+  weight = register_parameter("weight", own_parameter(whole_weight, 1, shard_),
+                              whole_weight.requires_grad());
+  if (!whole_bias.defined()) return;
+  bias = register_parameter("bias", whole_bias.detach().clone(at::MemoryFormat::Contiguous),
+                            whole_bias.requires_grad());
 }
 
 RowLinearImpl::~RowLinearImpl() = default;

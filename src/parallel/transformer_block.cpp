@@ -21,14 +21,12 @@ TransformerBlockOptions checked(TransformerBlockOptions options) {
               "give positive sizes, and a width that is a multiple of the heads");
 }
 
-// A Linear with the weights of an undivided layer, or with new ones.
-template <class Layer>
-torch::nn::Linear whole_linear(const Layer* layer, int64_t in, int64_t out) {
-  torch::nn::Linear linear(in, out);
-  if (layer == nullptr) return linear;
-  linear->weight = (*layer)->weight;
-  linear->bias = (*layer)->bias;
-  return linear;
+// An undivided layer as its part on this rank. Without one a new Linear is drawn.
+template <class Layer, class Options>
+Layer own_part(const Layer* whole, int64_t in, int64_t out, const Communicator& axis,
+               const Options& options) {
+  if (whole == nullptr) return Layer(torch::nn::Linear(in, out), axis, options);
+  return Layer((*whole)->weight, (*whole)->bias, axis, options);
 }
 
 torch::nn::LayerNorm whole_norm(const ParallelLayerNorm* layer, int64_t width, double eps) {
@@ -68,14 +66,17 @@ TransformerBlockImpl::TransformerBlockImpl(const TransformerBlockOptions& option
           sequence_parallel),
       ln2(whole_norm(whole ? &whole->ln2 : nullptr, options.width, options.eps), axis,
           sequence_parallel),
-      qkv(whole_linear(whole ? &whole->qkv : nullptr, options.width, 3 * options.width), axis,
-          {.parts = 3, .unit = head_width(options), .sequence_parallel = sequence_parallel}),
-      fc(whole_linear(whole ? &whole->fc : nullptr, options.width, options.mlp_width), axis,
-         {.sequence_parallel = sequence_parallel}),
-      proj(whole_linear(whole ? &whole->proj : nullptr, options.width, options.width), axis,
-           {.unit = head_width(options), .sequence_parallel = sequence_parallel}),
-      out(whole_linear(whole ? &whole->out : nullptr, options.mlp_width, options.width), axis,
-          {.sequence_parallel = sequence_parallel}),
+      qkv(own_part(
+          whole ? &whole->qkv : nullptr, options.width, 3 * options.width, axis,
+          ColumnLinearOptions{
+              .parts = 3, .unit = head_width(options), .sequence_parallel = sequence_parallel})),
+      fc(own_part(whole ? &whole->fc : nullptr, options.width, options.mlp_width, axis,
+                  ColumnLinearOptions{.sequence_parallel = sequence_parallel})),
+      proj(own_part(
+          whole ? &whole->proj : nullptr, options.width, options.width, axis,
+          RowLinearOptions{.unit = head_width(options), .sequence_parallel = sequence_parallel})),
+      out(own_part(whole ? &whole->out : nullptr, options.mlp_width, options.width, axis,
+                   RowLinearOptions{.sequence_parallel = sequence_parallel})),
       options_(options),
       sequence_parallel_(sequence_parallel && axis.size() > 1),
       own_heads_(proj->weight.size(1) / head_width(options)),

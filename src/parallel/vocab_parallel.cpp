@@ -64,9 +64,9 @@ torch::Tensor VocabParallelEmbeddingImpl::forward(const torch::Tensor& ids) {
   const auto elsewhere = own.lt(0).logical_or(own.ge(weight.size(0)));
   const int64_t padding = padding_idx_ - shard_->split.first();
   const bool has_padding = padding_idx_ >= 0 && padding >= 0 && padding < weight.size(0);
-  const auto found = torch::embedding(weight, own.masked_fill(elsewhere, 0),
-                                      has_padding ? padding : -1)
-                         .masked_fill(elsewhere.unsqueeze(-1), 0);
+  const auto found =
+      torch::embedding(weight, own.masked_fill(elsewhere, 0), has_padding ? padding : -1)
+          .masked_fill(elsewhere.unsqueeze(-1), 0);
   if (options_.sequence_parallel) return reduce_scatter_sequence(found, axis_of(shard_));
   return sum_partial(found, axis(), "tp embedding forward");
 }
@@ -74,9 +74,9 @@ torch::Tensor VocabParallelEmbeddingImpl::forward(const torch::Tensor& ids) {
 torch::Tensor VocabParallelEmbeddingImpl::logits(const torch::Tensor& x) {
   if (axis().size() == 1) return F::linear(x, weight);
   const auto axis = axis_of(shard_);
-  return F::linear(options_.sequence_parallel ? gather_sequence(x, axis, /*sums=*/true)
-                                              : sum_gradient(x, axis),
-                   weight);
+  return F::linear(
+      options_.sequence_parallel ? gather_sequence(x, axis, /*sums=*/true) : sum_gradient(x, axis),
+      weight);
 }
 
 torch::Tensor VocabParallelEmbeddingImpl::whole_weight() const {
@@ -124,8 +124,7 @@ struct CrossEntropy : Function<CrossEntropy> {
     auto own = targets - shard->split.first();
     const auto elsewhere = own.lt(0).logical_or(own.ge(logits.size(1))).logical_or(~counts);
     own = own.masked_fill(elsewhere, 0);
-    const auto of_target =
-        shifted.gather(1, own.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0);
+    const auto of_target = shifted.gather(1, own.unsqueeze(1)).squeeze(1).masked_fill(elsewhere, 0);
     std::vector<torch::Tensor> parts = {of_target};
     if (smoothing > 0) parts.push_back(shifted.sum(1));
     const auto exponentials = shifted.exp_();  // reuses the memory
@@ -214,9 +213,8 @@ torch::Tensor vocab_parallel_cross_entropy(const torch::Tensor& own_logits,
   const auto counts = flat.ne(options.ignore_index());
   const auto wrong = flat.lt(0).logical_or(flat.ge(classes)).logical_and(counts);
   require_targets_in_range(wrong, classes);
-  const auto losses =
-      CrossEntropy::apply(logits, flat, counts, shard, options.label_smoothing())
-          .masked_fill(wrong, std::numeric_limits<double>::quiet_NaN());
+  const auto losses = CrossEntropy::apply(logits, flat, counts, shard, options.label_smoothing())
+                          .masked_fill(wrong, std::numeric_limits<double>::quiet_NaN());
   switch (torch::enumtype::reduction_get_enum(options.reduction())) {
     case torch::Reduction::None:
       return losses.view(targets.sizes());

@@ -15,10 +15,10 @@ namespace lockstep {
 
 /// What all pipeline ranks must know of a step.
 struct StepPlan {
-  torch::Tensor x;                  ///< undefined on ranks without stage 0
-  torch::Tensor y;                  ///< undefined on ranks without the last stage
-  std::vector<int64_t> rows;        ///< [micro-batch]
-  std::vector<int64_t> row;         ///< the sizes of x without its first; on every rank
+  torch::Tensor x;                          ///< undefined on ranks without stage 0
+  torch::Tensor y;                          ///< undefined on ranks without the last stage
+  std::vector<int64_t> rows;                ///< [micro-batch]
+  std::vector<int64_t> row;                 ///< the sizes of x without its first; on every rank
   torch::ScalarType dtype = torch::kFloat;  ///< of x; on every rank
   std::vector<double> loss_shares;  ///< [micro-batch] of the batch's loss, where the last stage is
   double loss_factor = 1;           ///< multiplies what goes backward, as do the next two
