@@ -8,6 +8,7 @@
 
 #include "lockstep/communicator.hpp"
 #include "lockstep/pipeline.hpp"
+#include "pipeline/channel.hpp"
 #include "pipeline/stage.hpp"
 
 namespace lockstep {
@@ -20,9 +21,11 @@ struct StepFaults {
 
 /// What all pipeline ranks must know of a step.
 struct StepPlan {
-  torch::Tensor x;                  ///< undefined on ranks without stage 0
-  torch::Tensor y;                  ///< undefined on ranks without the last stage
-  std::vector<int64_t> rows;        ///< [micro-batch]
+  torch::Tensor x;                          ///< undefined on ranks without stage 0
+  torch::Tensor y;                          ///< undefined on ranks without the last stage
+  std::vector<int64_t> rows;                ///< [micro-batch]
+  std::vector<int64_t> row;                 ///< the sizes of x without its first; on every rank
+  torch::ScalarType dtype = torch::kFloat;  ///< of x; on every rank
   std::vector<double> loss_shares;  ///< [micro-batch] of the batch's loss, where the last stage is
   double loss_factor = 1;           ///< multiplies what goes backward, as do the next two
   double data_factor = 1;           ///< see Note [Weights of accumulated gradients]
@@ -35,6 +38,10 @@ struct StepPlan {
   StepFaults faults;
 
   bool has_loss(int micro_batch) const { return loss_shares[static_cast<size_t>(micro_batch)] > 0; }
+
+  MicroBatchShape shape_of(int micro_batch) const {
+    return {rows[static_cast<size_t>(micro_batch)], row, dtype};
+  }
 
   /// The rows of a micro-batch, as a view of the batch's.
   torch::Tensor rows_of(const torch::Tensor& batch, size_t micro_batch) const;
@@ -65,7 +72,7 @@ class StepPlanner {
   bool has_stage(int stage) const;
   bool has_last() const { return has_stage(schedule_.stages() - 1); }
   StepPlan plan_rows(const torch::Tensor& x, const torch::Tensor& y, bool trains) const;
-  int64_t agree_on_rows(int64_t rows, bool trains) const;
+  int64_t agree_on_batch(StepPlan& plan, int64_t rows, bool trains) const;
   void weigh_micro_batches(StepPlan& plan, bool accumulates) const;
   std::vector<double> read_loss_weights(const StepPlan& plan) const;
   void warn_of_ignored_targets(const StepPlan& plan);

@@ -20,6 +20,11 @@ Axes& pipeline_stages() {
   return map;
 }
 
+ParameterMap<bool>& noted_copies() {
+  static ParameterMap<bool> map;
+  return map;
+}
+
 std::shared_ptr<const Communicator> axis_in(const Axes& map, const torch::Tensor& parameter) {
   const auto found = map.get(parameter);
   auto axis = found ? found->lock() : nullptr;
@@ -42,6 +47,10 @@ void note_pipeline_stage(const torch::Tensor& parameter,
   pipeline_stages().set(parameter, axis);
 }
 
+void note_copy(const torch::Tensor& parameter) {
+  noted_copies().set(parameter, true);
+}
+
 ModelParallelGroup::ModelParallelGroup(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                        const std::optional<Communicator>& others) {
   if (others && others->size() > 1) others_ = others;
@@ -51,6 +60,7 @@ ModelParallelGroup::ModelParallelGroup(const std::vector<torch::optim::Optimizer
       if (const auto axis = axis_in(tensor_shards(), parameter)) {
         part_[parameter.unsafeGetTensorImpl()] = find_axis(*axis);
       }
+      if (noted_copies().get(parameter)) part_[parameter.unsafeGetTensorImpl()] = kCopies;
       if (pipeline_) continue;
       if (const auto axis = axis_in(pipeline_stages(), parameter)) pipeline_ = *axis;
     }
@@ -68,13 +78,14 @@ size_t ModelParallelGroup::find_axis(const Communicator& axis) {
 
 size_t ModelParallelGroup::part_of(const torch::Tensor& parameter) const {
   const auto found = part_.find(parameter.unsafeGetTensorImpl());
-  return found == part_.end() ? 0 : found->second;
+  if (found == part_.end()) return 0;
+  return found->second == kCopies ? parts() - 1 : found->second;
 }
 
 torch::Tensor ModelParallelGroup::sum(std::vector<torch::Tensor> parts) const {
   for (size_t i = 0; i < tensor_axes_.size(); ++i) add_up(tensor_axes_[i].comm, parts[i + 1]);
   torch::Tensor total = parts[0];
-  for (size_t i = 1; i < parts.size(); ++i) total = total + parts[i];
+  for (size_t i = 0; i < tensor_axes_.size(); ++i) total = total + parts[i + 1];
   if (pipeline_) {
     total = total.clone();
     add_up(*pipeline_, total);

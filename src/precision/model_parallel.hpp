@@ -22,6 +22,10 @@ void note_tensor_shard(const torch::Tensor& parameter,
 void note_pipeline_stage(const torch::Tensor& parameter,
                          const std::shared_ptr<const Communicator>& axis);
 
+/// Notes that this parameter is a copy of one that another rank of the model has: the norm of the
+/// whole model counts it there.
+void note_copy(const torch::Tensor& parameter);
+
 /// The ranks that hold the other parts of the model that an optimizer updates. They must agree on
 /// what concerns the whole model: the norm of its gradients, and whether a step is skipped. Slices
 /// and stages that lockstep has made are known; `others` are further ranks, named by the user.
@@ -36,9 +40,10 @@ class ModelParallelGroup {
   bool alone() const { return tensor_axes_.empty() && !pipeline_ && !others_; }
 
   /// How many sums of squares this rank must compute: see part_of().
-  size_t parts() const { return 1 + tensor_axes_.size(); }
+  size_t parts() const { return 2 + tensor_axes_.size(); }
 
-  /// Which of them the gradient of this parameter belongs to: 0 if the parameter is not a slice.
+  /// Which of them the gradient of this parameter belongs to: 0 if the parameter is not a slice,
+  /// the last if it is a copy, which sum() leaves out.
   size_t part_of(const torch::Tensor& parameter) const;
 
   /// Returns the sum over the whole model. `parts` are this rank's: double scalars on one device.
@@ -48,6 +53,8 @@ class ModelParallelGroup {
   int first_other(bool mine) const;
 
  private:
+  static constexpr size_t kCopies = static_cast<size_t>(-1);  // in part_: the last
+
   struct TensorAxis {
     std::vector<int> ranks;  // in the world
     Communicator comm;
@@ -59,7 +66,7 @@ class ModelParallelGroup {
   std::vector<const Communicator*> communicators() const;  // these, and others_
 
   std::vector<TensorAxis> tensor_axes_;
-  std::unordered_map<const c10::TensorImpl*, size_t> part_;  // of slices
+  std::unordered_map<const c10::TensorImpl*, size_t> part_;  // of slices and copies
   std::optional<Communicator> pipeline_;
   std::optional<Communicator> others_;
 };
