@@ -311,12 +311,13 @@ torch::Tensor Communicator::allocate(int64_t count, const torch::TensorOptions& 
   require_not_capturing("memory that ranks reach", "let the step run once before it is captured");
   Backend& backend = device.is_cpu() ? *state_->host : *state_->gpu;
   const int64_t bytes = count * static_cast<int64_t>(options.dtype().itemsize());
+  MemoryAccount* account =
+      device.is_cpu() ? &current_memory_account() : current_gpu_account(state_->gpu_index);
+  if (account != nullptr) account->require(bytes);
   Counted call(*state_, "allocate", bytes);
   auto memory = backend.allocate(bytes, call.context(backend, {}));
   call.finished();
   if (count == 0) return torch::zeros({0}, options);
-  MemoryAccount* account =
-      device.is_cpu() ? &current_memory_account() : current_gpu_account(state_->gpu_index);
   if (account != nullptr) account->charge(bytes);
   return torch::from_blob(
       memory->data(), {count},
