@@ -79,6 +79,9 @@ class ShardedModel final : public Accumulating {
   /// listed once, under the first.
   std::vector<std::pair<std::string, torch::Tensor>> named_shards() const;
 
+  /// The shard of one of the module's parameters; the parameter itself if it is not divided.
+  torch::Tensor shard_of(const torch::Tensor& parameter) const;
+
   void set_weight(double weight);
   void zero_grad(bool set_to_none);
 

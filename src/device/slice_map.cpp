@@ -39,7 +39,7 @@ void note_sharded(const torch::Tensor& parameter, bool sharded) {
   }
 }
 
-void require_not_sharded(const torch::nn::Module& module, const char* what) {
+void require_not_sharded(const torch::nn::Module& module, const char* what, const char* remedy) {
   if (sharded_parameters().empty()) return;
   for (const auto& item : module.named_parameters()) {
     if (!sharded_parameters().get(item.value())) continue;
@@ -47,7 +47,7 @@ void require_not_sharded(const torch::nn::Module& module, const char* what) {
                 fmt::format("{} was given a module whose parameter {} is sharded by "
                             "FullyShardedDataParallel",
                             what, item.key()),
-                "wrap a module once: FullyShardedDataParallel averages gradients itself");
+                remedy);
   }
 }
 

@@ -15,10 +15,11 @@ void note_slice(const torch::Tensor& parameter, Slice slice);
 /// What was noted; the whole tensor if nothing was.
 Slice slice_of(const torch::Tensor& parameter);
 
-/// Notes that FullyShardedDataParallel has divided this parameter of a module, or no longer has.
+/// Notes that this parameter of a module is divided by FullyShardedDataParallel and not whole now,
+/// or that it is whole again.
 void note_sharded(const torch::Tensor& parameter, bool sharded);
 
 /// Refuses a module with such a parameter, for `what`, which would not see its weights or gradients.
-void require_not_sharded(const torch::nn::Module& module, const char* what);
+void require_not_sharded(const torch::nn::Module& module, const char* what, const char* remedy);
 
 }  // namespace lockstep

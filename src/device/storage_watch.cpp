@@ -1,6 +1,7 @@
 #include "device/storage_watch.hpp"
 
 #include <ATen/record_function.h>
+#include <torch/torch.h>
 
 #include <algorithm>
 #include <atomic>
@@ -33,6 +34,7 @@ WatchList& watch_list() {
 
 struct ThreadWatch {
   std::optional<at::CallbackHandle> callback;
+  uint64_t seen = 0;  // operations
   bool suspended = false;
   int depth = 0;               // of operations inside operations
   std::vector<Watched> found;  // by the current operation; a member, so that its memory is reused
@@ -74,6 +76,7 @@ bool watches_now() {
 
 std::unique_ptr<at::ObserverContext> operation_begins(const at::RecordFunction& operation) {
   const bool outermost = this_thread.depth++ == 0;
+  ++this_thread.seen;
   if (!watches_now()) return nullptr;
   auto& found = this_thread.found;
   {
@@ -105,8 +108,16 @@ WatchedStorage::~WatchedStorage() {
   list.count = list.storages.size();
 }
 
+// A callback is part of libtorch's thread-local state, which backward passes and tasks of a device
+// replace for a while and then restore, without what was added meanwhile.
+bool is_watching() {
+  const uint64_t before = this_thread.seen;
+  (void)torch::empty({0});
+  return this_thread.seen != before;
+}
+
 void watch_this_thread() {
-  if (this_thread.callback) return;
+  if (is_watching()) return;
   this_thread.callback =
       at::addThreadLocalCallback(at::RecordFunctionCallback(operation_begins, operation_ends)
                                      .needsInputs(true)
@@ -115,7 +126,8 @@ void watch_this_thread() {
 
 void unwatch_this_thread() {
   if (!this_thread.callback || watch_list().count > 0) return;
-  at::removeCallback(*std::exchange(this_thread.callback, std::nullopt));
+  if (is_watching()) at::removeCallback(*this_thread.callback);
+  this_thread.callback.reset();
 }
 
 void note_use(const torch::Tensor& tensor) {

@@ -43,6 +43,9 @@ class WatchedStorage {
 /// each operation about a microsecond.
 void watch_this_thread();
 
+/// Whether it does.
+bool is_watching();
+
 /// Ends that, unless any storage is still watched.
 void unwatch_this_thread();
 

@@ -83,7 +83,8 @@ class GradientSync::State::Join {
 GradientSync::State::State(std::shared_ptr<torch::nn::Module> trained, const Communicator& ranks,
                            const DdpOptions& chosen)
     : module(std::move(trained)), comm(ranks), options(chosen) {
-  require_not_sharded(*module, "DistributedDataParallel");
+  require_not_sharded(*module, "DistributedDataParallel",
+                      "wrap a module once: FullyShardedDataParallel averages gradients itself");
   require_same_model(comm, model_tensors(*module));
   broadcast_model(comm, *module, 0, "initial model");
   reducer.emplace(trained_parameters(*module), comm, options);

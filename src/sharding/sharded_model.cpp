@@ -105,6 +105,7 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   void release_unused();
   void mark_stale();
   void notice_changes();
+  void note_whole(bool whole) const;
   void poison(std::span<const size_t> used) noexcept;
   void rethrow_failure();
 
@@ -219,7 +220,7 @@ ShardedModel::State::~State() {
 }
 
 void ShardedModel::State::check_module() const {
-  require_not_sharded(*module, "FullyShardedDataParallel");
+  require_not_sharded(*module, "FullyShardedDataParallel", "wrap a module once");
   std::optional<torch::Device> device;
   bool any_trained = false;
   for (const auto& item : module->named_parameters()) {
@@ -293,6 +294,12 @@ void ShardedModel::State::before_use(std::span<const size_t> used, bool outermos
   } catch (...) {
     failure = std::current_exception();
     poison(used);
+  }
+}
+
+void ShardedModel::State::note_whole(bool whole) const {
+  for (const auto& unit : units) {
+    for (const auto& at : unit->plan.parameters) note_sharded(at.whole, !whole);
   }
 }
 
@@ -407,7 +414,10 @@ torch::Tensor ShardedModel::State::gradient_computed(size_t parameter,
 
 // See Note [Nested backward] of the Reducer.
 void ShardedModel::State::output_reached() {
-  watch_this_thread();
+  if (comm->size() > 1 && !is_watching()) {
+    fail(misuse("backward runs on another thread than forward did",
+                "call both on one thread, where the parameters that they use are noticed"));
+  }
   if (std::exchange(end_is_queued, true)) return;
   at_end_of_backward([this] { end_backward(); });
 }
@@ -565,7 +575,7 @@ bool ShardedModel::State::window_was_dropped() {
   if (!trained_shards.empty()) {
     vote = window->gradients_dropped()                            ? kDropped
            : !shown_nonzero                                       ? kUnknown
-           : window->gradients_cleared() && no_sync_depth >= 0    ? kDropped
+           : window->gradients_cleared()                          ? kDropped
                                                                   : kKept;
   }
   if (comm->size() == 1) return vote == kDropped;
@@ -628,14 +638,18 @@ void ShardedModel::after_forward(const std::vector<torch::Tensor>& outputs) {
   state.hooks->watch(outputs);
 }
 
+torch::Tensor ShardedModel::shard_of(const torch::Tensor& parameter) const {
+  const auto found = state_->shard_of.find(parameter.unsafeGetTensorImpl());
+  return found == state_->shard_of.end() ? parameter : found->second;
+}
+
 std::vector<std::pair<std::string, torch::Tensor>> ShardedModel::named_shards() const {
   std::vector<std::pair<std::string, torch::Tensor>> shards;
   std::map<const c10::TensorImpl*, bool> seen;
   for (const auto& item : state_->module->named_parameters()) {
     const auto* key = item.value().unsafeGetTensorImpl();
     if (!item.value().defined() || !seen.emplace(key, true).second) continue;
-    const auto found = state_->shard_of.find(key);
-    shards.emplace_back(item.key(), found == state_->shard_of.end() ? item.value() : found->second);
+    shards.emplace_back(item.key(), shard_of(item.value()));
   }
   return shards;
 }
@@ -674,13 +688,14 @@ void ShardedModel::gather_all() {
     for (size_t i = 0; i < all.size(); ++i) all[i] = i;
     state.make_ready(all);
   }
-  ++state.gathered_guards;
+  if (state.gathered_guards++ == 0) state.note_whole(true);
 }
 
 void ShardedModel::release_all() {
   State& state = *state_;
   if (--state.gathered_guards > 0) return;
   const WithoutWatching own_work;
+  state.note_whole(false);
   for (const auto& unit : state.units) unit->weights->scatter();
   note_changed_shards();
   state.release_unused();

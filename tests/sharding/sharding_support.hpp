@@ -63,7 +63,7 @@ inline torch::Tensor own_rows(const torch::Tensor& batch, const Communicator& co
   return batch.chunk(comm.size(), 0)[static_cast<size_t>(comm.rank())];
 }
 
-inline void expect_close(const torch::Tensor& value, const torch::Tensor& wanted,
+inline void expect_near_all(const torch::Tensor& value, const torch::Tensor& wanted,
                          const std::string& what, double tolerance = 1e-11) {
   EXPECT_EQ(value.numel(), wanted.numel()) << what;
   EXPECT_TRUE(torch::allclose(value, wanted, tolerance, tolerance))
