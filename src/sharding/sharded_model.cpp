@@ -98,6 +98,8 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   // Whole parameters.
   void before_use(std::span<const size_t> used, bool outermost) noexcept override;
   void make_ready(std::span<const size_t> used);
+  void see_updates();
+  bool shares_memory() const;
   void begin_gather(Unit& unit);
   void finish_gather(Unit& unit);
   void prefetch_after(size_t unit);
@@ -117,6 +119,8 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   void end_backward();
   void settle_missing();
   void begin_reduce(Unit& unit);
+  void advance_reduces();
+  void finish_reduce(Unit& unit);
   void finish_reduces();
   void check_gradient(size_t parameter, const torch::Tensor& gradient);
   void check_window();
@@ -329,6 +333,10 @@ void ShardedModel::State::make_ready(std::span<const size_t> used) {
   for (const size_t index : used) {
     Unit& unit = *units[index];
     if (unit.is_ready()) continue;
+    if (unit.weights->is_shared()) {
+      see_updates();
+      continue;
+    }
     if (unit.gathering) {
       ++stats.prefetched;
     } else {
@@ -337,6 +345,21 @@ void ShardedModel::State::make_ready(std::span<const size_t> used) {
     finish_gather(unit);
     if (phase != Phase::kIdle) prefetch_after(index);
   }
+}
+
+// Note [Shared parameters on a host] Ranks write their parts after backward and read all parts in
+// the next forward. A barrier before the first read lets all writes be seen, and one at the end of
+// backward lets nobody write while another rank still reads.
+void ShardedModel::State::see_updates() {
+  comm->barrier({.label = "updates of shared parameters"});
+  for (const auto& unit : units) {
+    if (unit->weights->is_shared()) unit->fresh = true;
+  }
+}
+
+bool ShardedModel::State::shares_memory() const {
+  return std::any_of(units.begin(), units.end(),
+                     [](const auto& unit) { return unit->weights->is_shared(); });
 }
 
 void ShardedModel::State::begin_gather(Unit& unit) {
@@ -408,7 +431,7 @@ torch::Tensor ShardedModel::State::gradient_computed(size_t parameter,
   check_gradient(parameter, gradient);
   if (trained[parameter].tensor.grad().defined()) return gradient;  // autograd adds it there
   const auto [unit, index] = location[parameter];
-  if (units[unit]->reducing) finish_reduces();
+  if (units[unit]->reducing) finish_reduce(*units[unit]);
   return units[unit]->gradients->write(index, gradient);
 }
 
@@ -429,8 +452,22 @@ void ShardedModel::State::gradient_accumulated(size_t parameter) {
   if (phase != Phase::kBackward) begin_backward();
   UnitGradients& gradients = *units[unit]->gradients;
   gradients.accumulated(index);
-  if (!backward_averages || options.find_unused_parameters || !gradients.is_complete()) return;
-  begin_reduce(*units[unit]);
+  if (!backward_averages || options.find_unused_parameters) return;
+  if (gradients.is_complete()) begin_reduce(*units[unit]);
+  advance_reduces();
+}
+
+// Frees the whole gradients of units whose average is there.
+void ShardedModel::State::advance_reduces() {
+  for (const auto& unit : units) {
+    if (unit->reducing && unit->reducing->advance()) finish_reduce(*unit);
+  }
+}
+
+void ShardedModel::State::finish_reduce(Unit& unit) {
+  unit.reducing->wait();
+  unit.reducing.reset();
+  unit.gradients->finish_reduce({});
 }
 
 void ShardedModel::State::begin_backward() {
@@ -450,10 +487,7 @@ void ShardedModel::State::begin_reduce(Unit& unit) {
 
 void ShardedModel::State::finish_reduces() {
   for (const auto& unit : units) {
-    if (!unit->reducing) continue;
-    unit->reducing->wait();
-    unit->reducing.reset();
-    unit->gradients->finish_reduce({});
+    if (unit->reducing) finish_reduce(*unit);
   }
 }
 
@@ -465,6 +499,7 @@ void ShardedModel::State::end_backward() {
   if (backward_averages) {
     settle_missing();
     finish_reduces();
+    if (shares_memory()) comm->barrier({.label = "end of backward"});
     window->close();
     ++stats.synchronised_backwards;
     if (!order.empty()) order_known = true;
@@ -686,6 +721,7 @@ void ShardedModel::gather_all() {
     state.notice_changes();
     std::vector<size_t> all(state.units.size());
     for (size_t i = 0; i < all.size(); ++i) all[i] = i;
+    if (state.shares_memory()) state.see_updates();  // whoever reads or writes next
     state.make_ready(all);
   }
   if (state.gathered_guards++ == 0) state.note_whole(true);

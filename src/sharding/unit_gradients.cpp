@@ -102,9 +102,8 @@ Work UnitGradients::begin_reduce(double weight) {
   mean_ = resident_ ? whole_.narrow(0, comm_.rank() * unit_.shard_elements, unit_.shard_elements)
                     : torch::empty({unit_.shard_elements}, unit_.options);
   if (comm_.size() == 1) return {};
-  comm_.reduce_scatter(mean_, whole_, ReduceOp::kMean,
-                       {.label = "gradients of " + unit_.name, .weight = weight});
-  return {};
+  return comm_.begin_reduce_scatter(mean_, whole_, ReduceOp::kMean,
+                                    {.label = "gradients of " + unit_.name, .weight = weight});
 }
 
 void UnitGradients::finish_reduce(const std::vector<bool>& used) {

@@ -34,9 +34,7 @@ class ResidentParameters final : public WholeParameters {
   Work begin_gather(const CallOptions& call) override {
     const torch::NoGradGuard no_grad;
     if (!shard_.is_same(own_)) own_.copy_(shard_);
-    if (comm_.size() == 1) return {};
-    comm_.all_gather(whole_, own_, call);
-    return {};
+    return comm_.size() == 1 ? Work() : comm_.begin_all_gather(whole_, own_, call);
   }
 
   void scatter() override {
@@ -79,8 +77,7 @@ class TransientParameters final : public WholeParameters {
   Work begin_gather(const CallOptions& call) override {
     const torch::NoGradGuard no_grad;
     materialize();
-    comm_.all_gather(whole_, shard_.to(whole_.device()), call);
-    return {};
+    return comm_.begin_all_gather(whole_, shard_.to(whole_.device()), call);
   }
 
   void scatter() override {
@@ -109,6 +106,25 @@ class TransientParameters final : public WholeParameters {
   bool has_memory_ = true;
 };
 
+// Stage 3 on one host: all ranks use the same memory, and each writes its own part of it. There is
+// nothing to gather; who reads after a write must have passed a barrier.
+class SharedParameters final : public WholeParameters {
+ public:
+  SharedParameters(const UnitPlan& unit, const Communicator& comm)
+      : whole_(comm.allocate_shared(unit.elements, unit.options)),
+        shard_(part_with_own_storage(whole_, comm.rank() * unit.shard_elements,
+                                     unit.shard_elements)) {}
+
+  const torch::Tensor& whole() const override { return whole_; }
+  const torch::Tensor& shard() const override { return shard_; }
+  Work begin_gather(const CallOptions&) override { return {}; }
+  bool is_shared() const override { return true; }
+
+ private:
+  torch::Tensor whole_;
+  torch::Tensor shard_;
+};
+
 }  // namespace
 
 torch::Tensor part_with_own_storage(const torch::Tensor& flat, int64_t begin, int64_t count) {
@@ -123,6 +139,10 @@ std::unique_ptr<WholeParameters> make_whole_parameters(const UnitPlan& unit,
                                                        const ShardOptions& options) {
   const bool offloaded = offloads(unit, options);
   if (options.stage == ShardStage::kParameters && comm.size() > 1) {
+    const bool on_cpu = unit.options.device().is_cpu();
+    if (options.share_on_host && on_cpu && comm.can_share()) {
+      return std::make_unique<SharedParameters>(unit, comm);
+    }
     return std::make_unique<TransientParameters>(unit, comm, offloaded);
   }
   return std::make_unique<ResidentParameters>(unit, comm, offloaded);
