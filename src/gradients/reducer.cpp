@@ -12,6 +12,7 @@
 #include "base/fault.hpp"
 #include "device/capture.hpp"
 #include "device/parameter_map.hpp"
+#include "gradients/model_sync.hpp"
 #include "lockstep/clock.hpp"
 
 namespace lockstep {
@@ -28,9 +29,7 @@ void inject_faults(const Communicator& comm, const torch::Tensor& gradients) {
   if (faults.take(FaultKind::kNan)) {
     gradients.view(-1).narrow(0, 0, 1).fill_(std::numeric_limits<double>::quiet_NaN());
   }
-  if (faults.take(FaultKind::kMismatch)) {
-    comm.all_reduce(torch::zeros({1}), ReduceOp::kSum, {.label = "injected mismatch"});
-  }
+  if (faults.take(FaultKind::kMismatch)) call_mismatch(comm);
 }
 
 // If the parameters in use change from step to step, so does the order in which they are ready.

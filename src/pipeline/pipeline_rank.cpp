@@ -85,8 +85,9 @@ void PipelineRank::run_action(const Action& action, const StepPlan& plan) {
   pass_on(action, plan, result);
   auto& left = backwards_left_[static_cast<size_t>(action.stage)];
   if (completes(action.kind) && --left == 0) {
-    if (action.stage == plan.nan_stage) spoil_gradient(*at(action.stage).stage.module());
+    if (action.stage == plan.faults.nan_stage) spoil_gradient(*at(action.stage).stage.module());
     auto& sync = at(action.stage).sync;
+    if (sync && action.stage == plan.faults.mismatch_stage) sync->call_mismatch();
     if (sync) sync->launch(plan.synchronise, plan.weight);
   }
 }

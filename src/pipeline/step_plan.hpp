@@ -12,6 +12,12 @@
 
 namespace lockstep {
 
+/// Faults of `lockstep run --inject` that happen inside a step, each in a stage; -1: it does not.
+struct StepFaults {
+  int nan_stage = -1;       ///< a gradient of it becomes NaN
+  int mismatch_stage = -1;  ///< it calls another collective than the other ranks
+};
+
 /// What all pipeline ranks must know of a step.
 struct StepPlan {
   torch::Tensor x;                  ///< undefined on ranks without stage 0
@@ -24,9 +30,9 @@ struct StepPlan {
   uint64_t seed = 0;
   bool synchronise = true;
   bool share_buffers = true;
-  double weight = 1;   ///< of this rank on the data axis
-  int compared = -1;   ///< this micro-batch's loss is compared with the next one's; -1: none is
-  int nan_stage = -1;  ///< where --inject puts a NaN into a gradient; -1: nowhere
+  double weight = 1;  ///< of this rank on the data axis
+  int compared = -1;  ///< this micro-batch's loss is compared with the next one's; -1: none is
+  StepFaults faults;
 
   bool has_loss(int micro_batch) const { return loss_shares[static_cast<size_t>(micro_batch)] > 0; }
 
