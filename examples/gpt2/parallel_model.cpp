@@ -17,6 +17,12 @@ Division division_of(const Layout& layout, const lockstep::Mesh& mesh) {
   return {mesh.axis("tp"), layout.sequence_parallel && layout.tensor_parallel > 1};
 }
 
+std::vector<NamedParameter> named(const torch::nn::Module& module) {
+  std::vector<NamedParameter> all;
+  for (const auto& item : module.named_parameters()) all.push_back({item.key(), item.value()});
+  return all;
+}
+
 int64_t count_targets(const torch::Tensor& y) {
   return y.ne(kIgnored).sum().item<int64_t>();
 }
@@ -54,7 +60,7 @@ class DataParallelModel final : public ParallelModel {
     return {compute_loss(net_, batch).item<double>(), count_targets(batch.y)};
   }
 
-  std::vector<torch::Tensor> parameters() const override { return net_->parameters(); }
+  std::vector<NamedParameter> parameters() const override { return named(*net_); }
 
   void add_to(lockstep::Checkpoint& checkpoint, torch::optim::Optimizer& optimizer) override {
     checkpoint.add("model", *net_).add("optimizer", optimizer, *net_);
@@ -135,7 +141,7 @@ class PipelineModel final : public ParallelModel {
     return {told.item<double>(), count_targets(batch.y)};
   }
 
-  std::vector<torch::Tensor> parameters() const override { return pipeline_.parameters(); }
+  std::vector<NamedParameter> parameters() const override { return named(*stage()); }
 
   void add_to(lockstep::Checkpoint& checkpoint, torch::optim::Optimizer& optimizer) override {
     checkpoint.add("model", pipeline_).add("optimizer", optimizer, pipeline_);

@@ -26,6 +26,11 @@ struct Layout {
 /// ranks with other slices.
 lockstep::Mesh make_mesh(const lockstep::Communicator& world, const Layout& layout);
 
+struct NamedParameter {
+  std::string name;
+  torch::Tensor parameter;
+};
+
 /// A GPT-2 that trains and is evaluated the same way in every layout.
 class ParallelModel {
  public:
@@ -38,7 +43,8 @@ class ParallelModel {
   /// The mean loss of these rows and how many targets it is the mean of, without gradients.
   virtual std::pair<double, int64_t> evaluate(const Batch& batch) = 0;
 
-  virtual std::vector<torch::Tensor> parameters() const = 0;
+  /// What an optimizer updates, with names.
+  virtual std::vector<NamedParameter> parameters() const = 0;
   virtual void add_to(lockstep::Checkpoint& checkpoint, torch::optim::Optimizer& optimizer) = 0;
 
   /// All weights, whole, under their names, on the ranks that are data rank 0. Collective.
