@@ -60,7 +60,10 @@ ModelParallelGroup::ModelParallelGroup(const std::vector<torch::optim::Optimizer
       if (const auto axis = axis_in(tensor_shards(), parameter)) {
         part_[parameter.unsafeGetTensorImpl()] = find_axis(*axis);
       }
-      if (noted_copies().get(parameter)) part_[parameter.unsafeGetTensorImpl()] = kCopies;
+      if (noted_copies().get(parameter)) {
+        part_[parameter.unsafeGetTensorImpl()] = kCopies;
+        has_copies_ = true;
+      }
       if (pipeline_) continue;
       if (const auto axis = axis_in(pipeline_stages(), parameter)) pipeline_ = *axis;
     }

@@ -40,7 +40,7 @@ class ModelParallelGroup {
   bool alone() const { return tensor_axes_.empty() && !pipeline_ && !others_; }
 
   /// How many sums of squares this rank must compute: see part_of().
-  size_t parts() const { return 2 + tensor_axes_.size(); }
+  size_t parts() const { return 1 + tensor_axes_.size() + (has_copies_ ? 1 : 0); }
 
   /// Which of them the gradient of this parameter belongs to: 0 if the parameter is not a slice,
   /// the last if it is a copy, which sum() leaves out.
@@ -67,6 +67,7 @@ class ModelParallelGroup {
 
   std::vector<TensorAxis> tensor_axes_;
   std::unordered_map<const c10::TensorImpl*, size_t> part_;  // of slices and copies
+  bool has_copies_ = false;
   std::optional<Communicator> pipeline_;
   std::optional<Communicator> others_;
 };
