@@ -12,6 +12,7 @@
 #include "lockstep/distributed_data_parallel.hpp"
 #include "lockstep/distributed_sampler.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/fully_sharded_data_parallel.hpp"
 #include "lockstep/fused_layers.hpp"
 #include "lockstep/grad_scaler.hpp"
 #include "lockstep/job_record.hpp"

@@ -13,6 +13,7 @@
 
 #include "base/fault.hpp"
 #include "base/process.hpp"
+#include "device/slice_map.hpp"
 #include "gradients/model_sync.hpp"
 #include "lockstep/autocast.hpp"
 #include "lockstep/error.hpp"
@@ -51,6 +52,12 @@ void require_same_schedule(const Communicator& axis, const Schedule& schedule) {
 
 // A weight in two stages would get half of its gradient in each.
 void require_modules_apart(const std::vector<torch::nn::Sequential>& modules) {
+  for (const auto& module : modules) {
+    if (module.is_empty()) continue;  // another rank's
+    require_not_sharded(*module, "Pipeline",
+                        "let the pipeline average over its data axis (PipelineOptions), or shard a "
+                        "model that is not cut into stages");
+  }
   std::unordered_map<const c10::TensorImpl*, size_t> owner;
   for (size_t stage = 0; stage < modules.size(); ++stage) {
     if (modules[stage].is_empty()) continue;

@@ -89,7 +89,7 @@ class Stress {
     std::vector<float> own;
     float* data = buffer_of(own, count, registered);
     for (int64_t i = 0; i < count; ++i) data[i] = value(rank(), i, step);
-    backend_.broadcast({data, count}, root, within(20));
+    backend_.broadcast({data, count}, root, within(20))->wait();
     for (int64_t i = 0; i < count; ++i) {
       if (data[i] != value(root, i, step)) return "broadcast at " + std::to_string(i);
     }
@@ -102,8 +102,10 @@ class Stress {
     float* data = buffer_of(own, count * size(), registered);
     for (int64_t i = 0; i < count * size(); ++i) data[i] = value(rank(), i, step);
     std::vector<float> result(static_cast<size_t>(count));
-    backend_.reduce_scatter({data, count * size()}, {result.data(), count}, ReduceOp::kMax, 1,
-                            within(20));
+    backend_
+        .reduce_scatter({data, count * size()}, {result.data(), count}, ReduceOp::kMax, 1,
+                        within(20))
+        ->wait();
     if (registered) data[0] = -1;  // nobody may read it any more
     for (int64_t i = 0; i < count; ++i) {
       float most = 0;
@@ -118,7 +120,7 @@ class Stress {
     float* data = buffer_of(own, count, registered);
     for (int64_t i = 0; i < count; ++i) data[i] = value(rank(), i, step);
     std::vector<float> result(static_cast<size_t>(count * size()));
-    backend_.all_gather({data, count}, {result.data(), count * size()}, within(20));
+    backend_.all_gather({data, count}, {result.data(), count * size()}, within(20))->wait();
     for (int64_t i = 0; i < count && registered; ++i) data[i] = -1;
     for (int64_t i = 0; i < count * size(); ++i) {
       const auto from = static_cast<int>(i / count);
@@ -149,7 +151,7 @@ class Stress {
   std::string in_twin(Backend& twin, int step) {
     std::vector<int64_t> ranks(static_cast<size_t>(size()));
     const int64_t me = rank() + step;
-    twin.all_gather({&me, 1, Dtype::kI64}, {ranks.data(), size(), Dtype::kI64}, within(20));
+    twin.all_gather({&me, 1, Dtype::kI64}, {ranks.data(), size(), Dtype::kI64}, within(20))->wait();
     for (int i = 0; i < size(); ++i) {
       if (ranks[static_cast<size_t>(i)] != size() - 1 - i + step) return "the twin's order";
     }
