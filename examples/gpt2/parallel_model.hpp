@@ -20,6 +20,7 @@ struct Layout {
   int64_t micro_batches = 0;    // of the pipeline; 0: two for each stage
   int64_t tensor_parallel = 1;  // ranks that share each matrix
   bool sequence_parallel = false;
+  int64_t shard = 0;  // ZeRO's stage over the data ranks; 0: DDP
 };
 
 /// The axes of the world: data ranks with other rows, pipeline ranks with other stages, tensor
@@ -48,7 +49,7 @@ class ParallelModel {
   virtual void add_to(lockstep::Checkpoint& checkpoint, torch::optim::Optimizer& optimizer) = 0;
 
   /// All weights, whole, under their names, on the ranks that are data rank 0. Collective.
-  virtual lockstep::TensorMap whole_weights() const = 0;
+  virtual lockstep::TensorMap whole_weights() = 0;
 };
 
 std::unique_ptr<ParallelModel> make_parallel_model(const Config& config, const Weights& weights,

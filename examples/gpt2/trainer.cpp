@@ -139,7 +139,7 @@ class Reporter {
   bool prints_;
 };
 
-void save_model(const TrainOptions& options, const ParallelModel& model, bool writes) {
+void save_model(const TrainOptions& options, ParallelModel& model, bool writes) {
   const auto weights = model.whole_weights();
   if (!writes) return;
   std::filesystem::create_directories(options.out);
@@ -188,11 +188,12 @@ int train(const TrainOptions& given) {
   const auto model = make_parallel_model(options.config, weights, options.layout, mesh,
                                          world.device(), options.bf16);
   auto optimizer = make_optimizer(model->parameters(), options);
-  report.say("{} parameters, {} train and {} validation tokens; {} rank{}: dp {}, pp {}, tp {}{}\n",
-             options.config.parameters(), tokens.size(), held_out.size(), world.size(),
-             world.size() == 1 ? "" : "s", data.size(), options.layout.stages,
-             options.layout.tensor_parallel,
-             options.layout.sequence_parallel ? ", sequence parallel" : "");
+  report.say(
+      "{} parameters, {} train and {} validation tokens; {} rank{}: dp {}, pp {}, tp {}{}{}\n",
+      options.config.parameters(), tokens.size(), held_out.size(), world.size(),
+      world.size() == 1 ? "" : "s", data.size(), options.layout.stages,
+      options.layout.tensor_parallel, options.layout.sequence_parallel ? ", sequence parallel" : "",
+      options.layout.shard > 0 ? fmt::format(", ZeRO {}", options.layout.shard) : "");
 
   std::optional<lockstep::Checkpoint> checkpoint;
   int64_t step = 0;
