@@ -117,6 +117,10 @@ void add_train(CLI::App& app, TrainOptions& options, std::string& model) {
   size("--tensor-parallel", options.layout.tensor_parallel, "ranks that share each matrix");
   app.add_flag("--sequence-parallel", options.layout.sequence_parallel,
                "tensor ranks share the sequence outside of matrices, too");
+  app.add_option("--shard", options.layout.shard,
+                 "what data ranks divide: 1 the optimizer's state, 2 and gradients, 3 and weights")
+      ->check(CLI::Range(0, 3))
+      ->capture_default_str();
   app.add_option("--steps", options.steps, "updates; 0: validate only")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();

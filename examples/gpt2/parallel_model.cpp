@@ -17,33 +17,42 @@ Division division_of(const Layout& layout, const lockstep::Mesh& mesh) {
   return {mesh.axis("tp"), layout.sequence_parallel && layout.tensor_parallel > 1};
 }
 
+std::vector<NamedParameter> named(const torch::nn::Module& module) {
+  std::vector<NamedParameter> all;
+  for (const auto& item : module.named_parameters()) all.push_back({item.key(), item.value()});
+  return all;
+}
+
 int64_t count_targets(const torch::Tensor& y) {
   return y.ne(kIgnored).sum().item<int64_t>();
 }
 
-// All stages on each rank, or on the ranks of a tensor axis, under DistributedDataParallel.
-class DataParallelModel final : public ParallelModel {
+using Ddp = lockstep::DistributedDataParallel<torch::nn::SequentialImpl>;
+using Fsdp = lockstep::FullyShardedDataParallel<torch::nn::SequentialImpl>;
+
+// The whole model on each data rank, or on the ranks of a tensor axis, under `Wrapper`.
+template <class Wrapper, class WrapperOptions>
+class WrappedModel : public ParallelModel {
  public:
-  DataParallelModel(const Config& config, const Weights& weights, const Layout& layout,
-                    const lockstep::Mesh& mesh, lockstep::Device& device, bool autocast)
+  WrappedModel(const Config& config, const Weights& weights, const Layout& layout,
+               const lockstep::Mesh& mesh, lockstep::Device& device, bool autocast,
+               const WrapperOptions& options)
       : config_(config),
         division_(division_of(layout, mesh)),
         device_(device.torch_device()),
         autocast_(autocast),
-        net_(make_stages(config, weights, division_, std::vector<int64_t>{config.layers + 2},
-                         std::vector<int>{0})
-                 .front()),
-        ddp_(prepared(), mesh.axis("dp")) {}
+        net_(make_net(config, weights, division_, device_)),
+        wrapper_(net_, mesh.axis("dp"), options) {}
 
   double accumulate(const std::vector<Batch>& parts) override {
     net_->train();
     double sum = 0;
     for (size_t i = 0; i < parts.size(); ++i) {
       std::optional<lockstep::NoSync> no_sync;
-      if (i + 1 < parts.size()) no_sync.emplace(ddp_);
-      const auto loss = compute_loss(ddp_, parts[i]) / static_cast<double>(parts.size());
+      if (i + 1 < parts.size()) no_sync.emplace(wrapper_);
+      const auto loss = loss_of_batch(parts[i]) / static_cast<double>(parts.size());
       loss.backward();
-      sum += loss.item<double>();
+      sum += loss.template item<double>();
     }
     return sum;
   }
@@ -51,34 +60,22 @@ class DataParallelModel final : public ParallelModel {
   std::pair<double, int64_t> evaluate(const Batch& batch) override {
     const torch::NoGradGuard no_grad;
     net_->eval();
-    return {compute_loss(net_, batch).item<double>(), count_targets(batch.y)};
+    return {loss_of_batch(batch).template item<double>(), count_targets(batch.y)};
   }
 
-  std::vector<torch::Tensor> parameters() const override { return net_->parameters(); }
-
-  void add_to(lockstep::Checkpoint& checkpoint, torch::optim::Optimizer& optimizer) override {
-    checkpoint.add("model", *net_).add("optimizer", optimizer, *net_);
+ protected:
+  static torch::nn::Sequential make_net(const Config& config, const Weights& weights,
+                                        const Division& division, torch::Device device) {
+    auto net = make_stages(config, weights, division, std::vector<int64_t>{config.layers + 2},
+                           std::vector<int>{0})
+                   .front();
+    net->to(device);
+    return net;
   }
 
-  lockstep::TensorMap whole_weights() const override { return lockstep::whole_parameters(*net_); }
-
- private:
-  torch::nn::Sequential prepared() {
-    net_->to(device_);
-    return net_;
-  }
-
-  template <class Net>
-  torch::Tensor compute_loss(Net& net, const Batch& batch) {
+  torch::Tensor loss_of_batch(const Batch& batch) {
     const lockstep::Autocast amp(device_, torch::kBFloat16, autocast_);
-    return loss_of(net_forward(net, batch.x.to(device_)), batch.y.to(device_), config_, division_);
-  }
-  torch::Tensor net_forward(torch::nn::Sequential& net, const torch::Tensor& x) {
-    return net->forward(x);
-  }
-  template <class Net>
-  torch::Tensor net_forward(Net& net, const torch::Tensor& x) {
-    return net(x);
+    return loss_of(wrapper_(batch.x.to(device_)), batch.y.to(device_), config_, division_);
   }
 
   Config config_;
@@ -86,7 +83,43 @@ class DataParallelModel final : public ParallelModel {
   torch::Device device_;
   bool autocast_;
   torch::nn::Sequential net_;
-  lockstep::DistributedDataParallel<torch::nn::SequentialImpl> ddp_;
+  Wrapper wrapper_;
+};
+
+class ReplicatedModel final : public WrappedModel<Ddp, lockstep::DdpOptions> {
+ public:
+  using WrappedModel::WrappedModel;
+
+  std::vector<NamedParameter> parameters() const override { return named(*net_); }
+
+  void add_to(lockstep::Checkpoint& checkpoint, torch::optim::Optimizer& optimizer) override {
+    checkpoint.add("model", *net_).add("optimizer", optimizer, *net_);
+  }
+
+  lockstep::TensorMap whole_weights() override { return lockstep::whole_parameters(*net_); }
+};
+
+class ShardedGpt2 final : public WrappedModel<Fsdp, lockstep::ShardOptions> {
+ public:
+  using WrappedModel::WrappedModel;
+
+  std::vector<NamedParameter> parameters() const override {
+    std::vector<NamedParameter> shards;
+    for (const auto& [name, shard] : wrapper_.named_parameters()) shards.push_back({name, shard});
+    return shards;
+  }
+
+  void add_to(lockstep::Checkpoint& checkpoint, torch::optim::Optimizer& optimizer) override {
+    checkpoint.add("model", wrapper_).add("optimizer", optimizer, wrapper_);
+  }
+
+  // Copies: the parameters are whole only here.
+  lockstep::TensorMap whole_weights() override {
+    const lockstep::GatheredParameters gathered(wrapper_);
+    auto all = lockstep::whole_parameters(*net_);
+    for (auto& [name, whole] : all) whole = whole.clone();
+    return all;
+  }
 };
 
 // Stages on the ranks of a pipeline axis. The first and the last stage have a copy each of the
@@ -135,14 +168,14 @@ class PipelineModel final : public ParallelModel {
     return {told.item<double>(), count_targets(batch.y)};
   }
 
-  std::vector<torch::Tensor> parameters() const override { return pipeline_.parameters(); }
+  std::vector<NamedParameter> parameters() const override { return named(*stage()); }
 
   void add_to(lockstep::Checkpoint& checkpoint, torch::optim::Optimizer& optimizer) override {
     checkpoint.add("model", pipeline_).add("optimizer", optimizer, pipeline_);
   }
 
   // A new model of the same sizes receives the weights: the owner of each stage tells the others.
-  lockstep::TensorMap whole_weights() const override {
+  lockstep::TensorMap whole_weights() override {
     const auto mine = lockstep::whole_parameters(*stage());
     lockstep::TensorMap all;
     const auto cuts = cut(config_, axis_.size());
@@ -219,8 +252,18 @@ lockstep::Mesh make_mesh(const Communicator& world, const Layout& layout) {
 std::unique_ptr<ParallelModel> make_parallel_model(const Config& config, const Weights& weights,
                                                    const Layout& layout, const lockstep::Mesh& mesh,
                                                    lockstep::Device& device, bool autocast) {
+  if (layout.shard > 0) {
+    if (layout.stages > 1) {
+      throw Error(Code::kUsage, "--shard does not go with --stages",
+                  "use --shard with --tensor-parallel, or --stages without --shard");
+    }
+    return std::make_unique<ShardedGpt2>(
+        config, weights, layout, mesh, device, autocast,
+        lockstep::ShardOptions{.stage = static_cast<lockstep::ShardStage>(layout.shard)});
+  }
   if (layout.stages == 1) {
-    return std::make_unique<DataParallelModel>(config, weights, layout, mesh, device, autocast);
+    return std::make_unique<ReplicatedModel>(config, weights, layout, mesh, device, autocast,
+                                             lockstep::DdpOptions{});
   }
   return std::make_unique<PipelineModel>(config, weights, layout, mesh, device, autocast);
 }

@@ -20,11 +20,17 @@ struct Layout {
   int64_t micro_batches = 0;    // of the pipeline; 0: two for each stage
   int64_t tensor_parallel = 1;  // ranks that share each matrix
   bool sequence_parallel = false;
+  int64_t shard = 0;  // ZeRO's stage over the data ranks; 0: DDP
 };
 
 /// The axes of the world: data ranks with other rows, pipeline ranks with other stages, tensor
 /// ranks with other slices.
 lockstep::Mesh make_mesh(const lockstep::Communicator& world, const Layout& layout);
+
+struct NamedParameter {
+  std::string name;
+  torch::Tensor parameter;
+};
 
 /// A GPT-2 that trains and is evaluated the same way in every layout.
 class ParallelModel {
@@ -38,11 +44,12 @@ class ParallelModel {
   /// The mean loss of these rows and how many targets it is the mean of, without gradients.
   virtual std::pair<double, int64_t> evaluate(const Batch& batch) = 0;
 
-  virtual std::vector<torch::Tensor> parameters() const = 0;
+  /// What an optimizer updates, with names.
+  virtual std::vector<NamedParameter> parameters() const = 0;
   virtual void add_to(lockstep::Checkpoint& checkpoint, torch::optim::Optimizer& optimizer) = 0;
 
   /// All weights, whole, under their names, on the ranks that are data rank 0. Collective.
-  virtual lockstep::TensorMap whole_weights() const = 0;
+  virtual lockstep::TensorMap whole_weights() = 0;
 };
 
 std::unique_ptr<ParallelModel> make_parallel_model(const Config& config, const Weights& weights,

@@ -77,18 +77,13 @@ int64_t count_windows(const TokenFile& file, int64_t context) {
   return (file.size() - 2) / context + 1;
 }
 
-Batch read_windows(const TokenFile& file, int64_t first, int64_t rows, int64_t context) {
-  const int64_t windows = count_windows(file, context);
-  const int64_t end = std::min(first + rows, windows);
-  std::vector<torch::Tensor> found;
-  for (int64_t window = first; window < end; ++window) {
+Batch read_windows(const TokenFile& file, int64_t first, int64_t count, int64_t context) {
+  std::vector<torch::Tensor> windows;
+  for (int64_t window = first; window < first + count; ++window) {
     const int64_t begin = window * context;
-    const int64_t length = std::min(context, file.size() - 1 - begin);
-    if (!found.empty() && length + 1 != found.front().size(0)) break;
-    found.push_back(file.read(begin, length + 1));
+    windows.push_back(file.read(begin, 1 + std::min(context, file.size() - 1 - begin)));
   }
-  if (found.empty()) return {};
-  const auto all = torch::stack(found);
+  const auto all = torch::stack(windows);
   const int64_t positions = all.size(1) - 1;
   return {all.narrow(1, 0, positions).contiguous(), all.narrow(1, 1, positions).contiguous()};
 }

@@ -39,9 +39,9 @@ inline constexpr int64_t kIgnored = -100;
 /// only, so that every layout and every resumed run sees the same.
 Batch draw_batch(const TokenFile& file, int64_t rows, int64_t context, uint64_t seed, int64_t step);
 
-/// Rows `first` to `first + rows` of the file cut into windows; the last window is shorter. Only
-/// those that exist: x is undefined if none does. Windows of different length are not mixed.
-Batch read_windows(const TokenFile& file, int64_t first, int64_t rows, int64_t context);
+/// A file is cut into windows of `context` tokens, of which the last may be shorter. These are rows
+/// `first` to `first + count`, which have one length.
+Batch read_windows(const TokenFile& file, int64_t first, int64_t count, int64_t context);
 int64_t count_windows(const TokenFile& file, int64_t context);
 
 /// Adds rows and positions, whose targets are ignored, until there are at least `rows` rows and a

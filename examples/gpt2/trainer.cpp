@@ -30,11 +30,12 @@ void require_divisible(const TrainOptions& options, int data_ranks) {
 }
 
 // Matrices and embeddings decay, norms and biases do not.
-lockstep::AdamW make_optimizer(const std::vector<torch::Tensor>& parameters,
+lockstep::AdamW make_optimizer(const std::vector<NamedParameter>& parameters,
                                const TrainOptions& options) {
   std::vector<torch::Tensor> decayed, others;
-  for (const auto& parameter : parameters) {
-    (parameter.dim() >= 2 ? decayed : others).push_back(parameter);
+  for (const auto& [name, parameter] : parameters) {
+    const bool decays = !name.ends_with("bias") && name.find("ln") == std::string::npos;
+    (decays ? decayed : others).push_back(parameter);
   }
   std::vector<torch::optim::OptimizerParamGroup> groups;
   const auto add = [&](std::vector<torch::Tensor>& members, double decay) {
@@ -73,32 +74,41 @@ double mean_over(const lockstep::Communicator& data, double value) {
   return sum.item<double>() / data.size();
 }
 
+// Windows of a file that are evaluated together. They have one length: a shorter last one is alone.
+struct Windows {
+  int64_t first;
+  int64_t count;
+};
+
+std::vector<Windows> plan_validation(const TokenFile& file, const TrainOptions& options,
+                                     int64_t rows) {
+  int64_t windows = count_windows(file, options.config.context);
+  if (options.validate_windows > 0) windows = std::min(windows, options.validate_windows);
+  const int64_t whole = std::min(windows, (file.size() - 1) / options.config.context);
+  std::vector<Windows> plan;
+  for (int64_t first = 0; first < whole; first += rows) {
+    plan.push_back({first, std::min(rows, whole - first)});
+  }
+  if (windows > whole) plan.push_back({whole, 1});
+  return plan;
+}
+
 // The mean loss of the file's windows. Data ranks take turns and make the same number of calls.
 double validate(ParallelModel& model, const TokenFile& file, const TrainOptions& options,
                 const lockstep::Communicator& data) {
-  const int64_t rows = std::max<int64_t>(1, options.batch / options.accumulate / data.size());
-  int64_t windows = count_windows(file, options.config.context);
-  if (options.validate_windows > 0) windows = std::min(windows, options.validate_windows);
+  const int64_t rows = options.batch / options.accumulate / data.size();
   const int64_t multiple = options.layout.sequence_parallel ? options.layout.tensor_parallel : 1;
+  const auto plan = plan_validation(file, options, rows);
   const auto sums = torch::zeros({2}, torch::kFloat64);  // loss, targets
-  // Windows of one length share a batch: all but the last are whole.
-  const int64_t whole = (file.size() - 1) / options.config.context;
-  for (int64_t first = 0; first < windows; first += rows * data.size()) {
-    for (const bool last : {false, true}) {
-      const int64_t begin = last ? windows - 1 : first + data.rank() * rows;
-      const int64_t end = last ? windows : std::min(begin + rows, std::min(windows, whole));
-      const bool is_due = last ? windows > whole && first + rows * data.size() >= windows : true;
-      if (!is_due) continue;
-      const bool mine = begin < end && (!last || data.rank() == 0);
-      const auto batch =
-          pad_batch(mine ? read_windows(file, begin, end - begin, options.config.context)
-                         : read_windows(file, 0, 1, options.config.context),
-                    1, multiple);
-      const auto [loss, targets] = model.evaluate(batch);
-      if (!mine) continue;
-      sums[0] += loss * static_cast<double>(targets);
-      sums[1] += static_cast<double>(targets);
-    }
+  for (size_t turn = 0; turn < plan.size(); turn += static_cast<size_t>(data.size())) {
+    const size_t own = turn + static_cast<size_t>(data.rank());
+    const auto [first, count] = plan[own < plan.size() ? own : 0];
+    const auto batch =
+        pad_batch(read_windows(file, first, count, options.config.context), 1, multiple);
+    const auto [loss, targets] = model.evaluate(batch);
+    if (own >= plan.size()) continue;  // a turn that only the others needed
+    sums[0] += loss * static_cast<double>(targets);
+    sums[1] += static_cast<double>(targets);
   }
   data.all_reduce(sums, lockstep::ReduceOp::kSum, {.label = "validation loss"});
   return (sums[0] / sums[1]).item<double>();
@@ -129,7 +139,7 @@ class Reporter {
   bool prints_;
 };
 
-void save_model(const TrainOptions& options, const ParallelModel& model, bool writes) {
+void save_model(const TrainOptions& options, ParallelModel& model, bool writes) {
   const auto weights = model.whole_weights();
   if (!writes) return;
   std::filesystem::create_directories(options.out);
@@ -178,11 +188,12 @@ int train(const TrainOptions& given) {
   const auto model = make_parallel_model(options.config, weights, options.layout, mesh,
                                          world.device(), options.bf16);
   auto optimizer = make_optimizer(model->parameters(), options);
-  report.say("{} parameters, {} train and {} validation tokens; {} rank{}: dp {}, pp {}, tp {}{}\n",
-             options.config.parameters(), tokens.size(), held_out.size(), world.size(),
-             world.size() == 1 ? "" : "s", data.size(), options.layout.stages,
-             options.layout.tensor_parallel,
-             options.layout.sequence_parallel ? ", sequence parallel" : "");
+  report.say(
+      "{} parameters, {} train and {} validation tokens; {} rank{}: dp {}, pp {}, tp {}{}{}\n",
+      options.config.parameters(), tokens.size(), held_out.size(), world.size(),
+      world.size() == 1 ? "" : "s", data.size(), options.layout.stages,
+      options.layout.tensor_parallel, options.layout.sequence_parallel ? ", sequence parallel" : "",
+      options.layout.shard > 0 ? fmt::format(", ZeRO {}", options.layout.shard) : "");
 
   std::optional<lockstep::Checkpoint> checkpoint;
   int64_t step = 0;

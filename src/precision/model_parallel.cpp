@@ -87,7 +87,10 @@ ModelParallelGroup::ModelParallelGroup(const std::vector<torch::optim::Optimizer
       }
       if (const auto axis = axis_in(tensor_shards(), whole)) axes.push_back(find_axis(*axis));
       if (!axes.empty()) part_[parameter.unsafeGetTensorImpl()] = find_part(axes);
-      if (noted_copies().get(whole)) part_[parameter.unsafeGetTensorImpl()] = kCopies;
+      if (noted_copies().get(whole)) {
+        part_[parameter.unsafeGetTensorImpl()] = kCopies;
+        has_copies_ = true;
+      }
       if (pipeline_) continue;
       if (const auto axis = axis_in(pipeline_stages(), whole)) pipeline_ = *axis;
     }

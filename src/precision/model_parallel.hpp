@@ -46,7 +46,7 @@ class ModelParallelGroup {
   bool alone() const { return axes_.empty() && !pipeline_ && !others_; }
 
   /// How many sums of squares this rank must compute: see part_of().
-  size_t parts() const { return parts_.size() + 1; }
+  size_t parts() const { return parts_.size() + (has_copies_ ? 1 : 0); }
 
   /// Which of them the gradient of this parameter belongs to: 0 if this rank has all of the
   /// parameter, the last if it is a copy, which sum() leaves out, and otherwise one for all
@@ -76,6 +76,7 @@ class ModelParallelGroup {
   std::vector<Axis> axes_;
   std::vector<std::vector<size_t>> parts_ = {{}};  // [part]: the axes that it is divided over
   std::unordered_map<const c10::TensorImpl*, size_t> part_;  // of divided parameters and copies
+  bool has_copies_ = false;
   std::optional<Communicator> pipeline_;
   std::optional<Communicator> others_;
 };

@@ -80,7 +80,9 @@ class Check:
                 (2, ["--stages", "2"]), (3, ["--stages", "3", "--micro-batches", "4"]),
                 (4, ["--stages", "2", "--accumulate", "2", "--micro-batches", "2"]),
                 (4, ["--stages", "2", "--tensor-parallel", "2", "--sequence-parallel"]),
-                (4, ["--tensor-parallel", "2", "--sequence-parallel"])]
+                (4, ["--tensor-parallel", "2", "--sequence-parallel"]), (2, ["--shard", "1"]),
+                (2, ["--shard", "2", "--accumulate", "2"]), (2, ["--shard", "3"]),
+                (4, ["--shard", "3", "--tensor-parallel", "2", "--sequence-parallel"])]
         for ranks, flags in rows:
             found = self.losses(data, *flags, ranks=ranks)
             close = all(abs(a - b) < 3e-5 * b for a, b in zip(found, expected)) and len(found) == len(expected)
@@ -111,7 +113,7 @@ class Check:
     def published(self):
         """Files that we write and files that others write give the same logits here and in PyTorch."""
         data = self.make_tokens()
-        for ranks, flags in ((1, []), (2, ["--tensor-parallel", "2"]), (2, ["--stages", "2"])):
+        for ranks, flags in ((1, []), (2, ["--tensor-parallel", "2"]), (2, ["--stages", "2"]), (2, ["--shard", "3"])):
             model = self.folder / f"model{ranks}{len(flags) and flags[0]}"
             text = self.run("train", "--data", data, *TINY, "--steps", "4", "--out", model, *flags, ranks=ranks)
             tensors = safetensors_io.load(model / "model.safetensors")
@@ -178,7 +180,8 @@ class Check:
     def resume(self):
         """A run that goes on from a checkpoint ends with the bits of one that was not stopped."""
         data = self.make_tokens()
-        for ranks, flags in ((1, []), (2, ["--tensor-parallel", "2", "--sequence-parallel"]), (2, ["--stages", "2"])):
+        for ranks, flags in ((1, []), (2, ["--tensor-parallel", "2", "--sequence-parallel"]), (2, ["--stages", "2"]),
+                             (2, ["--shard", "3"])):
             runs = self.folder / f"runs{len(flags)}{flags[0] if flags else ''}"
             arguments = ["train", "--data", data, *TINY, "--steps", "6", "--dropout", "0.1", "--checkpoint", runs,
                          "--save-every", "2", "--out", runs / "model", *flags]
@@ -196,6 +199,7 @@ class Check:
     def mistakes(self):
         data = self.make_tokens()
         for flags, words in ((["--stages", "2"], ["1 ranks", "multiple of 2"]),
+                             (["--shard", "4"], ["--shard"]),
                              (["--batch", "7", "--accumulate", "2"], ["--batch 7", "multiple of 2"]),
                              (["--data", "/nonexistent"], ["train.bin", "gpt2 tokens"]),
                              (["--vocabulary", "100"], ["the vocabulary has 100"]),
