@@ -70,17 +70,17 @@ int run(int, char** words) {
     lockstep::AdamW optimizer(ddp.parameters(), {.masters = masters});
     found = measure(ddp, optimizer, world, x, before, weights, steps);
   } else {
-    lockstep::FullyShardedDataParallel fsdp(
-        net, world.comm(),
-        {.stage = static_cast<lockstep::ShardStage>(stage),
-         .min_unit_bytes = 0,
-         .share_on_host = settings.at("shared").get<bool>()});
+    lockstep::FullyShardedDataParallel fsdp(net, world.comm(),
+                                            {.stage = static_cast<lockstep::ShardStage>(stage),
+                                             .min_unit_bytes = 0,
+                                             .share_on_host = settings.at("shared").get<bool>()});
     lockstep::AdamW optimizer(fsdp.parameters(), {.masters = masters});
     found = measure(fsdp, optimizer, world, x, before, weights, steps);
   }
   if (world.rank() == 0) {
-    fmt::print("{}\n", nlohmann::json{
-                           {"bytes", found.bytes}, {"peak", found.peak}, {"ms", found.ms}}.dump());
+    fmt::print(
+        "{}\n",
+        nlohmann::json{{"bytes", found.bytes}, {"peak", found.peak}, {"ms", found.ms}}.dump());
   }
   return 0;
 }

@@ -72,8 +72,8 @@ class Checkpoint {
   /// The stages of this process, and the pipeline's random numbers.
   Checkpoint& add(const std::string& name, Pipeline& pipeline);
 
-  /// The shards of this rank and the buffers, under the module's names. Other numbers of ranks, other
-  /// stages and programs without sharding can load what was saved, and the reverse.
+  /// The shards of this rank and the buffers, under the module's names. Other numbers of ranks,
+  /// other stages and programs without sharding can load what was saved, and the reverse.
   Checkpoint& add(const std::string& name, ShardedModel& model);
   template <class Module>
   Checkpoint& add(const std::string& name, FullyShardedDataParallel<Module>& fsdp) {

@@ -27,8 +27,8 @@ struct ShardOptions {
   ShardStage stage = ShardStage::kParameters;
 
   /// Names of submodules whose parameters are gathered and averaged together; the rest of the model
-  /// is one more unit. Empty: each child of a Sequential, ModuleList or ModuleDict is a unit, and so
-  /// is each other child of the module; small neighbours share one.
+  /// is one more unit. Empty: each child of a Sequential, ModuleList or ModuleDict is a unit, and
+  /// so is each other child of the module; small neighbours share one.
   std::vector<std::string> units = {};
   int64_t min_unit_bytes = int64_t{1} << 20;  ///< of units that lockstep chooses
 
@@ -48,11 +48,11 @@ struct ShardOptions {
 
 /// What sharding has done so far on this rank.
 struct ShardStats {
-  int64_t gathers = 0;             ///< of units
-  int64_t gathered_bytes = 0;      ///< of whole units
-  int64_t prefetched = 0;          ///< gathers that were begun before they were needed
-  int64_t reduce_scatters = 0;     ///< of units
-  int64_t reduced_bytes = 0;       ///< of whole units
+  int64_t gathers = 0;          ///< of units
+  int64_t gathered_bytes = 0;   ///< of whole units
+  int64_t prefetched = 0;       ///< gathers that were begun before they were needed
+  int64_t reduce_scatters = 0;  ///< of units
+  int64_t reduced_bytes = 0;    ///< of whole units
   int64_t synchronised_backwards = 0;
 };
 
@@ -108,11 +108,11 @@ class ShardedModel final : public Accumulating {
 /// Trains one module on many ranks, each of which keeps and updates one part of it: ZeRO, as
 /// torch.distributed.fsdp.FullyShardedDataParallel and ZeroRedundancyOptimizer do.
 ///
-///     lockstep::FullyShardedDataParallel fsdp(net, world.comm(), {.stage = ShardStage::kGradients});
-///     lockstep::AdamW optimizer(fsdp.parameters());  // has state for this rank's shards only
-///     auto loss = torch::mse_loss(fsdp(x), y);       // gathers parameters as they are used
-///     loss.backward();                               // leaves the averaged gradients of the shards
-///     optimizer.step();
+///     lockstep::FullyShardedDataParallel fsdp(net, world.comm(), {.stage =
+///     ShardStage::kGradients}); lockstep::AdamW optimizer(fsdp.parameters());  // has state for
+///     this rank's shards only auto loss = torch::mse_loss(fsdp(x), y);       // gathers parameters
+///     as they are used loss.backward();                               // leaves the averaged
+///     gradients of the shards optimizer.step();
 ///
 /// Construction, forward and synchronised backward are collective. Any module works, without hooks
 /// or wrappers inside it: parameters are gathered when an operation is about to use them.

@@ -85,12 +85,13 @@ void CpuPool::for_each_pool(void (CpuPool::*visit)() noexcept) noexcept {
 }
 
 void MemoryAccount::refuse(int64_t bytes) const {
-  throw Error(Code::kOutOfMemory,
-              fmt::format("{} of memory are needed, and of the logical device's {} only {} are free",
-                          format_bytes(bytes), format_bytes(limit()),
-                          format_bytes(std::max<int64_t>(0, limit() - usage().live_bytes))),
-              "use smaller batches or a smaller model, divide the model with "
-              "FullyShardedDataParallel, or raise Device::set_memory_limit()");
+  throw Error(
+      Code::kOutOfMemory,
+      fmt::format("{} of memory are needed, and of the logical device's {} only {} are free",
+                  format_bytes(bytes), format_bytes(limit()),
+                  format_bytes(std::max<int64_t>(0, limit() - usage().live_bytes))),
+      "use smaller batches or a smaller model, divide the model with "
+      "FullyShardedDataParallel, or raise Device::set_memory_limit()");
 }
 
 void* CpuPool::take(size_t bytes) {

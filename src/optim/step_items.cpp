@@ -235,7 +235,8 @@ torch::Tensor clip_grad_norm_(const std::vector<torch::Tensor>& parameters, doub
   std::unordered_map<const c10::TensorImpl*, bool> seen;
   for (const torch::Tensor& parameter : parameters) {
     const torch::Tensor& gradient = parameter.grad();
-    if (!gradient.defined() || !seen.emplace(parameter.unsafeGetTensorImpl(), true).second) continue;
+    if (!gradient.defined() || !seen.emplace(parameter.unsafeGetTensorImpl(), true).second)
+      continue;
     gradients[model.part_of(parameter)].push_back(gradient.is_sparse() ? gradient._values()
                                                                        : gradient);
   }

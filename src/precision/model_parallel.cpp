@@ -55,7 +55,8 @@ void note_tensor_shard(const torch::Tensor& parameter,
 void note_data_shard(const torch::Tensor& shard, const torch::Tensor& parameter,
                      const std::shared_ptr<const Communicator>& axis) {
   data_shards().set(
-      shard, DataShard{c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr()), axis});
+      shard,
+      DataShard{c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr()), axis});
 }
 
 void note_pipeline_stage(const torch::Tensor& parameter,

@@ -48,9 +48,9 @@ struct Unit {
   UnitPlan plan;
   std::unique_ptr<WholeParameters> weights;
   std::optional<UnitGradients> gradients;
-  std::optional<Work> gathering;    // begun before it was needed
+  std::optional<Work> gathering;  // begun before it was needed
   std::optional<Work> reducing;
-  bool fresh = true;                // the whole parameters are those of all ranks' shards
+  bool fresh = true;  // the whole parameters are those of all ranks' shards
 };
 
 // Where the elements [first, first + count) of a rank's tensor lie in the whole one.
@@ -77,13 +77,13 @@ Slice slice_of_range(const Slice& tensor, int64_t first, int64_t count) {
 ///   backward ended         -> rest averaged, shards' grads set              end_backward()
 ///
 /// Note [Fresh parameters] The whole parameters are those of the shards until an optimizer changes
-/// these, which no hook reports. So they count as stale after each averaged backward, and whenever a
-/// shard's version or first element has changed when a forward begins. All ranks run one program, so
-/// all come to the same decision; if they do not, their collectives differ, which is an Error.
+/// these, which no hook reports. So they count as stale after each averaged backward, and whenever
+/// a shard's version or first element has changed when a forward begins. All ranks run one program,
+/// so all come to the same decision; if they do not, their collectives differ, which is an Error.
 ///
 /// Note [Which unit is released] When an operation uses a unit, all units of other groups are
-/// released. Only an outermost operation does so: one that is part of another may run while that one
-/// has addresses of a unit's parameters.
+/// released. Only an outermost operation does so: one that is part of another may run while that
+/// one has addresses of a unit's parameters.
 struct ShardedModel::State final : GradientListener, StorageWatcher {
   State(std::shared_ptr<torch::nn::Module> trained, const Communicator& ranks,
         const ShardOptions& chosen);
@@ -133,10 +133,10 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   std::shared_ptr<const Communicator> comm;
   const ShardOptions options;
   std::vector<std::unique_ptr<Unit>> units;
-  std::vector<TrainedParameter> trained;                  // the module's, that are sharded
-  std::vector<std::pair<size_t, size_t>> location;        // [trained] unit, parameter
-  std::vector<ParameterForm> forms;                       // [trained]
-  std::vector<TrainedParameter> trained_shards;           // of this rank, those that have elements
+  std::vector<TrainedParameter> trained;            // the module's, that are sharded
+  std::vector<std::pair<size_t, size_t>> location;  // [trained] unit, parameter
+  std::vector<ParameterForm> forms;                 // [trained]
+  std::vector<TrainedParameter> trained_shards;     // of this rank, those that have elements
   std::map<const c10::TensorImpl*, torch::Tensor> shard_of;  // [parameter of the module]
   std::vector<std::unique_ptr<WatchedStorage>> watched;
 
@@ -163,9 +163,7 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
 
 ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Communicator& ranks,
                            const ShardOptions& chosen)
-    : module(std::move(given)),
-      comm(std::make_shared<const Communicator>(ranks)),
-      options(chosen) {
+    : module(std::move(given)), comm(std::make_shared<const Communicator>(ranks)), options(chosen) {
   require_not_capturing("the construction of FullyShardedDataParallel", "construct it before");
   check_module();
   require_same_model(*comm, model_tensors(*module));
@@ -199,8 +197,8 @@ ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Commu
   if (comm->size() > 1) watch_this_thread();
 }
 
-// A module that outlives its wrapper has no valid parameters: empty ones are refused by every layer,
-// while freed or stale memory would not be.
+// A module that outlives its wrapper has no valid parameters: empty ones are refused by every
+// layer, while freed or stale memory would not be.
 ShardedModel::State::~State() {
   const WithoutWatching own_work;
   if (window && window->micro_steps() > 0 && window->weights_changed() &&
@@ -214,7 +212,8 @@ ShardedModel::State::~State() {
   unwatch_this_thread();
   const bool changed = marks && marks->weights_changed();
   for (const auto& unit : units) {
-    const bool valid = comm->size() == 1 || (unit->fresh && !changed && unit->weights->has_memory());
+    const bool valid =
+        comm->size() == 1 || (unit->fresh && !changed && unit->weights->has_memory());
     for (UnitParameter& at : unit->plan.parameters) {
       note_sharded(at.whole, false);
       at.whole.mutable_grad().reset();
@@ -265,7 +264,8 @@ void ShardedModel::State::divide(Unit& unit) {
   for (UnitParameter& at : plan.parameters) {
     const auto masters = MasterWeights::holding(at.whole);
     const torch::Tensor master = masters ? masters->of(at.whole) : torch::Tensor();
-    at.shard = part_with_own_storage(weights.shard(), at.at, at.count).set_requires_grad(plan.trained);
+    at.shard =
+        part_with_own_storage(weights.shard(), at.at, at.count).set_requires_grad(plan.trained);
     at.whole.mutable_grad().reset();
     at.whole.set_data(
         weights.whole().narrow(0, at.offset, at.whole.numel()).view(at.whole.sizes()));
@@ -281,7 +281,8 @@ void ShardedModel::State::hold_master(const UnitParameter& parameter, const Mast
                                       const torch::Tensor& master, torch::Tensor& flat,
                                       const UnitPlan& plan) const {
   if (!flat.defined()) {
-    flat = torch::zeros({plan.shard_elements}, parameter.shard.options().dtype(torch::kFloat32).requires_grad(false));
+    flat = torch::zeros({plan.shard_elements},
+                        parameter.shard.options().dtype(torch::kFloat32).requires_grad(false));
   }
   const torch::Tensor own = part_with_own_storage(flat, parameter.at, parameter.count);
   own.copy_(master.contiguous().view(-1).narrow(0, parameter.first, parameter.count));
@@ -589,11 +590,12 @@ void ShardedModel::State::fail(const Error& error) {
 void ShardedModel::State::check_window() {
   if (window->micro_steps() == 0) return;
   if (window->weights_changed()) {
-    fail(misuse(fmt::format("the weights changed after {} micro-step{} whose gradients were not "
-                            "averaged",
-                            window->micro_steps(), window->micro_steps() == 1 ? "" : "s"),
-                "run the last micro-step before each update outside NoSync, also in a last, shorter "
-                "window"));
+    fail(
+        misuse(fmt::format("the weights changed after {} micro-step{} whose gradients were not "
+                           "averaged",
+                           window->micro_steps(), window->micro_steps() == 1 ? "" : "s"),
+               "run the last micro-step before each update outside NoSync, also in a last, shorter "
+               "window"));
   }
   if (!window_was_dropped()) return;
   for (const auto& unit : units) {
@@ -608,10 +610,10 @@ bool ShardedModel::State::window_was_dropped() {
   enum Vote : int64_t { kUnknown, kKept, kDropped };
   int64_t vote = kUnknown;
   if (!trained_shards.empty()) {
-    vote = window->gradients_dropped()                            ? kDropped
-           : !shown_nonzero                                       ? kUnknown
-           : window->gradients_cleared()                          ? kDropped
-                                                                  : kKept;
+    vote = window->gradients_dropped()   ? kDropped
+           : !shown_nonzero              ? kUnknown
+           : window->gradients_cleared() ? kDropped
+                                         : kKept;
   }
   if (comm->size() == 1) return vote == kDropped;
   const torch::Tensor mine = torch::full({1}, vote, torch::kInt64);
@@ -637,8 +639,9 @@ void ShardedModel::before_forward() {
   state.rethrow_failure();
   const WithoutWatching own_work;
   if (const auto change = find_change(state.trained, state.forms, trained_in(*state.module))) {
-    state.fail(misuse(fmt::format("parameter {} {} after it was wrapped", change->name, change->what),
-                      "change the module first and construct FullyShardedDataParallel afterwards"));
+    state.fail(
+        misuse(fmt::format("parameter {} {} after it was wrapped", change->name, change->what),
+               "change the module first and construct FullyShardedDataParallel afterwards"));
   }
   state.hooks->follow(state.trained);
   state.streams->follow_current();

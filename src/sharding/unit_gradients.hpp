@@ -13,8 +13,8 @@ namespace lockstep {
 ///
 ///   closed --write--> open --begin_reduce--> reducing --finish_reduce--> closed
 ///
-/// Stage 1 keeps the memory of the whole gradients, and the averaged ones are a part of it. Stages 2
-/// and 3 free it when they are averaged.
+/// Stage 1 keeps the memory of the whole gradients, and the averaged ones are a part of it. Stages
+/// 2 and 3 free it when they are averaged.
 class UnitGradients {
  public:
   /// Collective.
@@ -37,8 +37,8 @@ class UnitGradients {
   /// Begins the mean over the ranks; parameters without a gradient count as zeros. Collective.
   Work begin_reduce(double weight);
 
-  /// Adds the mean to the shards' grads. `used`: [parameter] whether any rank had a gradient; empty:
-  /// all had. The others' grads stay as they are.
+  /// Adds the mean to the shards' grads. `used`: [parameter] whether any rank had a gradient;
+  /// empty: all had. The others' grads stay as they are.
   void finish_reduce(const std::vector<bool>& used);
 
   /// [parameter] whether this rank had a gradient in the average that is under way.
@@ -65,13 +65,14 @@ class UnitGradients {
   const bool resident_;
   const bool offloaded_;
   State state_ = State::kClosed;
-  torch::Tensor whole_;            // flat; undefined while closed, unless resident
-  torch::Tensor mean_;             // flat, of this rank's shard
-  std::vector<bool> present_;      // [parameter] has a gradient in whole_
-  std::vector<bool> arrived_;      // [parameter] in this backward
+  torch::Tensor whole_;        // flat; undefined while closed, unless resident
+  torch::Tensor mean_;         // flat, of this rank's shard
+  std::vector<bool> present_;  // [parameter] has a gradient in whole_
+  std::vector<bool> arrived_;  // [parameter] in this backward
   size_t arrived_count_ = 0;
-  std::vector<Origin> origin_;          // [parameter]
-  std::vector<torch::Tensor> given_;    // [parameter] shard's grad in whole_, for Note [Kept gradients]
+  std::vector<Origin> origin_;  // [parameter]
+  std::vector<torch::Tensor>
+      given_;  // [parameter] shard's grad in whole_, for Note [Kept gradients]
 };
 
 }  // namespace lockstep

@@ -94,7 +94,8 @@ std::vector<Part> named_parts(const torch::nn::Module& module,
   units.push_back({"", {}, 0});
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const auto& item : module.named_parameters()) {
-    if (!item.value().defined() || !seen.insert(item.value().unsafeGetTensorImpl()).second) continue;
+    if (!item.value().defined() || !seen.insert(item.value().unsafeGetTensorImpl()).second)
+      continue;
     size_t unit = names.size();
     for (size_t i = 0; i < names.size(); ++i) {
       const bool inside = item.key().starts_with(names[i] + ".");
@@ -105,10 +106,10 @@ std::vector<Part> named_parts(const torch::nn::Module& module,
   }
   for (size_t i = 0; i < names.size(); ++i) {
     if (!units[i].parameters.empty()) continue;
-    throw Error(Code::kUsage,
-                fmt::format("ShardOptions::units names {}, which has no parameters of its own",
-                            names[i]),
-                "give names of submodules, such as those of named_children()");
+    throw Error(
+        Code::kUsage,
+        fmt::format("ShardOptions::units names {}, which has no parameters of its own", names[i]),
+        "give names of submodules, such as those of named_children()");
   }
   if (units.back().parameters.empty()) units.pop_back();
   return units;
@@ -123,10 +124,11 @@ void add_units(const Part& part, size_t group, const ShardOptions& options, int 
     if (!trained && (options.stage != ShardStage::kParameters || ranks == 1)) continue;
     const auto dtype = parameter.scalar_type();
     if (!dtype_of(dtype) || parameter.layout() != torch::kStrided) {
-      throw Error(Code::kTensorMismatch,
-                  fmt::format("parameter {} is {}, which cannot be divided over ranks", name,
-                              dtype_text(dtype)),
-                  "use a dense parameter of a real floating-point type, or register it as a buffer");
+      throw Error(
+          Code::kTensorMismatch,
+          fmt::format("parameter {} is {}, which cannot be divided over ranks", name,
+                      dtype_text(dtype)),
+          "use a dense parameter of a real floating-point type, or register it as a buffer");
     }
     const int64_t align = kAlignmentBytes / static_cast<int64_t>(parameter.element_size());
     UnitPlan& unit = by_kind[{trained, dtype}];
@@ -145,8 +147,7 @@ void add_units(const Part& part, size_t group, const ShardOptions& options, int 
     const int64_t own = rank * unit.shard_elements;
     for (UnitParameter& each : unit.parameters) {
       const int64_t begin = std::max(each.offset, own);
-      const int64_t end =
-          std::min(each.offset + each.whole.numel(), own + unit.shard_elements);
+      const int64_t end = std::min(each.offset + each.whole.numel(), own + unit.shard_elements);
       each.count = std::max<int64_t>(0, end - begin);
       each.first = each.count == 0 ? 0 : begin - each.offset;
       each.at = each.count == 0 ? 0 : begin - own;
@@ -159,9 +160,8 @@ void add_units(const Part& part, size_t group, const ShardOptions& options, int 
 
 std::vector<UnitPlan> plan_units(const torch::nn::Module& module, const ShardOptions& options,
                                  int rank, int ranks) {
-  const auto parts = options.units.empty()
-                         ? merged(chosen_parts(module), options.min_unit_bytes)
-                         : named_parts(module, options.units);
+  const auto parts = options.units.empty() ? merged(chosen_parts(module), options.min_unit_bytes)
+                                           : named_parts(module, options.units);
   std::vector<UnitPlan> plans;
   for (size_t i = 0; i < parts.size(); ++i) {
     add_units(parts[i], i, options, rank, ranks, plans);

@@ -14,16 +14,17 @@ namespace lockstep {
 /// A parameter of a unit, and what this rank has of it.
 struct UnitParameter {
   std::string name;
-  torch::Tensor whole;  ///< the module's own tensor
-  int64_t offset = 0;   ///< of its first element in the unit
-  int64_t first = 0;    ///< first element of the parameter that this rank has
-  int64_t count = 0;    ///< of its elements; 0: none
-  int64_t at = 0;       ///< of them in this rank's shard of the unit
+  torch::Tensor whole;       ///< the module's own tensor
+  int64_t offset = 0;        ///< of its first element in the unit
+  int64_t first = 0;         ///< first element of the parameter that this rank has
+  int64_t count = 0;         ///< of its elements; 0: none
+  int64_t at = 0;            ///< of them in this rank's shard of the unit
   torch::Tensor shard = {};  ///< these elements, as a leaf tensor; made with the unit's memory
 };
 
-/// Parameters that are gathered and averaged together: of one dtype and device, all trained or none.
-/// Their elements follow each other in one flat tensor, which is divided evenly over the ranks.
+/// Parameters that are gathered and averaged together: of one dtype and device, all trained or
+/// none. Their elements follow each other in one flat tensor, which is divided evenly over the
+/// ranks.
 ///
 /// Each parameter starts at a multiple of 64 bytes, as in a model that is not divided, so that
 /// products over it run at the same speed. So does each rank's shard.

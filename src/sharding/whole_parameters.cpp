@@ -9,8 +9,7 @@ namespace {
 
 // A rank's part of a unit on the CPU of a model on a GPU: copied there and back.
 torch::Tensor offloaded_shard(const UnitPlan& unit) {
-  return torch::zeros({unit.shard_elements},
-                      unit.options.device(torch::kCPU).pinned_memory(true));
+  return torch::zeros({unit.shard_elements}, unit.options.device(torch::kCPU).pinned_memory(true));
 }
 
 bool offloads(const UnitPlan& unit, const ShardOptions& options) {
@@ -24,8 +23,7 @@ class ResidentParameters final : public WholeParameters {
   ResidentParameters(const UnitPlan& unit, const Communicator& comm, bool offloaded)
       : comm_(comm),
         whole_(comm.allocate(unit.elements, unit.options)),
-        own_(part_with_own_storage(whole_, comm.rank() * unit.shard_elements,
-                                   unit.shard_elements)),
+        own_(part_with_own_storage(whole_, comm.rank() * unit.shard_elements, unit.shard_elements)),
         shard_(offloaded ? offloaded_shard(unit) : own_) {}
 
   const torch::Tensor& whole() const override { return whole_; }
@@ -128,8 +126,8 @@ class SharedParameters final : public WholeParameters {
 }  // namespace
 
 torch::Tensor part_with_own_storage(const torch::Tensor& flat, int64_t begin, int64_t count) {
-  char* address = static_cast<char*>(flat.data_ptr()) +
-                  begin * static_cast<int64_t>(flat.element_size());
+  char* address =
+      static_cast<char*>(flat.data_ptr()) + begin * static_cast<int64_t>(flat.element_size());
   return torch::from_blob(
       address, {count}, [flat](void*) {}, flat.options());
 }

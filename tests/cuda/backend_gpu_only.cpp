@@ -105,8 +105,10 @@ TEST_P(GpuBackends, PrivateMemoryOfAnySizeGoesThroughStaging) {
     EXPECT_EQ(elements->first_wrong([&](int64_t i) { return colored(rank.size - 1, i); }), -1);
     const int64_t block = kCount / rank.size;
     const OwnElements part(block, Dtype::kF32);
-    rank.comm->reduce_scatter({elements->buffer().data, block * rank.size, Dtype::kF32},
-                              part->buffer(), ReduceOp::kMax, 1, rank.in_time())->wait();
+    rank.comm
+        ->reduce_scatter({elements->buffer().data, block * rank.size, Dtype::kF32}, part->buffer(),
+                         ReduceOp::kMax, 1, rank.in_time())
+        ->wait();
     const auto own_block = [&](int64_t i) { return elements->get(rank.rank * block + i); };
     EXPECT_EQ(part->first_wrong(own_block), -1);
     const OwnElements whole(block * rank.size, Dtype::kF32);

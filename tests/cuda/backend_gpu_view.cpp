@@ -183,9 +183,8 @@ std::unique_ptr<Backend::Work> GpuView::all_reduce(const Buffer& buffer, ReduceO
   std::vector<GpuCopy> copies;
   copies.push_back(copy(buffer.data, buffer.count, buffer.dtype));
   const Buffer on_gpu = copies[0].buffer();
-  return std::make_unique<ViewWork>(std::move(copies), [&] {
-    return gpu_->all_reduce(on_gpu, op, weight, on_stream(context));
-  });
+  return std::make_unique<ViewWork>(
+      std::move(copies), [&] { return gpu_->all_reduce(on_gpu, op, weight, on_stream(context)); });
 }
 
 std::unique_ptr<Backend::Work> GpuView::broadcast(const Buffer& buffer, int root,
@@ -232,8 +231,8 @@ std::unique_ptr<Backend::Work> GpuView::all_gather(const ConstBuffer& input, con
   Buffer to = copies[0].buffer();
   to.count = output.count;
   const ConstBuffer from = copies[1].const_buffer();
-  return std::make_unique<ViewWork>(
-      std::move(copies), [&] { return gpu_->all_gather(from, to, on_stream(context)); });
+  return std::make_unique<ViewWork>(std::move(copies),
+                                    [&] { return gpu_->all_gather(from, to, on_stream(context)); });
 }
 
 void GpuView::send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) {

@@ -11,8 +11,11 @@
 namespace {
 
 torch::Tensor wave(torch::IntArrayRef sizes, double phase) {
-  return torch::arange(c10::multiply_integers(sizes), torch::kDouble).mul(0.37).add(phase).sin().view(
-      sizes);
+  return torch::arange(c10::multiply_integers(sizes), torch::kDouble)
+      .mul(0.37)
+      .add(phase)
+      .sin()
+      .view(sizes);
 }
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,

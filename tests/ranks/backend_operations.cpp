@@ -177,8 +177,10 @@ TEST_P(BackendOperations, ReduceScatterGivesEachRankItsBlock) {
                static_cast<double>(i / std::max<int64_t>(count, 1));
       });
       const auto before = input.bytes();
-      rank.comm->reduce_scatter(input->const_buffer(), output->buffer(), op, rank.rank + 1,
-                                rank.in_time())->wait();
+      rank.comm
+          ->reduce_scatter(input->const_buffer(), output->buffer(), op, rank.rank + 1,
+                           rank.in_time())
+          ->wait();
       const double shift = op == ReduceOp::kSum ? rank.rank * rank.size : rank.rank;
       const auto expected = [&](int64_t i) { return reduced(op, rank.size, i) + shift; };
       EXPECT_EQ(output->first_wrong(expected, allowed_ulps(op, rank.size)), -1)
@@ -218,9 +220,9 @@ TEST_P(BackendOperations, AllGatherGivesEveryRanksBlockToAll) {
 TEST_P(BackendOperations, ReduceScatterAndAllGatherWorkInPlace) {
   run_ranks(GetParam(), [](Rank& rank) {
     const auto expect_in_place = [&](const Elements& blocks, int64_t count, Dtype dtype) {
-      const Elements own(static_cast<std::byte*>(blocks.buffer().data) +
-                             rank.rank * count * dtype_bytes(dtype),
-                         count, dtype);
+      const Elements own(
+          static_cast<std::byte*>(blocks.buffer().data) + rank.rank * count * dtype_bytes(dtype),
+          count, dtype);
       const auto block_of = [&](int64_t i) { return static_cast<int>(i / count); };
       blocks.fill([&](int64_t i) { return colored(rank.rank, i % count) + block_of(i); });
       rank.comm
@@ -281,9 +283,8 @@ TEST_P(BackendOperations, CollectivesOfAllKindsAreInFlightTogether) {
         return sum_of_colors(rank.size, at) + rank.rank * rank.size;
       }),
                 -1);
-      EXPECT_EQ(gathered[i]->first_wrong([&](int64_t at) {
-        return colored(static_cast<int>(at / count), at % count);
-      }),
+      EXPECT_EQ(gathered[i]->first_wrong(
+                    [&](int64_t at) { return colored(static_cast<int>(at / count), at % count); }),
                 -1);
       EXPECT_EQ(told[i]->first_wrong([&](int64_t at) { return colored(rank.size - 1, at); }), -1);
     }
@@ -379,8 +380,10 @@ TEST_P(BackendOperations, ResultsAreTheSameBitsOnAllRanksAndInEveryRun) {
             std::pair{Dtype::kBF16, ReduceOp::kMean}}) {
         const int64_t own = hash_once(rank, dtype, op);
         std::vector<int64_t> all(static_cast<size_t>(rank.size));
-        rank.comm->all_gather({&own, 1, Dtype::kI64}, {all.data(), rank.size, Dtype::kI64},
-                              rank.in_time())->wait();
+        rank.comm
+            ->all_gather({&own, 1, Dtype::kI64}, {all.data(), rank.size, Dtype::kI64},
+                         rank.in_time())
+            ->wait();
         EXPECT_EQ(all, std::vector<int64_t>(all.size(), own)) << "ranks differ";
         rank.shared->numbers[slot++] = own;
       }

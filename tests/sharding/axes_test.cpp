@@ -125,9 +125,8 @@ TEST(ShardedRefusals, OtherWrappersOfOneModule) {
 
 TEST(ShardedRefusals, NamesThatAreNoUnits) {
   auto net = three_layers();
-  expect_error(Code::kUsage, {"1"}, [&] {
-    FullyShardedDataParallel fsdp(net, Communicator::self(), {.units = {"1"}});
-  });
+  expect_error(Code::kUsage, {"1"},
+               [&] { FullyShardedDataParallel fsdp(net, Communicator::self(), {.units = {"1"}}); });
 }
 
 TEST(ShardedRefusals, ModelWithoutTrainedParameters) {
@@ -158,7 +157,7 @@ TEST(ShardedRefusals, ConvertedParameters) {
 TEST(ShardedRefusals, FailureOfAPeerInsideForward) {
   const auto outcomes = outcomes_of_ranks(2, [](const Communicator& comm) {
     auto net = three_layers();
-    FullyShardedDataParallel fsdp(net, comm, {.min_unit_bytes = 0});
+    FullyShardedDataParallel fsdp(net, comm, {.min_unit_bytes = 0, .share_on_host = false});
     if (comm.rank() == 1) {
       comm.abort("gone");
       return;
@@ -172,7 +171,7 @@ TEST(ShardedRefusals, FailureOfAPeerInsideForward) {
 TEST(ShardedRefusals, BackwardOnAnotherThread) {
   const auto outcomes = outcomes_of_ranks(2, [](const Communicator& comm) {
     auto net = three_layers();
-    FullyShardedDataParallel fsdp(net, comm, {.min_unit_bytes = 0});
+    FullyShardedDataParallel fsdp(net, comm, {.min_unit_bytes = 0, .share_on_host = false});
     const auto loss = fsdp(wave({2, 6}, 0)).sum();
     std::exception_ptr error;
     std::thread([&] {

@@ -1,4 +1,5 @@
-// A sharded run resumes with the same bits, and its checkpoints fit other ranks, stages and wrappers.
+// A sharded run resumes with the same bits, and its checkpoints fit other ranks, stages and
+// wrappers.
 #include <gtest/gtest.h>
 
 #include "lockstep/checkpoint.hpp"
@@ -35,7 +36,8 @@ torch::Tensor train(const std::string& folder, const Way& way, int64_t until) {
     std::optional<MasterWeights> masters;
     if (way.masters) masters.emplace(*net, MasterWeightsOptions{});
     const auto dtype = way.masters ? torch::kBFloat16 : torch::kDouble;
-    const auto loop = [&](auto& wrapper, torch::optim::Optimizer& optimizer, Checkpoint& checkpoint) {
+    const auto loop = [&](auto& wrapper, torch::optim::Optimizer& optimizer,
+                          Checkpoint& checkpoint) {
       for (int64_t step = checkpoint.resume() + 1; step <= until; ++step) {
         optimizer.zero_grad();
         const auto x = own_rows(wave({kRows, 6}, static_cast<double>(step)), comm).to(dtype);

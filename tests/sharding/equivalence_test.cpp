@@ -13,8 +13,8 @@ using MakeOptimizer =
     std::function<std::unique_ptr<torch::optim::Optimizer>(std::vector<torch::Tensor>)>;
 
 std::unique_ptr<torch::optim::Optimizer> lockstep_sgd(std::vector<torch::Tensor> parameters) {
-  return std::make_unique<Sgd>(
-      std::move(parameters), SgdOptions{.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01});
+  return std::make_unique<Sgd>(std::move(parameters),
+                               SgdOptions{.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01});
 }
 std::unique_ptr<torch::optim::Optimizer> lockstep_adamw(std::vector<torch::Tensor> parameters) {
   return std::make_unique<AdamW>(std::move(parameters), AdamWOptions{.lr = 0.01});
@@ -57,8 +57,10 @@ void expect_equivalent(const std::function<Net()>& make_net, const MakeOptimizer
       for (int run = 0; run < 2; ++run) {
         run_ranks(size, [&](const Communicator& comm) {
           auto net = make_net();
-          FullyShardedDataParallel fsdp(net, comm,
-                                        {.stage = stage, .min_unit_bytes = min_unit_bytes});
+          // Gathered or shared, the bits are the same.
+          FullyShardedDataParallel fsdp(
+              net, comm,
+              {.stage = stage, .min_unit_bytes = min_unit_bytes, .share_on_host = run == 1});
           auto optimizer = make(fsdp.parameters());
           for (int step = 0; step < kSteps; ++step) {
             optimizer->zero_grad();
@@ -153,7 +155,8 @@ TEST(ShardedTraining, Convolutions) {
 
 struct RecurrentImpl : torch::nn::Module {
   RecurrentImpl() {
-    lstm = register_module("lstm", torch::nn::LSTM(torch::nn::LSTMOptions(4, 7).num_layers(2).batch_first(true)));
+    lstm = register_module(
+        "lstm", torch::nn::LSTM(torch::nn::LSTMOptions(4, 7).num_layers(2).batch_first(true)));
     head = register_module("head", torch::nn::Linear(7, 2));
     to(torch::kDouble);
     fill_weights(*this);
@@ -171,27 +174,32 @@ TEST(ShardedTraining, Lstm) {
 
 struct EncoderImpl : torch::nn::Module {
   EncoderImpl() {
-    const auto layer = torch::nn::TransformerEncoderLayerOptions(8, 2).dim_feedforward(16).dropout(0);
-    encoder = register_module("encoder", torch::nn::TransformerEncoder(torch::nn::TransformerEncoderOptions(layer, 2)));
+    const auto layer =
+        torch::nn::TransformerEncoderLayerOptions(8, 2).dim_feedforward(16).dropout(0);
+    encoder = register_module(
+        "encoder", torch::nn::TransformerEncoder(torch::nn::TransformerEncoderOptions(layer, 2)));
     to(torch::kDouble);
     fill_weights(*this);
   }
   // [rows, length, width]; attention wants the length first
-  torch::Tensor forward(const torch::Tensor& x) { return encoder(x.transpose(0, 1)).transpose(0, 1); }
+  torch::Tensor forward(const torch::Tensor& x) {
+    return encoder(x.transpose(0, 1)).transpose(0, 1);
+  }
   torch::nn::TransformerEncoder encoder{nullptr};
 };
 TORCH_MODULE(Encoder);
 
 TEST(ShardedTraining, TransformerEncoder) {
   const std::function<Encoder()> make = [] { return Encoder(); };
-  expect_equivalent(make, lockstep_adamw, wave({kRows, 4, 8}, 0), wave({kRows, 4, 8}, 1), {1, 2, 3});
+  expect_equivalent(make, lockstep_adamw, wave({kRows, 4, 8}, 0), wave({kRows, 4, 8}, 1),
+                    {1, 2, 3});
 }
 
 // Stage 3 frees a unit when the next one is used, and gathers it again in backward.
 TEST(ShardedTraining, UnitsFollowTheModule) {
   run_ranks(2, [](const Communicator& comm) {
     auto net = three_layers();
-    FullyShardedDataParallel fsdp(net, comm, {.min_unit_bytes = 0});
+    FullyShardedDataParallel fsdp(net, comm, {.min_unit_bytes = 0, .share_on_host = false});
     ASSERT_EQ(fsdp.units().size(), 3U);
     EXPECT_EQ(fsdp.units()[1].name, "2");
     EXPECT_EQ(fsdp.units()[1].parameters, (std::vector<std::string>{"2.weight", "2.bias"}));
@@ -205,6 +213,34 @@ TEST(ShardedTraining, UnitsFollowTheModule) {
       EXPECT_EQ(shard.grad().defined(), shard.numel() > 0) << name;
     }
     for (const auto& each : net->parameters()) EXPECT_FALSE(each.grad().defined());
+  });
+}
+
+// The order of the first step is the next steps' forecast.
+TEST(ShardedTraining, NextUnitIsPrefetched) {
+  run_ranks(2, [](const Communicator& comm) {
+    auto net = three_layers();
+    FullyShardedDataParallel fsdp(net, comm, {.min_unit_bytes = 0, .share_on_host = false});
+    const auto x = wave({4, 6}, 0);
+    fsdp(x).sum().backward();
+    EXPECT_EQ(fsdp.stats().prefetched, 0);
+    fsdp(x).sum().backward();
+    EXPECT_EQ(fsdp.stats().gathers, 8);
+    EXPECT_EQ(fsdp.stats().prefetched, 3);  // all but the first
+  });
+}
+
+TEST(ShardedTraining, SharedUnitsAreNotGathered) {
+  run_ranks(2, [](const Communicator& comm) {
+    auto net = three_layers();
+    FullyShardedDataParallel fsdp(net, comm, {.min_unit_bytes = 0});
+    Sgd optimizer(fsdp.parameters(), {.lr = 0.1});
+    for (int step = 0; step < 3; ++step) {
+      fsdp(wave({4, 6}, step)).sum().backward();
+      optimizer.step(StepExtras{.zero_grad = true});
+    }
+    for (const auto& unit : fsdp.units()) EXPECT_TRUE(unit.shared);
+    EXPECT_EQ(fsdp.stats().gathers, 0);
   });
 }
 

@@ -22,7 +22,8 @@ torch::nn::Sequential layers(int64_t width = kWidth) {
 }
 
 // Live bytes of each rank's device after a step with AdamW, before its gradients are dropped.
-std::vector<int64_t> bytes_after_step(ShardStage stage, int ranks, bool masters) {
+std::vector<int64_t> bytes_after_step(ShardStage stage, int ranks, bool masters,
+                                      bool shared = false) {
   const Devices devices("cpu:" + std::to_string(ranks));
   std::vector<int64_t> bytes(static_cast<size_t>(ranks));
   run_ranks(ranks, [&](const Communicator& comm) {
@@ -36,7 +37,7 @@ std::vector<int64_t> bytes_after_step(ShardStage stage, int ranks, bool masters)
     const auto x = wave({4, kWidth}, 0).to(masters ? torch::kBFloat16 : torch::kFloat);
     on_host.reset();
     FullyShardedDataParallel fsdp(net, comm,
-                                  {.stage = stage, .min_unit_bytes = 0, .share_on_host = false});
+                                  {.stage = stage, .min_unit_bytes = 0, .share_on_host = shared});
     AdamW optimizer(fsdp.parameters(), {.masters = held});
     for (int step = 0; step < 3; ++step) {
       optimizer.zero_grad();
@@ -77,6 +78,12 @@ TEST(ShardedMemory, Float32TakesTheSameInTotal) {
   }
 }
 
+TEST(ShardedMemory, OneCopyIsChargedInShares) {
+  for (const int64_t each : bytes_after_step(ShardStage::kParameters, 4, true, true)) {
+    EXPECT_EQ(each, 16 * kWeights / 4);
+  }
+}
+
 // 768 KiB of weights: training takes 3 MiB, and a device has 2.
 TEST(ShardedMemory, ModelThatDoesNotFitTrainsOverFour) {
   constexpr int64_t kLimit = int64_t{2} << 20;
@@ -109,7 +116,7 @@ TEST(ShardedMemory, ModelThatDoesNotFitTrainsOverFour) {
     std::optional<ChargeHost> on_host(std::in_place);
     auto net = layers(kWide);
     on_host.reset();
-    FullyShardedDataParallel fsdp(net, comm, {.min_unit_bytes = 0});
+    FullyShardedDataParallel fsdp(net, comm, {.min_unit_bytes = 0, .share_on_host = false});
     AdamW optimizer(fsdp.parameters(), {.lr = 1e-3});
     for (size_t step = 0; step < wanted.size(); ++step) {
       optimizer.zero_grad();

@@ -22,8 +22,12 @@ inline void fill_weights(torch::nn::Module& module) {
   const torch::NoGradGuard no_grad;
   double phase = 0.1;
   for (auto& each : module.parameters()) {
-    each.copy_(torch::arange(each.numel(), torch::kDouble).mul(0.37).add(phase).sin().mul(0.3).view(
-        each.sizes()));
+    each.copy_(torch::arange(each.numel(), torch::kDouble)
+                   .mul(0.37)
+                   .add(phase)
+                   .sin()
+                   .mul(0.3)
+                   .view(each.sizes()));
     phase += 0.7;
   }
 }
@@ -48,7 +52,8 @@ template <class Module>
 torch::Tensor whole_weights(FullyShardedDataParallel<Module>& fsdp) {
   const GatheredParameters gathered(fsdp);
   std::vector<torch::Tensor> flat;
-  for (const auto& each : fsdp.module()->parameters()) flat.push_back(each.detach().flatten().clone());
+  for (const auto& each : fsdp.module()->parameters())
+    flat.push_back(each.detach().flatten().clone());
   return torch::cat(flat);
 }
 
@@ -64,7 +69,7 @@ inline torch::Tensor own_rows(const torch::Tensor& batch, const Communicator& co
 }
 
 inline void expect_near_all(const torch::Tensor& value, const torch::Tensor& wanted,
-                         const std::string& what, double tolerance = 1e-11) {
+                            const std::string& what, double tolerance = 1e-11) {
   EXPECT_EQ(value.numel(), wanted.numel()) << what;
   EXPECT_TRUE(torch::allclose(value, wanted, tolerance, tolerance))
       << what << " is off by " << (value - wanted).abs().max().item<double>();

@@ -106,8 +106,10 @@ class Stress {
     float* data = buffer_of(own, count * size(), registered);
     for (int64_t i = 0; i < count * size(); ++i) data[i] = value(rank(), i, step);
     std::vector<float> result(static_cast<size_t>(count));
-    backend_.reduce_scatter({data, count * size()}, {result.data(), count}, ReduceOp::kMax, 1,
-                            within(20))->wait();
+    backend_
+        .reduce_scatter({data, count * size()}, {result.data(), count}, ReduceOp::kMax, 1,
+                        within(20))
+        ->wait();
     if (registered) data[0] = -1;  // nobody may read it any more
     for (int64_t i = 0; i < count; ++i) {
       float most = 0;
