@@ -144,9 +144,10 @@ void ShardedModel::State::settle_missing() {
     if (!options.find_unused_parameters) continue;
     unit->reducing->wait();
     unit->reducing.reset();
-    std::vector<bool> of_unit;
+    std::vector<bool> of_unit(unit->plan.parameters.size());
     for (size_t i = 0; i < trained.size(); ++i) {
-      if (units[location[i].first].get() == unit) of_unit.push_back(used[i]);
+      const auto [index, parameter] = location[i];
+      if (units[index].get() == unit) of_unit[parameter] = used[i];
     }
     unit->gradients->finish_reduce(of_unit);
   }

@@ -22,6 +22,9 @@ void ShardedModel::State::before_use(std::span<const size_t> used, bool outermos
     prefetch_next();
   } catch (...) {
     failure = std::current_exception();
+    if (phase == Phase::kIdle) {  // no call of the wrapper may follow that could throw it
+      print_error("lockstep: a sharded parameter could not be gathered; it is NaN from here on\n");
+    }
     poison(used);
   }
 }
@@ -32,15 +35,20 @@ void ShardedModel::State::note_whole(bool whole) const {
   }
 }
 
-// Nobody may compute with what is not there: after a failure that cannot be thrown here, parameters
-// are NaN until the wrapper throws it.
+// Nobody may compute with what is not there: after a failure that cannot be thrown here, the other
+// ranks' parts are NaN until the wrapper throws it.
 void ShardedModel::State::poison(std::span<const size_t> used) noexcept {
   try {
     const torch::NoGradGuard no_grad;
     for (const size_t index : used) {
       WholeParameters& weights = *units[index]->weights;
+      if (weights.is_shared()) continue;  // it is there, if not up to date
       weights.materialize();
-      if (!weights.is_shared()) weights.whole().fill_(std::numeric_limits<double>::quiet_NaN());
+      const int64_t begin = comm->rank() * weights.shard().numel();
+      const int64_t end = begin + weights.shard().numel();
+      const torch::Tensor& whole = weights.whole();
+      whole.narrow(0, 0, begin).fill_(std::numeric_limits<double>::quiet_NaN());
+      whole.narrow(0, end, whole.numel() - end).fill_(std::numeric_limits<double>::quiet_NaN());
     }
   } catch (...) {
     print_error("lockstep: a sharded parameter has no memory\n");

@@ -47,20 +47,27 @@ ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Commu
     units.push_back(std::make_unique<ShardedUnit>(std::move(plan), *comm, options));
     divide(*units.back());
   }
+  std::map<const c10::TensorImpl*, std::pair<size_t, size_t>> found;  // unit, parameter
   for (size_t i = 0; i < units.size(); ++i) {
-    const UnitPlan& plan = units[i]->plan;
-    for (size_t p = 0; p < plan.parameters.size(); ++p) {
-      const UnitParameter& at = plan.parameters[p];
+    ShardedUnit& unit = *units[i];
+    // Another rank may still write what it has made of the whole parameters.
+    if (unit.weights->is_shared()) unit.fresh = false;
+    for (size_t p = 0; p < unit.plan.parameters.size(); ++p) {
+      const UnitParameter& at = unit.plan.parameters[p];
       shard_of[at.whole.unsafeGetTensorImpl()] = at.shard;
-      if (!plan.trained) continue;
-      trained.push_back({at.name, at.whole});
-      location.emplace_back(i, p);
-      if (at.count > 0) trained_shards.push_back({at.name, at.shard});
+      found[at.whole.unsafeGetTensorImpl()] = {i, p};
     }
     if (comm->size() > 1) {
       watched.push_back(
-          std::make_unique<WatchedStorage>(units[i]->weights->whole().storage(), *this, i));
+          std::make_unique<WatchedStorage>(unit.weights->whole().storage(), *this, i));
     }
+  }
+  for (auto& each : trained_in(*module)) {
+    const auto [unit, parameter] = found.at(each.tensor.unsafeGetTensorImpl());
+    location.emplace_back(unit, parameter);
+    const UnitParameter& at = units[unit]->plan.parameters[parameter];
+    if (at.count > 0) trained_shards.push_back({each.name, at.shard});
+    trained.push_back(std::move(each));
   }
   forms = forms_of(trained);
   window.emplace(trained_shards);
@@ -75,6 +82,12 @@ ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Commu
 // layer, while freed or stale memory would not be.
 ShardedModel::State::~State() {
   const WithoutWatching own_work;
+  for (const auto& unit : units) {
+    try {  // a gather that nobody waits for would abort the other ranks
+      if (unit->gathering && std::uncaught_exceptions() == 0) finish_gather(*unit);
+    } catch (...) {  // another rank has failed, and says so itself
+    }
+  }
   if (window && window->micro_steps() > 0 && window->weights_changed() &&
       std::uncaught_exceptions() == 0) {
     print_error(fmt::format(
