@@ -285,7 +285,11 @@ void ShardedModel::release_all() {
   if (--state.gathered_guards > 0) return;
   const WithoutWatching own_work;
   state.note_whole(false);
-  for (const auto& unit : state.units) unit->weights->scatter();
+  for (const auto& unit : state.units) {
+    unit->weights->scatter();
+    // Master weights take over what was changed in the whole parameters.
+    for (const auto& at : unit->plan.parameters) at.shard.unsafeGetTensorImpl()->bump_version();
+  }
   note_changed_shards();
   state.release_unused();
 }
@@ -294,6 +298,7 @@ void ShardedModel::note_changed_shards() {
   const WithoutWatching own_work;
   state_->mark_stale();
   state_->marks->add_micro_step();
+  state_->window->forward_ended();  // a change on all ranks is no update with gradients of one
 }
 
 ShardStats ShardedModel::stats() const {
