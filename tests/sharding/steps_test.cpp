@@ -2,8 +2,8 @@
 // frozen and unused parameters, buffers, evaluation.
 #include <gtest/gtest.h>
 
-#include "lockstep/autocast.hpp"
 #include "lockstep/grad_scaler.hpp"
+#include "lockstep/master_weights.hpp"
 #include "lockstep/tensor_file.hpp"
 #include "sharding_support.hpp"
 
@@ -115,7 +115,6 @@ TEST_P(ShardedSteps, UnevenBatches) {
     torch::mse_loss(fsdp(x.narrow(0, first, rows)), y.narrow(0, first, rows)).backward();
     Sgd optimizer(fsdp.parameters(), {.lr = 1});
     optimizer.step();
-    Sgd alone_optimizer(one->parameters(), {.lr = 1});
     auto reference = three_layers();
     for (size_t i = 0; i < reference->parameters().size(); ++i) {
       reference->parameters()[i].mutable_grad() = one->parameters()[i].grad().clone();
@@ -291,6 +290,25 @@ TEST_P(ShardedSteps, EvaluateAfterAStep) {
       if (comm.rank() == 0) EXPECT_TRUE(torch::equal(through_wrapper, alone));
       expect_same_on_all(comm, through_wrapper, "output");
     }
+  });
+}
+
+// Weights that change inside GatheredParameters reach the shards and their master weights.
+TEST_P(ShardedSteps, MasterWeightsFollowChangedWeights) {
+  run_ranks(ranks(), [&](const Communicator& comm) {
+    torch::nn::Sequential net(torch::nn::Linear(6, 20), torch::nn::Linear(20, 3));
+    fill_weights(*net);
+    MasterWeights masters(*net);
+    FullyShardedDataParallel fsdp(net, comm, options());
+    Sgd optimizer(fsdp.parameters(), {.lr = 0, .masters = masters});
+    {
+      const GatheredParameters gathered(fsdp);
+      const torch::NoGradGuard no_grad;
+      for (auto& each : net->parameters()) each.fill_(2);
+    }
+    fsdp(torch::ones({2, 6}, torch::kBFloat16)).sum().backward();
+    optimizer.step();  // rounds the masters to the weights
+    EXPECT_TRUE(whole_weights(fsdp).eq(2).all().item<bool>());
   });
 }
 
