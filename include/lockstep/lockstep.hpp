@@ -2,6 +2,7 @@
 
 // Everything lockstep offers to a program that trains.
 
+#include "lockstep/activation_checkpoint.hpp"
 #include "lockstep/autocast.hpp"
 #include "lockstep/captured_step.hpp"
 #include "lockstep/checkpoint.hpp"
