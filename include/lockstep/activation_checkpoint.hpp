@@ -60,8 +60,8 @@ decltype(auto) call_function_or_module(Function& function, Inputs&&... inputs) {
 ///
 /// Outputs and gradients have the bits that they have without it: the second call draws the same
 /// random numbers and runs under the same Autocast. Inputs and the result may be any values;
-/// tensors inside tuples, vectors, optionals and maps are found. Calls nest. Without grad mode it is
-/// a plain call.
+/// tensors inside tuples, vectors, optionals and maps are found. Calls nest. Without grad mode it
+/// is a plain call.
 ///
 /// The function is copied and lives until backward, as must what it refers to. It must compute the
 /// same both times (an Error names the first difference), must not change its inputs in place, and
@@ -88,9 +88,7 @@ auto checkpoint_activations(Function&& function, Inputs&&... inputs) {
                             const std::vector<torch::Tensor>& given) -> Result {
     replace_tensors(mine, given);
     return std::apply(
-        [&](auto&... parts) -> Result {
-          return detail::call_function_or_module(target, parts...);
-        },
+        [&](auto&... parts) -> Result { return detail::call_function_or_module(target, parts...); },
         mine);
   };
   std::optional<Result> result;
@@ -100,8 +98,8 @@ auto checkpoint_activations(Function&& function, Inputs&&... inputs) {
         result.emplace(call_with(call, arguments, given));
         return {tensors_of(*result), structure_of(*result)};
       },
-      [call, arguments, call_with](
-          const std::vector<torch::Tensor>& given) mutable -> detail::CheckpointedOutput {
+      [call, arguments,
+       call_with](const std::vector<torch::Tensor>& given) mutable -> detail::CheckpointedOutput {
         const Result again = call_with(call, arguments, given);
         return {tensors_of(again), structure_of(again)};
       });

@@ -238,7 +238,7 @@ RecordedRng::Replay::Replay(const RecordedRng& recorded)
     : borrowed_(recorded.default_gpu_
                     ? std::optional(at::globalContext().defaultGenerator(*recorded.default_gpu_))
                     : std::nullopt),
-      rng_(copy_of(recorded.cpu_), borrowed_         ? borrowed_
+      rng_(copy_of(recorded.cpu_), borrowed_        ? borrowed_
                                    : recorded.cuda_ ? std::optional(copy_of(*recorded.cuda_))
                                                     : std::nullopt),
       use_(rng_) {

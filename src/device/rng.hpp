@@ -99,8 +99,8 @@ class UseRng {
   bool was_included_;
 };
 
-/// Guard: this thread runs a function that will be run once more with the same random numbers. Tasks
-/// for logical devices draw their own, which cannot be repeated, so they are refused.
+/// Guard: this thread runs a function that will be run once more with the same random numbers.
+/// Tasks for logical devices draw their own, which cannot be repeated, so they are refused.
 class RepeatableScope {
  public:
   RepeatableScope();

@@ -25,12 +25,12 @@
 
 // Note [Checkpointed functions in the graph]
 // PyTorch's reentrant variant hides the function's parameters: their gradients come from a backward
-// of their own inside the outer one, which DistributedDataParallel, DataParallel and split backwards
-// of a pipeline would have to know about. Here the first call runs with grad mode, so that its graph
-// shows which parameters it reaches; then the graph is dropped, and one node takes its place that
-// has edges to the inputs and to those parameters. To everybody else it is an operation like any
-// other. The peak of memory is the same: the last function's activations exist in its forward, and
-// those of each in its backward.
+// of their own inside the outer one, which DistributedDataParallel, DataParallel and split
+// backwards of a pipeline would have to know about. Here the first call runs with grad mode, so
+// that its graph shows which parameters it reaches; then the graph is dropped, and one node takes
+// its place that has edges to the inputs and to those parameters. To everybody else it is an
+// operation like any other. The peak of memory is the same: the last function's activations exist
+// in its forward, and those of each in its backward.
 
 namespace lockstep::detail {
 namespace {
@@ -115,11 +115,12 @@ CallGraph walk(const Tensors& outputs, const Tensors& leaves, uint64_t first_nod
       continue;
     }
     if (!is_made_since(*node, first_node)) {
-      throw Error(Code::kUsage,
-                  fmt::format("a function under checkpoint_activations uses a result of {} that was "
-                              "computed outside and requires a gradient",
-                              node->name()),
-                  "pass that tensor as an argument, or detach() it");
+      throw Error(
+          Code::kUsage,
+          fmt::format("a function under checkpoint_activations uses a result of {} that was "
+                      "computed outside and requires a gradient",
+                      node->name()),
+          "pass that tensor as an argument, or detach() it");
     }
     graph.operations.emplace_back(typeid(*node));
     for (const auto& edge : node->next_edges()) visit(edge);
@@ -146,12 +147,13 @@ struct CallFacts {
 
 [[noreturn]] void refuse_difference(const std::string& what, const std::string& first,
                                     const std::string& second) {
-  throw Error(Code::kTensorMismatch,
-              fmt::format("a function under checkpoint_activations did not repeat in backward what "
-                          "it did in forward: {} was {} and is {}",
-                          what, first, second),
-              "let it depend on nothing but its inputs, parameters and random numbers; what changes "
-              "between forward and backward must be an argument");
+  throw Error(
+      Code::kTensorMismatch,
+      fmt::format("a function under checkpoint_activations did not repeat in backward what "
+                  "it did in forward: {} was {} and is {}",
+                  what, first, second),
+      "let it depend on nothing but its inputs, parameters and random numbers; what changes "
+      "between forward and backward must be an argument");
 }
 
 void require_repeated(const CallFacts& first, const CallFacts& second) {
@@ -166,7 +168,8 @@ void require_repeated(const CallFacts& first, const CallFacts& second) {
   const auto& after = second.graph.operations;
   for (size_t i = 0; i < std::min(before.size(), after.size()); ++i) {
     if (before[i] == after[i]) continue;
-    refuse_difference(fmt::format("operation {}, counted from the outputs,", i), c10::demangle(before[i].name()), c10::demangle(after[i].name()));
+    refuse_difference(fmt::format("operation {}, counted from the outputs,", i),
+                      c10::demangle(before[i].name()), c10::demangle(after[i].name()));
   }
   if (before.size() != after.size()) {
     refuse_difference("the number of operations", std::to_string(before.size()),
@@ -176,8 +179,7 @@ void require_repeated(const CallFacts& first, const CallFacts& second) {
   if (!std::equal(first.graph.parameters.begin(), first.graph.parameters.end(),
                   second.graph.parameters.begin(), second.graph.parameters.end(), same)) {
     refuse_difference("the set of its parameters",
-                      fmt::format("{} tensors", first.graph.parameters.size()),
-                      "another one");
+                      fmt::format("{} tensors", first.graph.parameters.size()), "another one");
   }
 }
 
@@ -347,8 +349,8 @@ Tensors run_checkpointed(const Tensors& inputs, const CheckpointedCall& first,
     return output.defined() && output.requires_grad();
   };
   if (std::none_of(outputs.begin(), outputs.end(), differentiable)) return outputs;
-  const auto node = std::make_shared<RecomputeBackward>(inputs, std::move(again),
-                                                        *std::move(facts), random, autocast);
+  const auto node = std::make_shared<RecomputeBackward>(inputs, std::move(again), *std::move(facts),
+                                                        random, autocast);
   Tensors connected;
   for (const auto& output : outputs) {
     connected.push_back(output.defined() ? output.detach() : output);
