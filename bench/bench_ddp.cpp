@@ -31,22 +31,25 @@ double resident_mib() {
   return 0;
 }
 
+template <class Linear>
 torch::nn::Sequential make_net(const nlohmann::json& settings) {
   const auto dim = settings.at("dim").get<int64_t>();
   const auto hidden = settings.at("hidden").get<int64_t>();
-  torch::nn::Sequential net(torch::nn::Linear(dim, hidden), torch::nn::ReLU());
+  torch::nn::Sequential net(Linear(dim, hidden), torch::nn::ReLU());
   for (int i = 0; i < settings.at("depth").get<int>(); ++i) {
-    net->push_back(torch::nn::Linear(hidden, hidden));
+    net->push_back(Linear(hidden, hidden));
     net->push_back(torch::nn::ReLU());
   }
-  net->push_back(torch::nn::Linear(hidden, dim));
+  net->push_back(Linear(hidden, dim));
   return net;
 }
 
 // A wrapper of Sequential, whose own forward is a template that DDP cannot name.
 struct Net : torch::nn::Module {
   explicit Net(const nlohmann::json& settings)
-      : layers(register_module("layers", make_net(settings))) {}
+      : layers(register_module("layers", settings.value("kernels", true)
+                                             ? make_net<lockstep::Linear>(settings)
+                                             : make_net<torch::nn::Linear>(settings))) {}
   torch::Tensor forward(const torch::Tensor& x) { return layers->forward(x); }
   torch::nn::Sequential layers;
 };

@@ -7,6 +7,7 @@
 #include <limits>
 #include <string>
 
+#include "layers/cpu_linear.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
 #include "torch_compat.hpp"
@@ -118,6 +119,14 @@ int64_t width_of(const torch::Tensor& x) {
   return x.dim() < 1 ? 0 : x.size(-1);
 }
 
+torch::Tensor product(const torch::Tensor& x, const torch::Tensor& weight,
+                      const torch::Tensor& bias) {
+  const bool autocasts = compat::AutocastSwitch::get(at::kCPU).enabled;
+  return !autocasts && layers::cpu_linear_fits(x, weight, bias)
+             ? layers::cpu_linear(x, weight, bias)
+             : torch::linear(x, weight, bias);
+}
+
 torch::Tensor linear_chain(const torch::Tensor& x, const std::vector<torch::Tensor>& weights,
                            const std::vector<torch::Tensor>& biases, Activation between,
                            Activation after) {
@@ -141,7 +150,7 @@ torch::Tensor linear_chain(const torch::Tensor& x, const std::vector<torch::Tens
   torch::Tensor out = x;
   for (size_t i = 0; i < weights.size(); ++i) {
     const bool last = i + 1 == weights.size();
-    out = activate(torch::linear(out, weights[i], biases[i]), last ? after : between);
+    out = activate(product(out, weights[i], biases[i]), last ? after : between);
   }
   return out;
 }
@@ -152,6 +161,23 @@ torch::Tensor linear(const torch::Tensor& x, const torch::Tensor& weight, const 
                      Activation activation) {
   require_linear_shapes("linear", width_of(x), weight, bias);
   return linear_chain(x, {weight}, {bias}, Activation::kNone, activation);
+}
+
+LinearImpl::LinearImpl(const torch::nn::LinearOptions& options) : options(options) {
+  reset();
+}
+
+void LinearImpl::reset() {
+  const torch::nn::Linear initial(options);
+  weight = register_parameter("weight", initial->weight.detach());
+  bias = register_parameter("bias", options.bias() ? initial->bias.detach() : torch::Tensor(),
+                            /*requires_grad=*/options.bias());
+}
+
+void LinearImpl::pretty_print(std::ostream& stream) const {
+  stream << "lockstep::Linear(in_features=" << options.in_features()
+         << ", out_features=" << options.out_features() << ", bias=" << std::boolalpha
+         << options.bias() << ")";
 }
 
 torch::Tensor multi_layer(const torch::Tensor& x, const std::vector<torch::Tensor>& weights,
