@@ -121,9 +121,14 @@ int64_t width_of(const torch::Tensor& x) {
 
 torch::Tensor product(const torch::Tensor& x, const torch::Tensor& weight,
                       const torch::Tensor& bias) {
-  const bool autocasts = compat::AutocastSwitch::get(at::kCPU).enabled;
-  return !autocasts && layers::cpu_linear_fits(x, weight, bias)
-             ? layers::cpu_linear(x, weight, bias)
+  const auto autocast = compat::AutocastSwitch::get(at::kCPU);
+  // The kernels round weights themselves. Other dtypes of Autocast have none.
+  const bool rounds = autocast.enabled && autocast.dtype == torch::kBFloat16 && x.is_cpu() &&
+                      x.scalar_type() == torch::kFloat;
+  const torch::Tensor rows = rounds ? x.to(torch::kBFloat16) : x;
+  const bool as_is = !autocast.enabled || autocast.dtype == rows.scalar_type();
+  return as_is && layers::cpu_linear_fits(rows, weight, bias)
+             ? layers::cpu_linear(rows, weight, bias)
              : torch::linear(x, weight, bias);
 }
 

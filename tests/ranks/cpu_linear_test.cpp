@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "ddp_nets.hpp"
+#include "kernels/linear_bf16_kernels.hpp"
 #include "kernels/linear_kernels.hpp"
 #include "lockstep/autocast.hpp"
 #include "lockstep/data_parallel.hpp"
@@ -172,13 +173,58 @@ TEST_F(CpuLinear, TheModuleIsThatOfLibtorch) {
   EXPECT_FALSE(copy->parameters()[0].is_alias_of(net->parameters()[0]));
 }
 
-TEST_F(CpuLinear, AutocastDecidesFirst) {
+// Equal within the rounding of bfloat16, relative to the largest value.
+void expect_near_bf16(const Tensor& actual, const Tensor& expected, const std::string& what) {
+  EXPECT_EQ(actual.scalar_type(), expected.scalar_type()) << what;
+  const auto a = actual.to(torch::kDouble);
+  const auto b = expected.to(torch::kDouble);
+  EXPECT_LT((a - b).abs().max().item<double>(), b.abs().max().item<double>() / 100) << what;
+}
+
+TEST_F(CpuLinear, UnderAutocastFactorsAreRoundedToBfloat16) {
+  for (const auto& sizes : std::vector<std::vector<int64_t>>{{16, 12}, {5, 7, 33}}) {
+    Linear layer(sizes.back(), 13);
+    const auto x = random(sizes);
+    const auto run = [&](bool ours) {
+      layer->zero_grad();
+      const Autocast amp(torch::kCPU, torch::kBFloat16);
+      const auto y = ours ? layer(x) : torch::linear(x, layer->weight, layer->bias);
+      EXPECT_EQ(uses_kernels(y), ours && linear_bf16_kernels() != nullptr);
+      const auto gradients =
+          torch::autograd::grad({y}, {x, layer->weight, layer->bias}, {torch::ones_like(y)});
+      return std::vector<Tensor>{y, gradients[0], gradients[1], gradients[2]};
+    };
+    const auto expected = run(false);
+    const auto actual = run(true);
+    for (size_t i = 0; i < expected.size(); ++i) {
+      expect_near_bf16(actual[i], expected[i], "tensor " + std::to_string(i));
+    }
+  }
+}
+
+TEST_F(CpuLinear, ABfloat16ModuleHasBfloat16Gradients) {
+  Linear layer(24, 13);
+  layer->to(torch::kBFloat16);
+  const auto x = torch::randn({16, 24}).to(torch::kBFloat16).requires_grad_();
+  const auto y = layer(x);
+  EXPECT_EQ(uses_kernels(y), linear_bf16_kernels() != nullptr);
+  const auto theirs = torch::linear(x, layer->weight, layer->bias);
+  expect_near_bf16(y, theirs, "output");
+  const std::vector<Tensor> inputs = {x, layer->weight, layer->bias};
+  const auto mine = torch::autograd::grad({y}, inputs, {torch::ones_like(y)});
+  const auto expected = torch::autograd::grad({theirs}, inputs, {torch::ones_like(y)});
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    expect_near_bf16(mine[i], expected[i], "gradient " + std::to_string(i));
+  }
+}
+
+TEST_F(CpuLinear, AutocastThatIsOffRoundsNothing) {
   Linear layer(12, 7);
   const auto x = torch::randn({16, 12});
   const Autocast amp(torch::kCPU, torch::kBFloat16);
-  const auto plain = torch::linear(x, layer->weight, layer->bias);
-  EXPECT_EQ(layer(x).scalar_type(), torch::kBFloat16);
-  EXPECT_TRUE(layer(x).equal(plain));
+  const Autocast off(torch::kCPU, torch::kBFloat16, false);
+  EXPECT_EQ(layer(x).scalar_type(), torch::kFloat);
+  EXPECT_TRUE(uses_kernels(layer(x)));
 }
 
 // Two layers, of lockstep or of libtorch, with weights that are the same everywhere.

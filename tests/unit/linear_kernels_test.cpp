@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <memory>
@@ -10,6 +11,7 @@
 #include <vector>
 
 #include "base/machine.hpp"
+#include "kernels/linear_bf16_kernels.hpp"
 
 namespace lockstep {
 namespace {
@@ -171,6 +173,99 @@ TEST(LinearKernels, InfinitiesAndNansReachOnlyTheirOwnRows) {
     std::vector<float> y(layer.dy.size());
     kernels->forward(shape, packed.get(), layer.weight.data(), nullptr, y.data(), 0, shape.out);
     for (size_t i = 0; i < y.size(); ++i) EXPECT_EQ(std::isfinite(y[i]), i / 4 != 1) << i;
+  }
+}
+
+// Rounds to the nearest bfloat16, ties to even.
+uint16_t to_bf16(float value) {
+  const auto bits = std::bit_cast<uint32_t>(value);
+  return static_cast<uint16_t>((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+float from_bf16(uint16_t value) {
+  return std::bit_cast<float>(static_cast<uint32_t>(value) << 16);
+}
+std::vector<uint16_t> to_bf16(const std::vector<float>& values) {
+  std::vector<uint16_t> rounded;
+  for (const float x : values) rounded.push_back(to_bf16(x));
+  return rounded;
+}
+std::vector<float> through_bf16(const std::vector<float>& values) {
+  std::vector<float> rounded;
+  for (const float x : values) rounded.push_back(from_bf16(to_bf16(x)));
+  return rounded;
+}
+
+// Expects values within `relative` of those of float32, whose sums have up to 260 terms below 1.
+void expect_near(const std::vector<float>& actual, const std::vector<float>& expected,
+                 float relative) {
+  ASSERT_EQ(actual.size(), expected.size());
+  for (size_t i = 0; i < actual.size(); ++i) {
+    ASSERT_NEAR(actual[i], expected[i], relative * std::fabs(expected[i]) + 3e-5F) << i;
+  }
+}
+std::vector<float> from_bf16(const std::vector<uint16_t>& values) {
+  std::vector<float> wide;
+  for (const uint16_t x : values) wide.push_back(from_bf16(x));
+  return wide;
+}
+
+TEST(LinearKernels, ProductsOfBfloat16AreThoseOfTheRoundedFactors) {
+  using Kernels = LinearBf16Kernels;
+  const Kernels* kernels = linear_bf16_kernels();
+  if (kernels == nullptr) GTEST_SKIP() << "this machine has no AVX512_BF16";
+  constexpr float kBf16 = 1.0F / 256;  // rounding of a result
+  for (const auto& shape : kShapes) {
+    Layer layer(shape);
+    const auto unrounded = layer.weight;
+    layer.x = through_bf16(layer.x);
+    layer.dy = through_bf16(layer.dy);
+    layer.weight = through_bf16(layer.weight);
+    const auto x = to_bf16(layer.x);
+    const auto dy = to_bf16(layer.dy);
+    const auto low_weight = to_bf16(layer.weight);
+    const auto bf16_memory = [](int64_t count) { return aligned_floats(count / 2 + 1); };
+    const auto packed_x = bf16_memory(Kernels::packed_size(shape.rows, shape.in));
+    const auto packed_dy = bf16_memory(Kernels::packed_size(shape.rows, shape.out));
+    const auto x_pairs =
+        bf16_memory(Kernels::row_pairs_size(shape.rows, shape.in, Kernels::kPairBlock));
+    const auto dy_pairs =
+        bf16_memory(Kernels::row_pairs_size(shape.rows, shape.out, Kernels::kOutputBlock));
+    const auto scratch = aligned_floats(Kernels::scratch_size(shape.rows, shape.in));
+    const auto bits = [](const auto& memory) { return reinterpret_cast<uint16_t*>(memory.get()); };
+    kernels->pack(x.data(), shape.rows, shape.in, bits(packed_x));
+    kernels->pack(dy.data(), shape.rows, shape.out, bits(packed_dy));
+    kernels->pack_row_pairs(x.data(), shape.rows, shape.in, Kernels::kPairBlock, bits(x_pairs));
+    kernels->pack_row_pairs(dy.data(), shape.rows, shape.out, Kernels::kOutputBlock,
+                            bits(dy_pairs));
+    for (const bool low : {false, true}) {
+      SCOPED_TRACE(testing::Message() << shape.rows << " x " << shape.in << " x " << shape.out
+                                      << (low ? ", bfloat16 weights" : ""));
+      const void* weight = low ? static_cast<const void*>(low_weight.data()) : unrounded.data();
+      std::vector<uint16_t> y(layer.dy.size());
+      in_parts(shape.out, true, [&](int64_t begin, int64_t end) {
+        kernels->forward(shape, bits(packed_x), weight, low, layer.bias.data(), y.data(), begin,
+                         end);
+      });
+      expect_near(from_bf16(y), layer.forward(true), kBf16);
+
+      std::vector<uint16_t> dx(layer.x.size());
+      const int64_t middle = shape.in / 32 * 16;
+      kernels->input_gradient(shape, bits(packed_dy), weight, low, dx.data(), scratch.get(), 0,
+                              middle);
+      kernels->input_gradient(shape, bits(packed_dy), weight, low, dx.data(), scratch.get(), middle,
+                              shape.in);
+      expect_near(from_bf16(dx), layer.input_gradient(), kBf16);
+
+      std::vector<float> dweight(layer.weight.size(), NAN);
+      std::vector<uint16_t> low_dweight(layer.weight.size());
+      void* gradient = low ? static_cast<void*>(low_dweight.data()) : dweight.data();
+      const int64_t half = shape.out / 16 * 8;
+      kernels->weight_gradient(shape, bits(dy_pairs), bits(x_pairs), gradient, low, 0, half);
+      kernels->weight_gradient(shape, bits(dy_pairs), bits(x_pairs), gradient, low, half,
+                               shape.out);
+      expect_near(low ? from_bf16(low_dweight) : dweight, layer.weight_gradient(),
+                  low ? kBf16 : 1e-5F);
+    }
   }
 }
 
