@@ -75,8 +75,17 @@ int train(int, char** argv) {
   torch::manual_seed(0);
   const auto net = std::make_shared<Net>(settings);
   std::optional<lockstep::DistributedDataParallel<Net>> ddp;
-  if (!settings.value("bare", false)) ddp.emplace(net, world.comm());
-  lockstep::Sgd optimizer(net->parameters(), {.lr = 1e-2});
+  std::optional<lockstep::FullyShardedDataParallel<Net>> shared;  // one copy of the weights
+  if (settings.value("shared", false)) {
+    shared.emplace(net, world.comm(),
+                   lockstep::ShardOptions{.stage = lockstep::ShardStage::kOptimizer});
+  } else if (!settings.value("bare", false)) {
+    ddp.emplace(net, world.comm());
+  }
+  const auto forward = [&](const torch::Tensor& rows) {
+    return shared ? shared->forward(rows) : ddp ? ddp->forward(rows) : net->forward(rows);
+  };
+  lockstep::Sgd optimizer(shared ? shared->parameters() : net->parameters(), {.lr = 1e-2});
   const int64_t rows = settings.at("batch").get<int64_t>() / world.size();
   const auto x = torch::randn({rows, settings.at("dim").get<int64_t>()});
   const auto y = torch::sin(x);
@@ -101,7 +110,7 @@ int train(int, char** argv) {
       torch::Tensor loss;
       {
         const lockstep::Autocast amp(torch::kCPU, torch::kBFloat16, bf16);
-        loss = torch::mse_loss(ddp ? ddp->forward(x) : net->forward(x), y);
+        loss = torch::mse_loss(forward(x), y);
       }
       look();
       loss.backward();

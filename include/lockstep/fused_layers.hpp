@@ -5,6 +5,7 @@
 #include <torch/nn/pimpl.h>
 #include <torch/types.h>
 
+#include <functional>
 #include <iosfwd>
 #include <tuple>
 #include <vector>
@@ -56,8 +57,24 @@ std::tuple<torch::Tensor, torch::Tensor> add_layer_norm(const torch::Tensor& x,
                                                         double eps = 1e-5);
 
 /// Causal self-attention with heads side by side: qkv is [batch, positions, 3 * width], the result
-/// [batch, positions, width].
-torch::Tensor causal_self_attention(const torch::Tensor& qkv, int64_t heads);
+/// [batch, positions, width]. `drop`, if given, is applied to the attention's weights, [batch,
+/// heads, positions, positions], which then exist as a tensor; without it libtorch's
+/// scaled_dot_product_attention is used where there is one.
+torch::Tensor causal_self_attention(
+    const torch::Tensor& qkv, int64_t heads,
+    const std::function<torch::Tensor(const torch::Tensor&)>& drop = {});
+
+/// Keys and values of the positions that a decoder has seen, of one block.
+struct KeyValueCache {
+  torch::Tensor keys;    ///< [batch, heads, positions, head width]; undefined: none yet
+  torch::Tensor values;  ///< likewise
+
+  int64_t positions() const { return keys.defined() ? keys.size(2) : 0; }
+};
+
+/// The same for positions that follow those in the cache, which they are added to: a decoder asks
+/// for one position after the other. Without gradients.
+torch::Tensor cached_self_attention(const torch::Tensor& qkv, int64_t heads, KeyValueCache& cache);
 
 /// The mean of the squares of x - target, computed in float32 as torch::mse_loss is under Autocast,
 /// in one pass forward and one backward. target is of x's dtype or float32 and gets no gradient.

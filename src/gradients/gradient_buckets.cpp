@@ -35,7 +35,8 @@ std::vector<int64_t> strides_of(const torch::Tensor& parameter) {
   return torch::empty(parameter.sizes(), torch::kMeta).strides().vec();
 }
 
-// Gives this storage memory of its own with the same values, for those who still hold its tensors.
+}  // namespace
+
 void move_to_own_memory(const torch::Tensor& kept) {
   const torch::NoGradGuard no_grad;
   auto copy = std::make_unique<torch::Tensor>(kept.clone());
@@ -44,8 +45,6 @@ void move_to_own_memory(const torch::Tensor& kept) {
       address, copy.release(), [](void* tensor) { delete static_cast<torch::Tensor*>(tensor); },
       kept.device()));
 }
-
-}  // namespace
 
 GradientBuckets::GradientBuckets(const Communicator& comm,
                                  std::span<const TrainedParameter> parameters,

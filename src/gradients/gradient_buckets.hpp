@@ -14,6 +14,10 @@
 
 namespace lockstep {
 
+/// Gives this tensor's storage memory of its own with the same values, for those who still hold
+/// tensors of it. The storage must hold this tensor's elements only.
+void move_to_own_memory(const torch::Tensor& kept);
+
 /// The memory of all gradients: allocated once, where peers can reach it, and divided into buckets
 /// by a plan. A parameter's grad is a view of its bucket, so there is no second copy.
 ///

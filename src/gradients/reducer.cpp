@@ -12,13 +12,14 @@
 #include "base/fault.hpp"
 #include "device/capture.hpp"
 #include "device/parameter_map.hpp"
+#include "gradients/model_sync.hpp"
 #include "lockstep/clock.hpp"
 
 namespace lockstep {
 namespace {
 
 // A single rank has nothing to average, unless the user's hook does something else with gradients.
-bool averages(const Communicator& comm, const DdpOptions& options) {
+bool has_work(const Communicator& comm, const DdpOptions& options) {
   return comm.size() > 1 || options.hook;
 }
 
@@ -28,14 +29,12 @@ void inject_faults(const Communicator& comm, const torch::Tensor& gradients) {
   if (faults.take(FaultKind::kNan)) {
     gradients.view(-1).narrow(0, 0, 1).fill_(std::numeric_limits<double>::quiet_NaN());
   }
-  if (faults.take(FaultKind::kMismatch)) {
-    comm.all_reduce(torch::zeros({1}), ReduceOp::kSum, {.label = "injected mismatch"});
-  }
+  if (faults.take(FaultKind::kMismatch)) call_mismatch(comm);
 }
 
 // If the parameters in use change from step to step, so does the order in which they are ready.
 bool learns_order(const Communicator& comm, const DdpOptions& options) {
-  return averages(comm, options) && (options.static_graph || !options.find_unused_parameters);
+  return has_work(comm, options) && (options.static_graph || !options.find_unused_parameters);
 }
 
 // How many Reducers average a parameter of this process: see Note [Shared parameters].
@@ -78,12 +77,16 @@ Reducer::Reducer(std::vector<TrainedParameter> parameters, const Communicator& c
     // It may be a view of the other Reducer's bucket.
     if (is_shared && tensor.grad().defined()) tensor.mutable_grad() = tensor.grad().clone();
   }
-  if (averages(comm_, options_)) {
+  if (has_work(comm_, options_)) {
     buckets_.emplace(comm_, parameters_, order_.expected(),
                      BucketLimits{options_.first_bucket_bytes, options_.bucket_cap_bytes});
     offer_gradient_memory();
   }
   hooks_.emplace(parameters_, *this);
+}
+
+bool Reducer::averages(const torch::Tensor& parameter) {
+  return *owners_of(parameter) > 0;
 }
 
 Reducer::~Reducer() {

@@ -47,6 +47,9 @@ class Capture;
 /// and an update with them is noticed.
 class Reducer final : public GradientListener {
  public:
+  /// Whether a Reducer of this process averages this parameter's gradients.
+  static bool averages(const torch::Tensor& parameter);
+
   Reducer(std::vector<TrainedParameter> parameters, const Communicator& comm,
           const DdpOptions& options);
   ~Reducer() override;

@@ -11,6 +11,7 @@
 
 #include "device/gradient_memory.hpp"
 #include "device/parallel_ranges.hpp"
+#include "device/storage_watch.hpp"
 #include "kernels/linear_bf16_kernels.hpp"
 #include "kernels/linear_kernels.hpp"
 
@@ -202,6 +203,7 @@ class CpuLinearBackward : public torch::autograd::Node {
     const LinearShape shape = shape_of(x, weight);
     const Tensor dy = gradient.contiguous();
     if (task_should_compute_output(0)) {
+      note_use(weight);
       result[0] = torch::empty(x.sizes(), x.options());
       Products::input_gradient(shape, dy, weight, result[0]);
     }
@@ -249,6 +251,8 @@ Tensor cpu_linear(const Tensor& x, const Tensor& weight, const Tensor& bias) {
     sizes.back() = weight.size(0);
     y = torch::empty(sizes, x.options());
     const LinearShape shape = shape_of(x, weight);
+    note_use(weight);
+    if (bias.defined()) note_use(bias);
     if (is_bf16(x)) {
       Bf16Products::forward(shape, x.contiguous(), weight, bias, y);
     } else {
