@@ -61,7 +61,7 @@ class UnitGradients {
 
   void open();
   void keep_given();
-  void keep(std::vector<torch::Tensor>& tensors);
+  static void keep(std::vector<torch::Tensor>& tensors);
   torch::Tensor view(size_t parameter) const;
   torch::Tensor own_part(size_t parameter) const;
 

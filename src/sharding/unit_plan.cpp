@@ -142,7 +142,7 @@ void add_units(const Part& part, size_t group, const ShardOptions& options, int 
         kAlignmentBytes / static_cast<int64_t>(unit.parameters[0].whole.element_size());
     unit.name = part.name.empty() ? unit.parameters[0].name : part.name;
     unit.group = group;
-    unit.elements = rounded_up(unit.elements, align * ranks);
+    unit.elements = rounded_up(std::max<int64_t>(unit.elements, 1), align * ranks);
     unit.shard_elements = unit.elements / ranks;
     const int64_t own = rank * unit.shard_elements;
     for (UnitParameter& each : unit.parameters) {
@@ -152,7 +152,7 @@ void add_units(const Part& part, size_t group, const ShardOptions& options, int 
       each.first = each.count == 0 ? 0 : begin - each.offset;
       each.at = each.count == 0 ? 0 : begin - own;
     }
-    if (unit.elements > 0) plans.push_back(std::move(unit));
+    plans.push_back(std::move(unit));
   }
 }
 
