@@ -7,6 +7,7 @@
 #include <limits>
 #include <string>
 
+#include "layers/cpu_linear.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
 #include "torch_compat.hpp"
@@ -156,6 +157,19 @@ int64_t width_of(const torch::Tensor& x) {
   return x.dim() < 1 ? 0 : x.size(-1);
 }
 
+torch::Tensor product(const torch::Tensor& x, const torch::Tensor& weight,
+                      const torch::Tensor& bias) {
+  const auto autocast = compat::AutocastSwitch::get(at::kCPU);
+  // The kernels round weights themselves. Other dtypes of Autocast have none.
+  const bool rounds = autocast.enabled && autocast.dtype == torch::kBFloat16 && x.is_cpu() &&
+                      x.scalar_type() == torch::kFloat;
+  const torch::Tensor rows = rounds ? x.to(torch::kBFloat16) : x;
+  const bool as_is = !autocast.enabled || autocast.dtype == rows.scalar_type();
+  return as_is && layers::cpu_linear_fits(rows, weight, bias)
+             ? layers::cpu_linear(rows, weight, bias)
+             : torch::linear(x, weight, bias);
+}
+
 torch::Tensor linear_chain(const torch::Tensor& x, const std::vector<torch::Tensor>& weights,
                            const std::vector<torch::Tensor>& biases, Activation between,
                            Activation after) {
@@ -179,7 +193,7 @@ torch::Tensor linear_chain(const torch::Tensor& x, const std::vector<torch::Tens
   torch::Tensor out = x;
   for (size_t i = 0; i < weights.size(); ++i) {
     const bool last = i + 1 == weights.size();
-    out = activate(torch::linear(out, weights[i], biases[i]), last ? after : between);
+    out = activate(product(out, weights[i], biases[i]), last ? after : between);
   }
   return out;
 }
@@ -190,6 +204,23 @@ torch::Tensor linear(const torch::Tensor& x, const torch::Tensor& weight, const 
                      Activation activation) {
   require_linear_shapes("linear", width_of(x), weight, bias);
   return linear_chain(x, {weight}, {bias}, Activation::kNone, activation);
+}
+
+LinearImpl::LinearImpl(const torch::nn::LinearOptions& options) : options(options) {
+  reset();
+}
+
+void LinearImpl::reset() {
+  const torch::nn::Linear initial(options);
+  weight = register_parameter("weight", initial->weight.detach());
+  bias = register_parameter("bias", options.bias() ? initial->bias.detach() : torch::Tensor(),
+                            /*requires_grad=*/options.bias());
+}
+
+void LinearImpl::pretty_print(std::ostream& stream) const {
+  stream << "lockstep::Linear(in_features=" << options.in_features()
+         << ", out_features=" << options.out_features() << ", bias=" << std::boolalpha
+         << options.bias() << ")";
 }
 
 torch::Tensor multi_layer(const torch::Tensor& x, const std::vector<torch::Tensor>& weights,
