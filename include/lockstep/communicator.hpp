@@ -39,7 +39,7 @@ struct CommStats {
   int64_t inside_ns = 0;  ///< time the calling threads spent in calls, working or waiting
 };
 
-/// A collective that was begun. Keeps its tensor alive. Destroyed before it is done, it aborts the
+/// A call that was begun. Keeps its tensors alive. Destroyed before it is done, it aborts the
 /// communicator.
 ///
 /// On a GPU "done" is queued and not awaited: what the calling thread's current stream is given
@@ -58,8 +58,8 @@ class Work {
   bool advance();
   void wait();
 
-  /// When the GPU has the result, and the inputs of all_reduces that were begun by the time the
-  /// peers had come. None before all that leads there is queued, nor where the host waits itself.
+  /// When the GPU has the result, and the inputs of calls that were begun by the time the peers had
+  /// come. None before all that leads there is queued, nor where the host waits itself.
   std::optional<DeviceEvent> arrived() const;
 
   /// This work, and `next` after it: it runs once, when the tensor holds the result, in the thread
@@ -99,26 +99,82 @@ class Communicator {
   void all_reduce(const torch::Tensor& tensor, ReduceOp op = ReduceOp::kSum,
                   const CallOptions& options = {}) const;
 
-  /// The same, begun; other calls may be made before it is waited for.
+  /// The same, begun; other calls may be made before it is waited for. So are all `begin_` forms;
+  /// calls happen in the order in which they were begun.
   [[nodiscard]] Work begin_all_reduce(const torch::Tensor& tensor, ReduceOp op = ReduceOp::kSum,
                                       const CallOptions& options = {}) const;
 
   void broadcast(const torch::Tensor& tensor, int root, const CallOptions& options = {}) const;
 
+  /// The root's tensor holds the reduction of all ranks' tensors; the others stay as they are.
+  void reduce(const torch::Tensor& tensor, int root, ReduceOp op = ReduceOp::kSum,
+              const CallOptions& options = {}) const;
+
   /// As torch.distributed's reduce_scatter_tensor: input holds size() blocks of output's elements,
   /// and rank r gets the reduction of the r-th blocks.
+  /// The output may be this rank's block of the input.
   void reduce_scatter(const torch::Tensor& output, const torch::Tensor& input,
                       ReduceOp op = ReduceOp::kSum, const CallOptions& options = {}) const;
+  [[nodiscard]] Work begin_reduce_scatter(const torch::Tensor& output, const torch::Tensor& input,
+                                          ReduceOp op = ReduceOp::kSum,
+                                          const CallOptions& options = {}) const;
 
   /// As torch.distributed's all_gather_into_tensor: output holds size() blocks of input's elements,
-  /// by rank.
+  /// by rank. The input may be this rank's block of the output.
   void all_gather(const torch::Tensor& output, const torch::Tensor& input,
                   const CallOptions& options = {}) const;
+  [[nodiscard]] Work begin_all_gather(const torch::Tensor& output, const torch::Tensor& input,
+                                      const CallOptions& options = {}) const;
 
-  /// A message; dtype, count and tag must be those the receiver expects.
+  /// The tensors of all ranks, whose shapes may differ, by rank. The dtype is the same everywhere.
+  std::vector<torch::Tensor> all_gather(const torch::Tensor& input,
+                                        const CallOptions& options = {}) const;
+
+  /// The root's output holds size() blocks of input's elements, by rank. The others' output is not
+  /// looked at, and may be undefined.
+  void gather(const torch::Tensor& output, const torch::Tensor& input, int root,
+              const CallOptions& options = {}) const;
+
+  /// The root's input holds size() blocks of output's elements; rank r gets the r-th. The others'
+  /// input is not looked at, and may be undefined.
+  void scatter(const torch::Tensor& output, const torch::Tensor& input, int root,
+               const CallOptions& options = {}) const;
+
+  /// As torch.distributed's all_to_all_single: both hold size() blocks. Block r of the input goes
+  /// to rank r, whose block is block r of the output.
+  void all_to_all(const torch::Tensor& output, const torch::Tensor& input,
+                  const CallOptions& options = {}) const;
+
+  /// The same with sizes per peer: of the input's rows (dimension 0), in order, input_rows[r] go to
+  /// rank r; output_rows[r] come from it.
+  void all_to_all(const torch::Tensor& output, const torch::Tensor& input,
+                  const std::vector<int64_t>& output_rows, const std::vector<int64_t>& input_rows,
+                  const CallOptions& options = {}) const;
+
+  /// A message; dtype, count and tag must be those the receiver expects. Messages of a pair of
+  /// ranks arrive in the order in which they were sent, and are outside the order of collectives.
   void send(const torch::Tensor& tensor, int to, const CallOptions& options = {}) const;
   void recv(const torch::Tensor& tensor, int from, const CallOptions& options = {}) const;
+  [[nodiscard]] Work begin_send(const torch::Tensor& tensor, int to,
+                                const CallOptions& options = {}) const;
+  [[nodiscard]] Work begin_recv(const torch::Tensor& tensor, int from,
+                                const CallOptions& options = {}) const;
 
+  /// The root's bytes on every rank. What the others give is not looked at.
+  std::string broadcast_text(std::string_view text, int root = 0,
+                             const CallOptions& options = {}) const;
+
+  /// The bytes of all ranks, of any length: [rank].
+  std::vector<std::string> all_gather_text(std::string_view text,
+                                           const CallOptions& options = {}) const;
+
+  /// The same on the root, and nothing on the others.
+  std::vector<std::string> gather_text(std::string_view text, int root = 0,
+                                       const CallOptions& options = {}) const;
+
+  /// Returns when all ranks have come. What a rank wrote before it, to memory that ranks share, all
+  /// ranks find after it (release and acquire); so it is with every collective that a rank has
+  /// waited for.
   void barrier(const CallOptions& options = {}) const;
 
   /// The stream in whose order begun calls happen on this rank's GPU; none before the first, or
@@ -133,6 +189,18 @@ class Communicator {
   /// ordinary memory.
   torch::Tensor allocate(int64_t count, const torch::TensorOptions& options) const;
 
+  /// Whether allocate_shared() works: the ranks share the memory of one host, or there is only one.
+  bool can_share() const;
+
+  /// One zeroed CPU tensor that all ranks have in common: the same memory, mapped by each of them.
+  /// Collective: the same count and dtype on every rank. For what a host needs once, such as the
+  /// weights of a model. kBackend where ranks do not share memory, or for a GPU.
+  ///
+  /// Nothing orders the ranks' reads and writes but barrier() and other collectives. Each rank's
+  /// memory account is charged its share, bytes / size(): all shares together are what the host
+  /// gave. The memory is freed when no rank has a tensor of it any more.
+  torch::Tensor allocate_shared(int64_t count, const torch::TensorOptions& options) const;
+
   /// This rank gives up: peers that wait for it, now or later, fail with this reason.
   void abort(std::string_view reason) const;
 
@@ -146,9 +214,6 @@ class Communicator {
   std::chrono::milliseconds timeout() const;
 
  private:
-  Work begin(const torch::Tensor& tensor, ReduceOp op, const CallOptions& options,
-             bool on_side) const;
-
   std::shared_ptr<CommState> state_;
 };
 

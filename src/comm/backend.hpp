@@ -83,21 +83,27 @@ class Backend {
   int rank() const { return group().rank; }
   int size() const { return group().size(); }
 
-  /// Reduces in place; every rank gets the same bits. Several may be in flight, and other calls may
-  /// be made meanwhile. `weight` counts for kMean only.
-  virtual std::unique_ptr<Work> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
+  // Collectives that move elements return when they have begun. Several may be in flight, and other
+  // calls may be made meanwhile; they happen in the order in which they were begun. `weight` counts
+  // for kMean only.
+
+  /// Reduces in place; every rank gets the same bits.
+  [[nodiscard]] virtual std::unique_ptr<Work> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
                                            const CallContext& context) = 0;
 
-  virtual void broadcast(const Buffer& buffer, int root, const CallContext& context) = 0;
+  [[nodiscard]] virtual std::unique_ptr<Work> broadcast(const Buffer& buffer, int root,
+                                          const CallContext& context) = 0;
 
   /// input holds size() blocks of output.count; rank r's output is the reduction of all r-th
-  /// blocks.
-  virtual void reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op,
-                              double weight, const CallContext& context) = 0;
+  /// blocks. The output may be the r-th block of the input, and nothing else of it.
+  [[nodiscard]] virtual std::unique_ptr<Work> reduce_scatter(const ConstBuffer& input, const Buffer& output,
+                                               ReduceOp op, double weight,
+                                               const CallContext& context) = 0;
 
-  /// output holds size() blocks of input.count, by rank.
-  virtual void all_gather(const ConstBuffer& input, const Buffer& output,
-                          const CallContext& context) = 0;
+  /// output holds size() blocks of input.count, by rank. The input of rank r may be the r-th block
+  /// of the output, and nothing else of it.
+  [[nodiscard]] virtual std::unique_ptr<Work> all_gather(const ConstBuffer& input, const Buffer& output,
+                                           const CallContext& context) = 0;
 
   /// Messages between two ranks arrive in the order they were sent; tag, dtype and count must be
   /// those the receiver expects. A send may return before the receiver has come.
@@ -112,6 +118,15 @@ class Backend {
 
   /// Collective: the same size on every rank. Zeroed, aligned to a page.
   virtual std::shared_ptr<RegisteredMemory> allocate(int64_t bytes, const CallContext& context) = 0;
+
+  /// Whether ranks can have one piece of memory in common. A rank alone can.
+  virtual bool can_share() const { return size() == 1; }
+
+  /// Collective: as allocate(), but all ranks get the same memory. Where can_share() only.
+  virtual std::shared_ptr<RegisteredMemory> allocate_shared(int64_t bytes,
+                                                            const CallContext& context) {
+    return allocate(bytes, context);
+  }
 
   /// This rank gives up: peers that wait for it, now or later, fail as the record says.
   virtual void abort(const AbortRecord& record) noexcept = 0;

@@ -12,9 +12,9 @@
 namespace lockstep {
 namespace {
 
-constexpr std::array<std::string_view, 9> kOperationNames = {
+constexpr std::array<std::string_view, 10> kOperationNames = {
     "all_reduce", "broadcast", "reduce_scatter", "all_gather", "send",
-    "recv",       "barrier",   "split",          "allocate"};
+    "recv",       "barrier",   "split",          "allocate",   "allocate_shared"};
 constexpr std::array<std::string_view, 4> kReduceNames = {"sum", "mean", "max", "min"};
 
 }  // namespace
@@ -47,7 +47,7 @@ void Fingerprint::set_label(std::string_view text) {
 }
 
 bool is_valid(const Fingerprint& call) {
-  return call.operation <= Operation::kAllocate && call.dtype <= Dtype::kF64 &&
+  return static_cast<size_t>(call.operation) < kOperationNames.size() && call.dtype <= Dtype::kF64 &&
          static_cast<size_t>(call.reduce) < kReduceNames.size() &&
          call.label[sizeof call.label - 1] == '\0';
 }
@@ -78,6 +78,7 @@ std::string describe(const Fingerprint& call) {
     case Operation::kAllGather:
       return text + elements;
     case Operation::kAllocate:
+    case Operation::kAllocateShared:
       return text + ": " + format_bytes(call.count);
     case Operation::kBarrier:
     case Operation::kSplit:

@@ -21,6 +21,7 @@ enum class Operation : uint8_t {
   kBarrier,
   kSplit,
   kAllocate,
+  kAllocateShared,
 };
 
 /// "all_reduce".

@@ -56,23 +56,29 @@ class SelfBackend final : public Backend {
     return std::make_unique<Done>();
   }
 
-  void broadcast(const Buffer& buffer, int root, const CallContext&) override {
+  std::unique_ptr<Backend::Work> broadcast(const Buffer& buffer, int root,
+                                           const CallContext&) override {
     session_.throw_if_broken();
     check_broadcast(group(), buffer, root);
+    return std::make_unique<Done>();
   }
 
-  void reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op, double weight,
-                      const CallContext&) override {
+  std::unique_ptr<Backend::Work> reduce_scatter(const ConstBuffer& input, const Buffer& output,
+                                                ReduceOp op, double weight,
+                                                const CallContext&) override {
     session_.throw_if_broken();
     check_reduce_scatter(group(), input, output, op, weight);
     check_weight(Operation::kReduceScatter, output, op, weight);
     copy(input, output);
+    return std::make_unique<Done>();
   }
 
-  void all_gather(const ConstBuffer& input, const Buffer& output, const CallContext&) override {
+  std::unique_ptr<Backend::Work> all_gather(const ConstBuffer& input, const Buffer& output,
+                                            const CallContext&) override {
     session_.throw_if_broken();
     check_all_gather(group(), input, output);
     copy(input, output);
+    return std::make_unique<Done>();
   }
 
   void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) override {

@@ -368,6 +368,17 @@ void Device::reset_peak_memory() {
   state_->account.reset_peak();
 }
 
+void Device::set_memory_limit(int64_t bytes) {
+  if (bytes < 0 || state_->stream) {
+    throw Error(Code::kUsage,
+                state_->stream
+                    ? fmt::format("{} is on a GPU, whose memory has no other limit", name())
+                    : fmt::format("{} bytes cannot be a limit of memory", bytes),
+                "set a limit of 0 or more bytes on a CPU device");
+  }
+  state_->account.set_limit(bytes);
+}
+
 int64_t Device::capacity_bytes() const {
 #if LOCKSTEP_CUDA
   if (state_->stream) return cuda::capacity_bytes(plan().gpu);

@@ -94,7 +94,7 @@ Route Route::of(const CommState& state, std::initializer_list<torch::Tensor> ten
   };
   if (std::all_of(tensors.begin(), tensors.end(), on_cpu)) return {*state.host};
   const bool reached = std::all_of(tensors.begin(), tensors.end(), [&](const auto& tensor) {
-    return tensor.defined() && state.reaches(tensor.device());
+    return !tensor.defined() || state.reaches(tensor.device());
   });
   if (reached) return {*state.gpu};
   return {*state.host, state.host->size() == 1 ? Way::kStay : Way::kThroughHost};
@@ -121,6 +121,11 @@ void StagedTensor::copy_back() const {
   if (!staged_.defined() || staged_.device() == original_.device()) return;
   const torch::NoGradGuard no_grad;
   original_.copy_(staged_);
+}
+
+void StagedTensor::copy_from(const StagedTensor& input) const {
+  const torch::NoGradGuard no_grad;
+  original_.view({-1}).copy_(input.original_.view({-1}));
 }
 
 }  // namespace lockstep

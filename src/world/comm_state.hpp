@@ -97,6 +97,9 @@ class StagedTensor {
   /// After a call that wrote: copies the values of a host copy back.
   void copy_back() const;
 
+  /// After a call in which no value moved: takes them from the call's input.
+  void copy_from(const StagedTensor& input) const;
+
  private:
   void* data() const { return staged_.defined() ? staged_.data_ptr() : nullptr; }
   int64_t count() const { return staged_.defined() ? staged_.numel() : 0; }

@@ -1,6 +1,5 @@
 #include "lockstep/communicator.hpp"
 
-#include <c10/core/StreamGuard.h>
 #include <fmt/format.h>
 
 #include <future>
@@ -30,12 +29,103 @@ void require_blocks(const char* operation, const torch::Tensor& blocks, const to
       fmt::format("the larger tensor must hold {} times the elements of the smaller", ranks));
 }
 
-// After a call with an output of its own. A rank alone on a GPU: its block is the result.
-void put(const Route& route, const torch::Tensor& input, const StagedTensor& to,
-         const torch::Tensor& output) {
-  if (route.way != Route::Way::kStay) return to.copy_back();
-  const torch::NoGradGuard no_grad;
-  output.view({-1}).copy_(input.view({-1}));
+void require_defined(const char* operation, std::initializer_list<torch::Tensor> tensors) {
+  for (const torch::Tensor& tensor : tensors) {
+    if (tensor.defined()) continue;
+    throw Error(Code::kTensorMismatch, fmt::format("{} was given an undefined tensor", operation),
+                "give every rank a tensor of the same count and dtype");
+  }
+}
+
+int64_t bytes_of(const torch::Tensor& tensor) {
+  return static_cast<int64_t>(tensor.nbytes());
+}
+
+int64_t bytes_of(int64_t count, const torch::TensorOptions& options) {
+  return count * static_cast<int64_t>(options.dtype().itemsize());
+}
+
+// A tensor in registered memory, of which `charged` bytes count as this rank's as long as it lives.
+torch::Tensor tensor_of(std::shared_ptr<RegisteredMemory> memory, int64_t count,
+                        const torch::TensorOptions& options, MemoryAccount* account,
+                        int64_t charged) {
+  if (count == 0) return torch::zeros({0}, options);
+  if (account != nullptr) account->charge(charged);
+  void* data = memory->data();
+  const auto release = [memory = std::move(memory), charged, account](void*) mutable {
+    memory.reset();
+    if (account != nullptr) account->release(charged);
+  };
+  return torch::from_blob(data, {count}, release, options);
+}
+
+// Each rank of an all_reduce needs the others' share of the result, and they its own.
+TensorCall all_reduce_call(CommState& state, const torch::Tensor& tensor, ReduceOp op,
+                           double weight) {
+  require_defined("all_reduce", {tensor});
+  const int64_t bytes = bytes_of(tensor);
+  const int64_t others_bytes = bytes * 2 * (state.size() - 1) / state.size();
+  return {.operation = "all_reduce",
+          .output = tensor,
+          .shown_bytes = bytes,
+          .sent_bytes = others_bytes,
+          .received_bytes = others_bytes,
+          .begin = [op, weight, bytes, &state](Backend& backend, const ConstBuffer&,
+                                               const Buffer& buffer, const CallContext& context) {
+            auto work = backend.all_reduce(buffer, op, weight, context);
+            state.stats.all_reduces += 1;
+            state.stats.all_reduce_bytes += bytes;
+            return work;
+          }};
+}
+
+TensorCall broadcast_call(const CommState& state, const torch::Tensor& tensor, int root) {
+  require_defined("broadcast", {tensor});
+  const int64_t bytes = bytes_of(tensor);
+  const bool sends = state.rank() == root;
+  return {.operation = "broadcast",
+          .input = sends ? tensor : torch::Tensor(),
+          .output = sends ? torch::Tensor() : tensor,
+          .shown_bytes = bytes,
+          .sent_bytes = sends ? bytes * (state.size() - 1) : 0,
+          .received_bytes = sends ? 0 : bytes,
+          .begin = [root, sends](Backend& backend, const ConstBuffer& input, const Buffer& output,
+                                 const CallContext& context) {
+            const Buffer root_buffer{const_cast<void*>(input.data), input.count, input.dtype};
+            return backend.broadcast(sends ? root_buffer : output, root, context);
+          }};
+}
+
+TensorCall reduce_scatter_call(const CommState& state, const torch::Tensor& output,
+                               const torch::Tensor& input, ReduceOp op, double weight) {
+  require_defined("reduce_scatter", {input, output});
+  require_blocks("reduce_scatter", input, output, state.size());
+  const int64_t others_bytes = bytes_of(output) * (state.size() - 1);
+  return {.operation = "reduce_scatter",
+          .input = input,
+          .output = output,
+          .shown_bytes = bytes_of(input),
+          .sent_bytes = others_bytes,
+          .received_bytes = others_bytes,
+          .begin = [op, weight](Backend& backend, const ConstBuffer& from, const Buffer& to,
+                                const CallContext& context) {
+            return backend.reduce_scatter(from, to, op, weight, context);
+          }};
+}
+
+TensorCall all_gather_call(const CommState& state, const torch::Tensor& output,
+                           const torch::Tensor& input) {
+  require_defined("all_gather", {input, output});
+  require_blocks("all_gather", output, input, state.size());
+  const int64_t others_bytes = bytes_of(input) * (state.size() - 1);
+  return {.operation = "all_gather",
+          .input = input,
+          .output = output,
+          .shown_bytes = bytes_of(output),
+          .sent_bytes = others_bytes,
+          .received_bytes = others_bytes,
+          .begin = [](Backend& backend, const ConstBuffer& from, const Buffer& to,
+                      const CallContext& context) { return backend.all_gather(from, to, context); }};
 }
 
 // The rendezvous of ranks that are threads is that of processes: all come at the same time.
@@ -157,102 +247,43 @@ void Communicator::hide() {
 
 void Communicator::all_reduce(const torch::Tensor& tensor, ReduceOp op,
                               const CallOptions& options) const {
-  if (capture_of_call(*state_, "all_reduce", {tensor})) {
-    return begin_all_reduce(tensor, op, options).wait();
-  }
-  begin(tensor, op, options, /*on_side=*/false).wait();
+  run_call(state_, all_reduce_call(*state_, tensor, op, options.weight), options);
 }
 
 Work Communicator::begin_all_reduce(const torch::Tensor& tensor, ReduceOp op,
                                     const CallOptions& options) const {
-  if (Capture* capture = capture_of_call(*state_, "all_reduce", {tensor})) {
-    return begin_in_replays(*capture, [comm = *this, tensor, op, kept = KeptOptions(options)] {
-      return comm.begin_all_reduce(tensor, op, kept.get());
-    });
-  }
-  if (!tensor.defined() || !state_->reaches(tensor.device())) {
-    return begin(tensor, op, options, /*on_side=*/false);
-  }
-  if (!state_->side) state_->side.emplace(state_->gpu_index);
-  state_->side->follow_current();
-  const c10::StreamGuard on_side(state_->side->stream());
-  return begin(tensor, op, options, /*on_side=*/true);
+  return begin_call(state_, all_reduce_call(*state_, tensor, op, options.weight), options);
 }
 
 std::optional<c10::Stream> Communicator::side_stream() const {
   return state_->side ? std::optional(state_->side->stream()) : std::nullopt;
 }
 
-// Each rank of an all_reduce needs the others' share of the result, and they its own.
-Work Communicator::begin(const torch::Tensor& tensor, ReduceOp op, const CallOptions& options,
-                         bool on_side) const {
-  const Route route = Route::of(*state_, {tensor});
-  auto begun = std::make_unique<Work::State>();
-  begun->comm = state_;
-  begun->on_side = on_side;
-  const StagedTensor& staged = begun->tensor.emplace("all_reduce", tensor, route.way);
-  const int64_t bytes = staged.bytes();
-  Counted call(*state_, "all_reduce", bytes, options.bucket);
-  begun->sequence = call.sequence();
-  begun->work = route.backend.all_reduce(staged.buffer(), op, options.weight,
-                                         call.context(route.backend, options));
-  state_->stats.all_reduces += 1;
-  state_->stats.all_reduce_bytes += bytes;
-  const int64_t others_bytes = bytes * 2 * (size() - 1) / size();
-  state_->stats.sent_bytes += others_bytes;
-  state_->stats.received_bytes += others_bytes;
-  return Work(std::move(begun));
-}
-
 void Communicator::broadcast(const torch::Tensor& tensor, int root,
                              const CallOptions& options) const {
   require_rank("broadcast", root, size());
-  run_or_capture(state_, "broadcast", {tensor}, options,
-                 [tensor, root](CommState& state, const CallOptions& given) {
-                   const Route route = Route::of(state, {tensor});
-                   const StagedTensor staged("broadcast", tensor, route.way);
-                   const int64_t bytes = staged.bytes();
-                   Counted call(state, "broadcast", bytes, given.bucket);
-                   route.backend.broadcast(staged.buffer(), root,
-                                           call.context(route.backend, given));
-                   const bool sends = state.rank() == root;
-                   if (!sends) staged.copy_back();
-                   call.moved(sends ? bytes * (state.size() - 1) : 0, sends ? 0 : bytes);
-                 });
+  run_call(state_, broadcast_call(*state_, tensor, root), options);
 }
 
 void Communicator::reduce_scatter(const torch::Tensor& output, const torch::Tensor& input,
                                   ReduceOp op, const CallOptions& options) const {
-  run_or_capture(state_, "reduce_scatter", {input, output}, options,
-                 [input, output, op](CommState& state, const CallOptions& given) {
-                   const Route route = Route::of(state, {input, output});
-                   const StagedTensor from("reduce_scatter", input, route.way);
-                   const StagedTensor to("reduce_scatter", output, route.way);
-                   require_blocks("reduce_scatter", input, output, state.size());
-                   const int64_t others_bytes = to.bytes() * (state.size() - 1);
-                   Counted call(state, "reduce_scatter", from.bytes(), given.bucket);
-                   route.backend.reduce_scatter(from.const_buffer(), to.buffer(), op, given.weight,
-                                                call.context(route.backend, given));
-                   put(route, input, to, output);
-                   call.moved(others_bytes, others_bytes);
-                 });
+  run_call(state_, reduce_scatter_call(*state_, output, input, op, options.weight), options);
+}
+
+Work Communicator::begin_reduce_scatter(const torch::Tensor& output, const torch::Tensor& input,
+                                        ReduceOp op, const CallOptions& options) const {
+  return begin_call(state_, reduce_scatter_call(*state_, output, input, op, options.weight),
+                    options);
 }
 
 void Communicator::all_gather(const torch::Tensor& output, const torch::Tensor& input,
                               const CallOptions& options) const {
-  run_or_capture(state_, "all_gather", {input, output}, options,
-                 [input, output](CommState& state, const CallOptions& given) {
-                   const Route route = Route::of(state, {input, output});
-                   const StagedTensor from("all_gather", input, route.way);
-                   const StagedTensor to("all_gather", output, route.way);
-                   require_blocks("all_gather", output, input, state.size());
-                   const int64_t others_bytes = from.bytes() * (state.size() - 1);
-                   Counted call(state, "all_gather", to.bytes(), given.bucket);
-                   route.backend.all_gather(from.const_buffer(), to.buffer(),
-                                            call.context(route.backend, given));
-                   put(route, input, to, output);
-                   call.moved(others_bytes, others_bytes);
-                 });
+  run_call(state_, all_gather_call(*state_, output, input), options);
+}
+
+Work Communicator::begin_all_gather(const torch::Tensor& output, const torch::Tensor& input,
+                                    const CallOptions& options) const {
+  return begin_call(state_, all_gather_call(*state_, output, input), options);
 }
 
 void Communicator::send(const torch::Tensor& tensor, int to, const CallOptions& options) const {
@@ -310,21 +341,36 @@ torch::Tensor Communicator::allocate(int64_t count, const torch::TensorOptions& 
   if (!device.is_cpu() && !state_->reaches(device)) return torch::zeros({count}, options);
   require_not_capturing("memory that ranks reach", "let the step run once before it is captured");
   Backend& backend = device.is_cpu() ? *state_->host : *state_->gpu;
-  const int64_t bytes = count * static_cast<int64_t>(options.dtype().itemsize());
+  const int64_t bytes = bytes_of(count, options);
+  MemoryAccount* account =
+      device.is_cpu() ? &current_memory_account() : current_gpu_account(state_->gpu_index);
+  if (account != nullptr) account->require(bytes);
   Counted call(*state_, "allocate", bytes);
   auto memory = backend.allocate(bytes, call.context(backend, {}));
   call.finished();
-  if (count == 0) return torch::zeros({0}, options);
-  MemoryAccount* account =
-      device.is_cpu() ? &current_memory_account() : current_gpu_account(state_->gpu_index);
-  if (account != nullptr) account->charge(bytes);
-  return torch::from_blob(
-      memory->data(), {count},
-      [memory, bytes, account](void*) mutable {
-        memory.reset();
-        if (account != nullptr) account->release(bytes);
-      },
-      options);
+  return tensor_of(std::move(memory), count, options, account, bytes);
+}
+
+bool Communicator::can_share() const {
+  return state_->host->can_share();
+}
+
+torch::Tensor Communicator::allocate_shared(int64_t count,
+                                            const torch::TensorOptions& options) const {
+  if (!options.device().is_cpu() || !can_share()) {
+    throw Error(Code::kBackend,
+                fmt::format("the {} ranks of backend {} cannot have one tensor on {} in common",
+                            size(), backend(), options.device().str()),
+                "ask can_share() first, and give each rank a tensor of its own, on the CPU or GPU");
+  }
+  require_not_capturing("memory that ranks share", "make it before the step is captured");
+  const int64_t bytes = bytes_of(count, options);
+  const int64_t share = (rank() + 1) * bytes / size() - rank() * bytes / size();
+  current_memory_account().require(share);
+  Counted call(*state_, "allocate_shared", bytes);
+  auto memory = state_->host->allocate_shared(bytes, call.context(*state_->host, {}));
+  call.finished();
+  return tensor_of(std::move(memory), count, options, &current_memory_account(), share);
 }
 
 void Communicator::abort(std::string_view reason) const {

@@ -1,5 +1,6 @@
 #include "world/work.hpp"
 
+#include <c10/core/StreamGuard.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -25,9 +26,9 @@ class InsideCall {
   int64_t begun_ns_;
 };
 
-class CapturedAllReduce final : public Backend::Work {
+class CapturedCall final : public Backend::Work {
  public:
-  CapturedAllReduce(Capture& capture, std::function<lockstep::Work()> begin)
+  CapturedCall(Capture& capture, std::function<lockstep::Work()> begin)
       : replayed_(std::make_shared<std::optional<lockstep::Work>>()) {
     capture.between_graphs(
         [replayed = replayed_, begin = std::move(begin)] { replayed->emplace(begin()); });
@@ -39,7 +40,7 @@ class CapturedAllReduce final : public Backend::Work {
   void wait() override {
     Capture* capture = Capture::current();
     if (capture == nullptr) {
-      throw Error(Code::kCapture, "an all_reduce of a captured step is waited for outside of it",
+      throw Error(Code::kCapture, "a call of a captured step is waited for outside of it",
                   "wait for it in the step, on the step's own stream");
     }
     capture->between_graphs([replayed = replayed_] {
@@ -109,7 +110,8 @@ void Work::State::wait() {
     if (on_side) {
       if (!arrived) arrived = DeviceEvent::of(comm->side->stream());
       comm->side->hold_back_current();
-      tensor->keep_for_current_stream();
+      if (input) input->keep_for_current_stream();
+      if (output) output->keep_for_current_stream();
     }
     finish();
   }
@@ -118,7 +120,11 @@ void Work::State::wait() {
 
 void Work::State::finish() {
   work.reset();
-  if (tensor) tensor->copy_back();
+  if (output && stays && input) {
+    output->copy_from(*input);
+  } else if (output) {
+    output->copy_back();
+  }
   if (comm && comm->page) comm->page->finish_collective(sequence);
 }
 
@@ -128,7 +134,7 @@ void Work::State::run_next() {
 
 Work begin_in_replays(Capture& capture, std::function<Work()> begin) {
   auto state = std::make_unique<Work::State>();
-  state->work = std::make_unique<CapturedAllReduce>(capture, std::move(begin));
+  state->work = std::make_unique<CapturedCall>(capture, std::move(begin));
   return Work(std::move(state));
 }
 
@@ -146,6 +152,71 @@ Capture* capture_of_call(const CommState& state, const char* operation,
                           "others before or after it");
   }
   return capture;
+}
+
+namespace {
+
+enum class Order { kOfCurrentStream, kOfSideStream };
+
+// As the calling thread's streams are now.
+Work begin_now(const std::shared_ptr<CommState>& state, const TensorCall& call,
+               const CallOptions& options, Order order) {
+  const Route route = call.is_message
+                          ? Route::of_message(*state, call.input.defined() ? call.input : call.output)
+                          : Route::of(*state, {call.input, call.output});
+  auto begun = std::make_unique<Work::State>();
+  begun->comm = state;
+  begun->on_side = order == Order::kOfSideStream;
+  begun->stays = route.way == Route::Way::kStay;
+  if (call.input.defined()) begun->input.emplace(call.operation, call.input, route.way);
+  if (call.output.defined()) begun->output.emplace(call.operation, call.output, route.way);
+  const InsideCall inside(state.get());
+  begun->sequence = ++state->stats.calls;
+  if (state->page) {
+    state->page->begin_collective(begun->sequence, call.operation, call.shown_bytes,
+                                  options.bucket);
+  }
+  begun->work = call.begin(route.backend, begun->input ? begun->input->const_buffer() : ConstBuffer{},
+                           begun->output ? begun->output->buffer() : Buffer{},
+                           state->context(route.backend, options));
+  state->stats.sent_bytes += call.sent_bytes;
+  state->stats.received_bytes += call.received_bytes;
+  return Work(std::move(begun));
+}
+
+bool is_on_gpu_of(const CommState& state, const TensorCall& call) {
+  const auto reached = [&](const torch::Tensor& tensor) {
+    return !tensor.defined() || state.reaches(tensor.device());
+  };
+  return reached(call.input) && reached(call.output);
+}
+
+}  // namespace
+
+Work begin_call(const std::shared_ptr<CommState>& state, const TensorCall& call,
+                const CallOptions& options) {
+  if (Capture* capture = capture_of_call(*state, call.operation, {call.input, call.output})) {
+    return begin_in_replays(*capture, [state, call, kept = KeptOptions(options)] {
+      return begin_call(state, call, kept.get());
+    });
+  }
+  if (!is_on_gpu_of(*state, call)) {
+    return begin_now(state, call, options, Order::kOfCurrentStream);
+  }
+  if (!state->side) state->side.emplace(state->gpu_index);
+  state->side->follow_current();
+  const c10::StreamGuard on_side(state->side->stream());
+  return begin_now(state, call, options, Order::kOfSideStream);
+}
+
+void run_call(const std::shared_ptr<CommState>& state, const TensorCall& call,
+              const CallOptions& options) {
+  if (Capture* capture = capture_of_call(*state, call.operation, {call.input, call.output})) {
+    return capture->between_graphs([state, call, kept = KeptOptions(options)] {
+      begin_now(state, call, kept.get(), Order::kOfCurrentStream).wait();
+    });
+  }
+  begin_now(state, call, options, Order::kOfCurrentStream).wait();
 }
 
 }  // namespace lockstep

@@ -13,18 +13,20 @@
 
 namespace lockstep {
 
-/// What a Work wraps: the backend's handle of the call, and its tensor's way there and back.
+/// What a Work wraps: the backend's handle of the call, and its tensors' way there and back.
 struct Work::State {
   bool advance();
   void wait();
 
-  std::shared_ptr<CommState> comm;  // null in a captured step, as is the tensor
-  std::optional<StagedTensor> tensor;
+  std::shared_ptr<CommState> comm;  // null in a captured step, in which there are no tensors either
+  std::optional<StagedTensor> input;   // only read; none of a call in place
+  std::optional<StagedTensor> output;  // written, and read by a call in place
   int64_t sequence = 0;                // of the call, for the board
+  bool stays = false;                  // the backend checks the call, and no value moves
   bool on_side = false;                // it happens in the order of the communicator's side stream
   std::optional<DeviceEvent> arrived;  // on the side stream, whose work is all queued then
   std::vector<std::function<void()>> next;
-  std::unique_ptr<Backend::Work> work;  // null once done; goes before the tensor
+  std::unique_ptr<Backend::Work> work;  // null once done; goes before the tensors
 
  private:
   bool do_what_needs_no_waiting();
@@ -68,7 +70,31 @@ void run_or_capture(const std::shared_ptr<CommState>& state, const char* operati
   capture->between_graphs([state, call, kept = KeptOptions(options)] { call(*state, kept.get()); });
 }
 
-/// An all_reduce of a step that is being captured: begun and waited for in each replay.
+/// Begins a call in each replay of the step that is being captured, and waits for it there.
 Work begin_in_replays(Capture& capture, std::function<Work()> begin);
+
+/// A call of a communicator with its tensors.
+struct TensorCall {
+  const char* operation;
+  torch::Tensor input;   ///< only read; undefined: none
+  torch::Tensor output;  ///< written, and read by a call in place; undefined: none
+  int64_t shown_bytes = 0;  ///< on the board: of the larger side
+  int64_t sent_bytes = 0;   ///< this rank's data that others need
+  int64_t received_bytes = 0;
+  bool is_message = false;
+
+  /// Begins it: with the tensors' buffers, or those of their copies on the host.
+  using Begin = std::function<std::unique_ptr<Backend::Work>(
+      Backend& backend, const ConstBuffer& input, const Buffer& output, const CallContext& context)>;
+  Begin begin;
+};
+
+/// Begins a call. On a GPU it happens in the order of the communicator's side stream.
+Work begin_call(const std::shared_ptr<CommState>& state, const TensorCall& call,
+                const CallOptions& options);
+
+/// Makes a call, on a GPU in the order of the current stream.
+void run_call(const std::shared_ptr<CommState>& state, const TensorCall& call,
+              const CallOptions& options);
 
 }  // namespace lockstep

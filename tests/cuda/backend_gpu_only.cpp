@@ -101,16 +101,18 @@ TEST_P(GpuBackends, PrivateMemoryOfAnySizeGoesThroughStaging) {
       EXPECT_EQ(elements->first_wrong(expected), -1) << count;
     }
     elements->fill([&](int64_t i) { return colored(rank.rank, i); });
-    rank.comm->broadcast(elements->buffer(), rank.size - 1, rank.in_time());
+    rank.comm->broadcast(elements->buffer(), rank.size - 1, rank.in_time())->wait();
     EXPECT_EQ(elements->first_wrong([&](int64_t i) { return colored(rank.size - 1, i); }), -1);
     const int64_t block = kCount / rank.size;
     const OwnElements part(block, Dtype::kF32);
-    rank.comm->reduce_scatter({elements->buffer().data, block * rank.size, Dtype::kF32},
-                              part->buffer(), ReduceOp::kMax, 1, rank.in_time());
+    rank.comm
+        ->reduce_scatter({elements->buffer().data, block * rank.size, Dtype::kF32}, part->buffer(),
+                         ReduceOp::kMax, 1, rank.in_time())
+        ->wait();
     const auto own_block = [&](int64_t i) { return elements->get(rank.rank * block + i); };
     EXPECT_EQ(part->first_wrong(own_block), -1);
     const OwnElements whole(block * rank.size, Dtype::kF32);
-    rank.comm->all_gather(part->const_buffer(), whole->buffer(), rank.in_time());
+    rank.comm->all_gather(part->const_buffer(), whole->buffer(), rank.in_time())->wait();
     EXPECT_EQ(whole->first_wrong([&](int64_t i) { return elements->get(i); }), -1);
     if (rank.size == 1) return;
     if (rank.rank == 0) rank.comm->send(elements->const_buffer(), 1, 3, rank.in_time());

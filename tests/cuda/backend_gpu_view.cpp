@@ -101,29 +101,52 @@ class GpuCopy {
 
 namespace {
 
+// What a call wrote comes back when it is done, in the order of the copies.
 class ViewWork final : public Backend::Work {
  public:
-  ViewWork(GpuCopy copy, std::unique_ptr<Backend::Work> work)
-      : copy_(std::move(copy)), work_(std::move(work)) {}
+  using Begin = std::function<std::unique_ptr<Backend::Work>()>;
+
+  ViewWork(std::vector<GpuCopy> copies, const Begin& begin) : copies_(std::move(copies)) {
+    around([&] {
+      work_ = begin();
+      return true;
+    });
+  }
 
   bool advance() override {
-    if (!copy_.around([&] { return work_->advance(); })) return false;
+    if (!around([&] { return work_->advance(); })) return false;
     finish();
     return true;
   }
   void wait() override {
-    copy_.around([&] { work_->wait(); });
+    around([&] {
+      work_->wait();
+      return true;
+    });
     finish();
   }
 
  private:
+  // After a mismatch nothing may have been written; after other errors the stream may wait for a
+  // rank that is gone.
+  bool around(const std::function<bool()>& call) {
+    try {
+      return call();
+    } catch (const Error& error) {
+      if (error.code() == Code::kCallMismatch) bring_back();
+      throw;
+    }
+  }
+  void bring_back() const {
+    for (const GpuCopy& copy : copies_) copy.bring_back();
+  }
   void finish() {
-    if (!brought_back_) copy_.bring_back();
+    if (!brought_back_) bring_back();
     brought_back_ = true;
   }
 
-  GpuCopy copy_;
-  std::unique_ptr<Backend::Work> work_;  // goes first: what it queued may use the copy
+  std::vector<GpuCopy> copies_;
+  std::unique_ptr<Backend::Work> work_;  // goes first: what it queued may use the copies
   bool brought_back_ = false;
 };
 
@@ -157,41 +180,59 @@ GpuCopy GpuView::copy(void* data, int64_t count, Dtype dtype) {
 
 std::unique_ptr<Backend::Work> GpuView::all_reduce(const Buffer& buffer, ReduceOp op, double weight,
                                                    const CallContext& context) {
-  GpuCopy on_gpu = copy(buffer.data, buffer.count, buffer.dtype);
-  auto work = on_gpu.around(
-      [&] { return gpu_->all_reduce(on_gpu.buffer(), op, weight, on_stream(context)); });
-  return std::make_unique<ViewWork>(std::move(on_gpu), std::move(work));
+  std::vector<GpuCopy> copies;
+  copies.push_back(copy(buffer.data, buffer.count, buffer.dtype));
+  const Buffer on_gpu = copies[0].buffer();
+  return std::make_unique<ViewWork>(
+      std::move(copies), [&] { return gpu_->all_reduce(on_gpu, op, weight, on_stream(context)); });
 }
 
-void GpuView::broadcast(const Buffer& buffer, int root, const CallContext& context) {
-  const GpuCopy on_gpu = copy(buffer.data, buffer.count, buffer.dtype);
-  on_gpu.around([&] { gpu_->broadcast(on_gpu.buffer(), root, on_stream(context)); });
-  on_gpu.bring_back();
+std::unique_ptr<Backend::Work> GpuView::broadcast(const Buffer& buffer, int root,
+                                                  const CallContext& context) {
+  std::vector<GpuCopy> copies;
+  copies.push_back(copy(buffer.data, buffer.count, buffer.dtype));
+  const Buffer on_gpu = copies[0].buffer();
+  return std::make_unique<ViewWork>(
+      std::move(copies), [&] { return gpu_->broadcast(on_gpu, root, on_stream(context)); });
 }
 
-void GpuView::reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op,
-                             double weight, const CallContext& context) {
-  const GpuCopy from = copy(const_cast<void*>(input.data), input.count, input.dtype);
-  const GpuCopy to = copy(output.data, output.count, output.dtype);
-  to.around([&] {
-    gpu_->reduce_scatter(from.const_buffer(), to.buffer(), op, weight, on_stream(context));
+// The larger side first. Where the smaller one is a part of it, so it is on the GPU.
+std::vector<GpuCopy> GpuView::copy_sides(const Buffer& larger, const Buffer& smaller) {
+  std::vector<GpuCopy> copies;
+  copies.push_back(copy(larger.data, larger.count, larger.dtype));
+  const int64_t offset =
+      static_cast<std::byte*>(smaller.data) - static_cast<std::byte*>(larger.data);
+  if (offset >= 0 && offset < larger.bytes()) {
+    std::byte* inside = static_cast<std::byte*>(copies[0].buffer().data) + offset;
+    copies.emplace_back(smaller.data, smaller.count, smaller.dtype, inside, 0, stream_.get());
+  } else {
+    copies.push_back(copy(smaller.data, smaller.count, smaller.dtype));
+  }
+  return copies;
+}
+
+std::unique_ptr<Backend::Work> GpuView::reduce_scatter(const ConstBuffer& input,
+                                                       const Buffer& output, ReduceOp op,
+                                                       double weight, const CallContext& context) {
+  auto copies = copy_sides({const_cast<void*>(input.data), input.count, input.dtype}, output);
+  const ConstBuffer from = copies[0].const_buffer();  // one that was written shows
+  const Buffer to = copies[1].buffer();
+  return std::make_unique<ViewWork>(std::move(copies), [&] {
+    return gpu_->reduce_scatter(from, to, op, weight, on_stream(context));
   });
-  to.bring_back();
-  from.bring_back();  // an input that was written shows
 }
 
-void GpuView::all_gather(const ConstBuffer& input, const Buffer& output,
-                         const CallContext& context) {
+std::unique_ptr<Backend::Work> GpuView::all_gather(const ConstBuffer& input, const Buffer& output,
+                                                   const CallContext& context) {
   // Arguments that the backend refuses must not be read here either.
   const bool fits = output.count == input.count * size();
-  const GpuCopy from = copy(const_cast<void*>(input.data), input.count, input.dtype);
-  const GpuCopy to = copy(output.data, fits ? output.count : 0, output.dtype);
-  to.around([&] {
-    Buffer buffer = to.buffer();
-    buffer.count = output.count;
-    gpu_->all_gather(from.const_buffer(), buffer, on_stream(context));
-  });
-  to.bring_back();
+  auto copies = copy_sides({output.data, fits ? output.count : 0, output.dtype},
+                           {const_cast<void*>(input.data), input.count, input.dtype});
+  Buffer to = copies[0].buffer();
+  to.count = output.count;
+  const ConstBuffer from = copies[1].const_buffer();
+  return std::make_unique<ViewWork>(std::move(copies),
+                                    [&] { return gpu_->all_gather(from, to, on_stream(context)); });
 }
 
 void GpuView::send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) {

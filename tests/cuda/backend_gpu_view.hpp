@@ -30,11 +30,12 @@ class GpuView final : public Backend {
   const Group& group() const override { return gpu_->group(); }
   std::unique_ptr<Work> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
                                    const CallContext& context) override;
-  void broadcast(const Buffer& buffer, int root, const CallContext& context) override;
-  void reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op, double weight,
-                      const CallContext& context) override;
-  void all_gather(const ConstBuffer& input, const Buffer& output,
-                  const CallContext& context) override;
+  std::unique_ptr<Work> broadcast(const Buffer& buffer, int root,
+                                  const CallContext& context) override;
+  std::unique_ptr<Work> reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op,
+                                       double weight, const CallContext& context) override;
+  std::unique_ptr<Work> all_gather(const ConstBuffer& input, const Buffer& output,
+                                   const CallContext& context) override;
   void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) override;
   void recv(const Buffer& buffer, int from, int tag, const CallContext& context) override;
   void barrier(const CallContext& context) override { gpu_->barrier(on_stream(context)); }
@@ -46,6 +47,7 @@ class GpuView final : public Backend {
  private:
   CallContext on_stream(const CallContext& context) const;
   GpuCopy copy(void* data, int64_t count, Dtype dtype);
+  std::vector<GpuCopy> copy_sides(const Buffer& larger, const Buffer& smaller);
 
   GpuStream stream_;
   std::unique_ptr<Backend> host_;

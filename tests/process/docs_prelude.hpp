@@ -43,6 +43,7 @@ extern lockstep::DistributedDataParallel<NetImpl> ddp, d, g;
 extern lockstep::Sgd optimizer, d_optimizer, g_optimizer;
 extern lockstep::GradScaler scaler;
 
+extern torch::Tensor tokens, next_tokens, copy;
 extern torch::Tensor x, y, z, real, branch, loss, my_rows, my_targets;
 extern const int64_t heads, k, accum_steps, dataset_size, epochs, steps;
 extern std::vector<std::pair<torch::Tensor, torch::Tensor>> batches;

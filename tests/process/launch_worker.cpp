@@ -241,7 +241,7 @@ const std::map<std::string, Action>& actions() {
        }},
       {"broadcast",
        [](const std::string& root) {
-         comm->broadcast(all_of(much()), std::stoi(root), {deadline(), ""});
+         comm->broadcast(all_of(much()), std::stoi(root), {deadline(), ""})->wait();
        }},
       {"send",
        [](const std::string& to) {

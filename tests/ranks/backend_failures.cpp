@@ -114,7 +114,7 @@ const std::vector<Deviation>& deviations() {
       {"root",
        {"root 0", "root 1"},
        [](Rank& rank, const Elements& elements, bool odd) {
-         rank.comm->broadcast(elements.buffer(), odd ? 1 : 0, rank.in_time());
+         rank.comm->broadcast(elements.buffer(), odd ? 1 : 0, rank.in_time())->wait();
        }},
       {"order",
        {"(bucket 1)", "(bucket 2)"},
@@ -134,8 +134,10 @@ const std::vector<Deviation>& deviations() {
        [](Rank& rank, const Elements& elements, bool odd) {
          const int64_t count = odd ? 4 : 5;
          const OwnElements output(count * rank.size, Dtype::kF32);
-         rank.comm->all_gather({elements.buffer().data, count, Dtype::kF32}, output->buffer(),
-                               rank.in_time());
+         rank.comm
+             ->all_gather({elements.buffer().data, count, Dtype::kF32}, output->buffer(),
+                          rank.in_time())
+             ->wait();
        }},
       {"split instead",
        {"split #", "allocate #"},
@@ -294,11 +296,13 @@ TEST_P(BackendFailures, ImpossibleArgumentsAreRefusedBeforeAnyoneWaits) {
     };
     expect_refused(
         [&] { rank.comm->all_reduce(elements->buffer(), ReduceOp::kMean, 1, context)->wait(); });
-    expect_refused([&] { rank.comm->broadcast(elements->buffer(), rank.size, context); });
+    expect_refused([&] { rank.comm->broadcast(elements->buffer(), rank.size, context)->wait(); });
     expect_refused([&] { rank.comm->send(elements->const_buffer(), -1, 0, context); });
     expect_refused([&] {
-      rank.comm->all_gather(elements->const_buffer(),
-                            {elements->buffer().data, rank.size * 10 - 1, Dtype::kI64}, context);
+      rank.comm
+          ->all_gather(elements->const_buffer(),
+                       {elements->buffer().data, rank.size * 10 - 1, Dtype::kI64}, context)
+          ->wait();
     });
     rank.comm->barrier(context);
   });

@@ -129,7 +129,7 @@ TEST_P(BackendOperations, ManyAllReducesAreInFlightWhileOtherCallsAreMade) {
     rank.note("broadcasts while six all_reduces fly");
     const OwnElements told(11, Dtype::kI64);
     told->fill([&](int64_t i) { return colored(rank.rank, i); });
-    rank.comm->broadcast(told->buffer(), rank.size - 1, rank.in_time());
+    rank.comm->broadcast(told->buffer(), rank.size - 1, rank.in_time())->wait();
     EXPECT_EQ(told->first_wrong([&](int64_t i) { return colored(rank.size - 1, i); }), -1);
     rank.comm->barrier(rank.in_time());
     rank.note("advances");
@@ -148,7 +148,7 @@ TEST_P(BackendOperations, BroadcastGivesTheRootsElementsToAll) {
     const auto expect_broadcast = [&](int64_t count, Dtype dtype, int root) {
       const OwnElements elements(count, dtype);
       elements->fill([&](int64_t i) { return colored(rank.rank, i); });
-      rank.comm->broadcast(elements->buffer(), root, rank.in_time());
+      rank.comm->broadcast(elements->buffer(), root, rank.in_time())->wait();
       EXPECT_EQ(elements->first_wrong([&](int64_t i) { return colored(root, i); }), -1)
           << "rank " << rank.rank << ", root " << root << ", count " << count;
     };
@@ -161,7 +161,7 @@ TEST_P(BackendOperations, BroadcastGivesTheRootsElementsToAll) {
     const auto memory = rank.comm->allocate(kLarge * 4, rank.in_time());
     const Elements registered(memory->data(), kLarge, Dtype::kF32);
     registered.fill([&](int64_t i) { return colored(rank.rank, i); });
-    rank.comm->broadcast(registered.buffer(), 0, rank.in_time());
+    rank.comm->broadcast(registered.buffer(), 0, rank.in_time())->wait();
     EXPECT_EQ(registered.first_wrong([&](int64_t i) { return colored(0, i); }), -1);
   });
 }
@@ -177,8 +177,10 @@ TEST_P(BackendOperations, ReduceScatterGivesEachRankItsBlock) {
                static_cast<double>(i / std::max<int64_t>(count, 1));
       });
       const auto before = input.bytes();
-      rank.comm->reduce_scatter(input->const_buffer(), output->buffer(), op, rank.rank + 1,
-                                rank.in_time());
+      rank.comm
+          ->reduce_scatter(input->const_buffer(), output->buffer(), op, rank.rank + 1,
+                           rank.in_time())
+          ->wait();
       const double shift = op == ReduceOp::kSum ? rank.rank * rank.size : rank.rank;
       const auto expected = [&](int64_t i) { return reduced(op, rank.size, i) + shift; };
       EXPECT_EQ(output->first_wrong(expected, allowed_ulps(op, rank.size)), -1)
@@ -200,7 +202,7 @@ TEST_P(BackendOperations, AllGatherGivesEveryRanksBlockToAll) {
       const OwnElements input(count, dtype);
       const OwnElements output(count * rank.size, dtype);
       input->fill([&](int64_t i) { return colored(rank.rank, i); });
-      rank.comm->all_gather(input->const_buffer(), output->buffer(), rank.in_time());
+      rank.comm->all_gather(input->const_buffer(), output->buffer(), rank.in_time())->wait();
       const auto expected = [&](int64_t i) {
         return colored(static_cast<int>(i / count), i % count);
       };
@@ -210,6 +212,82 @@ TEST_P(BackendOperations, AllGatherGivesEveryRanksBlockToAll) {
       for (const int64_t count : kSizes) expect_all_gather(count, dtype);
     }
     expect_all_gather(kLarge / rank.size, Dtype::kF32);
+  });
+}
+
+// The smaller side is this rank's block of the larger one, in memory that peers reach and in
+// private memory, and on every second rank in the one or the other.
+TEST_P(BackendOperations, ReduceScatterAndAllGatherWorkInPlace) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    const auto expect_in_place = [&](const Elements& blocks, int64_t count, Dtype dtype) {
+      const Elements own(
+          static_cast<std::byte*>(blocks.buffer().data) + rank.rank * count * dtype_bytes(dtype),
+          count, dtype);
+      const auto block_of = [&](int64_t i) { return static_cast<int>(i / count); };
+      blocks.fill([&](int64_t i) { return colored(rank.rank, i % count) + block_of(i); });
+      rank.comm
+          ->reduce_scatter(blocks.const_buffer(), own.buffer(), ReduceOp::kSum, 1, rank.in_time())
+          ->wait();
+      const auto scattered = [&](int64_t i) {
+        if (block_of(i) != rank.rank) return colored(rank.rank, i % count) + block_of(i);
+        return sum_of_colors(rank.size, i % count) + rank.rank * rank.size;
+      };
+      EXPECT_EQ(blocks.first_wrong(scattered), -1) << "rank " << rank.rank << ", count " << count;
+      rank.comm->all_gather(own.const_buffer(), blocks.buffer(), rank.in_time())->wait();
+      const auto gathered = [&](int64_t i) {
+        return sum_of_colors(rank.size, i % count) + block_of(i) * rank.size;
+      };
+      EXPECT_EQ(blocks.first_wrong(gathered), -1) << "rank " << rank.rank << ", count " << count;
+    };
+    for (const int64_t count : {int64_t{1}, int64_t{100}, int64_t{1027}, kLarge / rank.size}) {
+      const auto memory = rank.comm->allocate(count * rank.size * 4, rank.in_time());
+      const Elements registered(memory->data(), count * rank.size, Dtype::kF32);
+      const OwnElements own(count * rank.size, Dtype::kF32);
+      expect_in_place(registered, count, Dtype::kF32);
+      expect_in_place(*own, count, Dtype::kF32);
+      expect_in_place(rank.rank % 2 == 0 ? registered : *own, count, Dtype::kF32);
+    }
+  });
+}
+
+TEST_P(BackendOperations, CollectivesOfAllKindsAreInFlightTogether) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    constexpr int64_t kCounts[] = {0, 3, 1027, 50'003};
+    std::vector<OwnElements> inputs;
+    std::vector<OwnElements> scattered;
+    std::vector<OwnElements> gathered;
+    std::vector<OwnElements> told;
+    for (const int64_t count : kCounts) {
+      inputs.emplace_back(count * rank.size, Dtype::kF32);
+      inputs.back()->fill([&](int64_t i) { return colored(rank.rank, i % count) + i / count; });
+      scattered.emplace_back(count, Dtype::kF32);
+      gathered.emplace_back(count * rank.size, Dtype::kF32);
+      told.emplace_back(count, Dtype::kF32);
+      told.back()->fill([&](int64_t i) { return colored(rank.rank, i); });
+    }
+    std::vector<std::unique_ptr<Backend::Work>> work;
+    for (size_t i = 0; i < std::size(kCounts); ++i) {
+      const ConstBuffer block{inputs[i]->buffer().data, kCounts[i], Dtype::kF32};
+      work.push_back(rank.comm->reduce_scatter(inputs[i]->const_buffer(), scattered[i]->buffer(),
+                                               ReduceOp::kSum, 1, rank.in_time()));
+      work.push_back(rank.comm->all_gather(block, gathered[i]->buffer(), rank.in_time()));
+      work.push_back(rank.comm->broadcast(told[i]->buffer(), rank.size - 1, rank.in_time()));
+    }
+    rank.note("advances");
+    while (!work[4]->advance()) {
+    }
+    for (size_t i = work.size(); i > 0; --i) work[i - 1]->wait();
+    for (size_t i = 0; i < std::size(kCounts); ++i) {
+      const int64_t count = kCounts[i];
+      EXPECT_EQ(scattered[i]->first_wrong([&](int64_t at) {
+        return sum_of_colors(rank.size, at) + rank.rank * rank.size;
+      }),
+                -1);
+      EXPECT_EQ(gathered[i]->first_wrong(
+                    [&](int64_t at) { return colored(static_cast<int>(at / count), at % count); }),
+                -1);
+      EXPECT_EQ(told[i]->first_wrong([&](int64_t at) { return colored(rank.size - 1, at); }), -1);
+    }
   });
 }
 
@@ -245,6 +323,39 @@ TEST_P(BackendOperations, AllocateGivesZeroedPages) {
   });
 }
 
+// Every rank writes its own part and reads the others'.
+TEST_P(BackendOperations, SharedMemoryIsTheSameOnAllRanks) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    if (!rank.comm->can_share()) return;
+    for (const int64_t count : {int64_t{1}, int64_t{1027}, kLarge}) {
+      const auto memory = rank.comm->allocate_shared(count * 4, rank.in_time());
+      EXPECT_EQ(memory->bytes(), count * 4);
+      const Elements all(memory->data(), count, Dtype::kF32);
+      EXPECT_EQ(all.first_wrong([](int64_t) { return 0; }), -1);
+      rank.comm->barrier(rank.in_time());
+      const int64_t begin = rank.rank * count / rank.size;
+      const int64_t end = (rank.rank + 1) * count / rank.size;
+      const Elements own(static_cast<float*>(memory->data()) + begin, end - begin, Dtype::kF32);
+      own.fill([&](int64_t i) { return colored(rank.rank, begin + i); });
+      rank.comm->barrier(rank.in_time());
+      int owner = 0;
+      const auto expected = [&](int64_t i) {
+        while (i >= (owner + 1) * count / rank.size) ++owner;
+        return colored(owner, i);
+      };
+      EXPECT_EQ(all.first_wrong(expected), -1) << "rank " << rank.rank << ", count " << count;
+      // A part of it is memory that peers reach, like any other.
+      const OwnElements gathered(rank.size, Dtype::kF32);
+      rank.comm->barrier(rank.in_time());
+      rank.comm->all_gather({memory->data(), 1, Dtype::kF32}, gathered->buffer(), rank.in_time())
+          ->wait();
+      const double first = colored(rank.size > count ? rank.size - 1 : 0, 0);
+      EXPECT_EQ(gathered->first_wrong([&](int64_t) { return first; }), -1);
+    }
+    EXPECT_EQ(rank.comm->allocate_shared(0, rank.in_time())->bytes(), 0);
+  });
+}
+
 uint64_t hash_of(const std::vector<std::byte>& bytes) {
   uint64_t hash = 1469598103934665603u;
   for (const std::byte byte : bytes) hash = (hash ^ static_cast<uint64_t>(byte)) * 1099511628211u;
@@ -269,8 +380,10 @@ TEST_P(BackendOperations, ResultsAreTheSameBitsOnAllRanksAndInEveryRun) {
             std::pair{Dtype::kBF16, ReduceOp::kMean}}) {
         const int64_t own = hash_once(rank, dtype, op);
         std::vector<int64_t> all(static_cast<size_t>(rank.size));
-        rank.comm->all_gather({&own, 1, Dtype::kI64}, {all.data(), rank.size, Dtype::kI64},
-                              rank.in_time());
+        rank.comm
+            ->all_gather({&own, 1, Dtype::kI64}, {all.data(), rank.size, Dtype::kI64},
+                         rank.in_time())
+            ->wait();
         EXPECT_EQ(all, std::vector<int64_t>(all.size(), own)) << "ranks differ";
         rank.shared->numbers[slot++] = own;
       }

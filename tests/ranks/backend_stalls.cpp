@@ -54,7 +54,7 @@ TEST_P(BackendStalls, ASendAgainstABroadcastNamesBothCallsAndBothRanks) {
                      if (rank.rank == 0) {
                        return rank.comm->send(elements.const_buffer(), 1, 5, context);
                      }
-                     rank.comm->broadcast(elements.buffer(), 0, context);
+                     rank.comm->broadcast(elements.buffer(), 0, context)->wait();
                    });
 }
 

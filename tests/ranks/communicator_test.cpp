@@ -72,6 +72,31 @@ TEST(Communicator, SeveralReductionsMayBeInFlight) {
   });
 }
 
+TEST(Communicator, ScattersAndGathersMayBeInFlightAndInPlace) {
+  for (const int size : {1, 2, 3}) {
+    run_ranks(size, [&](const Communicator& comm) {
+      const int64_t count = 3000;
+      const auto all = comm.allocate(count * size, torch::kFloat32);
+      const auto own = all.narrow(0, comm.rank() * count, count);
+      const auto apart = torch::arange(count * size, torch::kFloat32);
+      const auto part = torch::empty({count});
+      all.fill_(comm.rank() + 1);
+      Work scatter = comm.begin_reduce_scatter(own, all);
+      Work other = comm.begin_reduce_scatter(part, apart, ReduceOp::kMean);
+      while (!scatter.advance()) std::this_thread::yield();
+      EXPECT_FLOAT_EQ(own[count - 1].item<float>(), static_cast<float>(size * (size + 1)) / 2);
+      own.add_(comm.rank());
+      Work gather = comm.begin_all_gather(all, own);
+      other.wait();
+      EXPECT_TRUE(torch::equal(part, apart.narrow(0, comm.rank() * count, count)));
+      gather.wait();
+      EXPECT_FLOAT_EQ(all[count * size - 1].item<float>(),
+                      static_cast<float>(size * (size + 1)) / 2 + static_cast<float>(size - 1));
+      EXPECT_EQ(comm.stats().all_reduces, 0);
+    });
+  }
+}
+
 TEST(Communicator, WhatFollowsAReductionRunsOnceWhenItIsDone) {
   run_ranks(2, [](const Communicator& comm) {
     const auto tensor = torch::full({3}, static_cast<float>(comm.rank() + 1));
@@ -96,6 +121,33 @@ TEST(Communicator, AllocatedMemoryIsChargedToTheRanksAccount) {
     EXPECT_GE(host_memory().live_bytes - before, 4 << 20);
   }
   EXPECT_EQ(host_memory().live_bytes, before);
+}
+
+TEST(Communicator, OneTensorIsSharedByAllRanksAndChargedOnce) {
+  for (const int size : {1, 2, 3, 5}) {
+    const int64_t before = host_memory().live_bytes;
+    std::atomic<int64_t> charged = 0;
+    run_ranks(size, [&](const Communicator& comm) {
+      ASSERT_TRUE(comm.can_share());
+      const auto weights = comm.allocate_shared(1001, torch::kFloat64);
+      EXPECT_EQ(weights.abs().sum().item<double>(), 0.0);
+      comm.barrier();
+      if (comm.rank() == 0) charged = host_memory().live_bytes - before;
+      if (comm.rank() == size - 1) weights.fill_(2.5);
+      comm.barrier();
+      EXPECT_EQ(weights.sum().item<double>(), 2502.5);
+      comm.barrier();
+    });
+    EXPECT_GE(charged.load(), 1001 * 8);
+    EXPECT_LT(charged.load(), 1001 * 8 * 2) << "charged to each of " << size << " ranks";
+    EXPECT_EQ(host_memory().live_bytes, before);
+  }
+}
+
+TEST(Communicator, SharedMemoryIsRefusedWhereItCannotBe) {
+  expect_error(Code::kBackend, {"cuda", "can_share"}, [] {
+    Communicator::self().allocate_shared(3, torch::device(torch::Device("cuda:0")));
+  });
 }
 
 TEST(Communicator, RefusesTensorsItCannotMove) {

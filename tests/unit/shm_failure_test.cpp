@@ -1,13 +1,8 @@
 #include "shm_support.hpp"
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::shm_failure_test {
 namespace {
-
-using test::expect_error;
-using test::ForkedRanks;
-using test::run_threads;
-using test::within;
 
 // The action must throw an Error with this code and text; "" where it does.
 template <class Action>
@@ -222,23 +217,23 @@ TEST(ShmFailure, BadArgumentsAreRefusedAndHarmNobody) {
           backend.all_reduce({data, 1, Dtype::kI64}, ReduceOp::kMean, 1, within(20));
         },
         [&] {
-          backend.all_reduce({data, 1, Dtype::kF64}, ReduceOp::kMean, -1, within(20));
+          backend.all_reduce({data, 1, Dtype::kF64}, ReduceOp::kMean, -1, within(20))->wait();
         },
         [&] {
-          backend.all_reduce({data, -1, Dtype::kI64}, ReduceOp::kSum, 1, within(20));
+          backend.all_reduce({data, -1, Dtype::kI64}, ReduceOp::kSum, 1, within(20))->wait();
         },
         [&] {
-          backend.broadcast({data, 1, Dtype::kI64}, 2, within(20));
+          backend.broadcast({data, 1, Dtype::kI64}, 2, within(20))->wait();
         },
         [&] {
           backend.send({data, 1, Dtype::kI64}, -1, 0, within(20));
         },
         [&] { backend.allocate(-1, within(20)); },
         [&] {
-          backend.all_gather({data, 2, Dtype::kI64}, {data, 3, Dtype::kI64}, within(20));
+          backend.all_gather({data, 2, Dtype::kI64}, {data, 3, Dtype::kI64}, within(20))->wait();
         },
         [&] {
-          backend.all_gather({data, 2, Dtype::kI64}, {data, 4, Dtype::kF64}, within(20));
+          backend.all_gather({data, 2, Dtype::kI64}, {data, 4, Dtype::kF64}, within(20))->wait();
         },
     };
     for (size_t i = 0; i < bad.size(); ++i) {
@@ -274,4 +269,4 @@ TEST(ShmFailure, TooMuchMemoryIsAnErrorOnEveryRank) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::shm_failure_test

@@ -5,12 +5,8 @@
 
 #include "shm_support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::shm_stress_test {
 namespace {
-
-using test::run_processes;
-using test::run_threads;
-using test::within;
 
 // Element i of rank r's data in step s: small whole numbers, so that sums are exact.
 float value(int rank, int64_t i, int step) {
@@ -93,7 +89,7 @@ class Stress {
     std::vector<float> own;
     float* data = buffer_of(own, count, registered);
     for (int64_t i = 0; i < count; ++i) data[i] = value(rank(), i, step);
-    backend_.broadcast({data, count}, root, within(20));
+    backend_.broadcast({data, count}, root, within(20))->wait();
     for (int64_t i = 0; i < count; ++i) {
       if (data[i] != value(root, i, step)) return "broadcast at " + std::to_string(i);
     }
@@ -106,8 +102,10 @@ class Stress {
     float* data = buffer_of(own, count * size(), registered);
     for (int64_t i = 0; i < count * size(); ++i) data[i] = value(rank(), i, step);
     std::vector<float> result(static_cast<size_t>(count));
-    backend_.reduce_scatter({data, count * size()}, {result.data(), count}, ReduceOp::kMax, 1,
-                            within(20));
+    backend_
+        .reduce_scatter({data, count * size()}, {result.data(), count}, ReduceOp::kMax, 1,
+                        within(20))
+        ->wait();
     if (registered) data[0] = -1;  // nobody may read it any more
     for (int64_t i = 0; i < count; ++i) {
       float most = 0;
@@ -122,7 +120,7 @@ class Stress {
     float* data = buffer_of(own, count, registered);
     for (int64_t i = 0; i < count; ++i) data[i] = value(rank(), i, step);
     std::vector<float> result(static_cast<size_t>(count * size()));
-    backend_.all_gather({data, count}, {result.data(), count * size()}, within(20));
+    backend_.all_gather({data, count}, {result.data(), count * size()}, within(20))->wait();
     for (int64_t i = 0; i < count && registered; ++i) data[i] = -1;
     for (int64_t i = 0; i < count * size(); ++i) {
       const auto from = static_cast<int>(i / count);
@@ -153,7 +151,7 @@ class Stress {
   std::string in_twin(Backend& twin, int step) {
     std::vector<int64_t> ranks(static_cast<size_t>(size()));
     const int64_t me = rank() + step;
-    twin.all_gather({&me, 1, Dtype::kI64}, {ranks.data(), size(), Dtype::kI64}, within(20));
+    twin.all_gather({&me, 1, Dtype::kI64}, {ranks.data(), size(), Dtype::kI64}, within(20))->wait();
     for (int i = 0; i < size(); ++i) {
       if (ranks[static_cast<size_t>(i)] != size() - 1 - i + step) return "the twin's order";
     }
@@ -208,4 +206,4 @@ TEST_P(ShmStress, SmallCallsInARow) {
 INSTANTIATE_TEST_SUITE_P(Worlds, ShmStress, ::testing::Values(1, 2, 3, 5));
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::shm_stress_test

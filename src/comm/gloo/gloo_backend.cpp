@@ -74,11 +74,12 @@ class GlooBackend final : public Backend {
 
   std::unique_ptr<Work> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
                                    const CallContext& context) override;
-  void broadcast(const Buffer& buffer, int root, const CallContext& context) override;
-  void reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op, double weight,
-                      const CallContext& context) override;
-  void all_gather(const ConstBuffer& input, const Buffer& output,
-                  const CallContext& context) override;
+  std::unique_ptr<Work> broadcast(const Buffer& buffer, int root,
+                                  const CallContext& context) override;
+  std::unique_ptr<Work> reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op,
+                                       double weight, const CallContext& context) override;
+  std::unique_ptr<Work> all_gather(const ConstBuffer& input, const Buffer& output,
+                                   const CallContext& context) override;
   void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) override;
   void recv(const Buffer& buffer, int from, int tag, const CallContext& context) override;
   void barrier(const CallContext& context) override {
@@ -91,10 +92,16 @@ class GlooBackend final : public Backend {
   void abort(const AbortRecord& record) noexcept override { core_->session().abort(record); }
 
  private:
+  /// The body outlives this call: it may refer to the backend, and to nothing of its caller.
+  std::unique_ptr<Work> begin(const Fingerprint& what, const CallContext& context,
+                              GlooCore::Body body) {
+    auto work = std::make_unique<GlooCore::Task>(core_, what, context, std::move(body));
+    core_->begin(*work);
+    return work;
+  }
+
   void call(const Fingerprint& what, const CallContext& context, GlooCore::Body body) {
-    GlooCore::Task task(core_, what, context, std::move(body));
-    core_->begin(task);
-    task.wait();
+    begin(what, context, std::move(body))->wait();
   }
 
   std::shared_ptr<Store> store_;
@@ -107,8 +114,8 @@ std::unique_ptr<Backend::Work> GlooBackend::all_reduce(const Buffer& buffer, Red
   check_reduce(buffer, op, weight);
   const Fingerprint what =
       make_reduce_fingerprint(Operation::kAllReduce, buffer.dtype, buffer.count, op, weight);
-  const auto body = [this, buffer, op](const GlooCore::Task& task,
-                                       std::span<const Fingerprint> calls) {
+  return begin(what, context, [this, buffer, op](const GlooCore::Task& task,
+                                                 std::span<const Fingerprint> calls) {
     const auto factors = mean_factors(calls);
     if (buffer.count == 0 || size() == 1) return;
     if (op == ReduceOp::kMean) {
@@ -123,10 +130,7 @@ std::unique_ptr<Backend::Work> GlooBackend::all_reduce(const Buffer& buffer, Red
                             static_cast<size_t>(dtype_bytes(buffer.dtype)), reduce_two, &how,
                             &call);
     });
-  };
-  auto work = std::make_unique<GlooCore::Task>(core_, what, context, body);
-  core_->begin(*work);
-  return work;
+  });
 }
 
 void GlooBackend::send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) {
@@ -153,32 +157,36 @@ void GlooBackend::recv(const Buffer& buffer, int from, int tag, const CallContex
   });
 }
 
-void GlooBackend::broadcast(const Buffer& buffer, int root, const CallContext& context) {
+std::unique_ptr<Backend::Work> GlooBackend::broadcast(const Buffer& buffer, int root,
+                                                      const CallContext& context) {
   check_broadcast(group(), buffer, root);
-  call(make_broadcast_fingerprint(buffer, root), context,
-       [&](const GlooCore::Task& task, std::span<const Fingerprint>) {
-         if (buffer.count == 0) return;
-         core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& gloo_call) {
-           return api.broadcast(gloo, buffer.data, static_cast<size_t>(buffer.bytes()), root,
-                                &gloo_call);
-         });
-       });
+  return begin(
+      make_broadcast_fingerprint(buffer, root), context,
+      [this, buffer, root](const GlooCore::Task& task, std::span<const Fingerprint>) {
+        if (buffer.count == 0) return;
+        core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
+          return api.broadcast(gloo, buffer.data, static_cast<size_t>(buffer.bytes()), root, &call);
+        });
+      });
 }
 
 // Every rank sends each other one its block, and reduces what it got in the order of the ranks:
 // no more bytes than a ring moves, and one rounding.
-void GlooBackend::reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op,
-                                 double weight, const CallContext& context) {
+std::unique_ptr<Backend::Work> GlooBackend::reduce_scatter(const ConstBuffer& input,
+                                                           const Buffer& output, ReduceOp op,
+                                                           double weight,
+                                                           const CallContext& context) {
   check_reduce_scatter(group(), input, output, op, weight);
   const Fingerprint what =
       make_reduce_fingerprint(Operation::kReduceScatter, output.dtype, output.count, op, weight);
-  call(what, context, [&](const GlooCore::Task& task, std::span<const Fingerprint> calls) {
+  return begin(what, context, [this, input, output, op](const GlooCore::Task& task,
+                                                        std::span<const Fingerprint> calls) {
     const auto factors = mean_factors(calls);
     if (output.count == 0) return;
     const auto block = static_cast<size_t>(output.bytes());
     std::vector<std::byte> blocks(size() == 1 ? 0 : block * static_cast<size_t>(size()));
-    core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& gloo_call) {
-      return api.all_to_all(gloo, input.data, block, blocks.data(), &gloo_call);
+    core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
+      return api.all_to_all(gloo, input.data, block, blocks.data(), &call);
     });
     const auto* first =
         size() == 1 ? static_cast<const std::byte*>(input.data) : std::as_const(blocks).data();
@@ -189,18 +197,20 @@ void GlooBackend::reduce_scatter(const ConstBuffer& input, const Buffer& output,
   });
 }
 
-void GlooBackend::all_gather(const ConstBuffer& input, const Buffer& output,
-                             const CallContext& context) {
+std::unique_ptr<Backend::Work> GlooBackend::all_gather(const ConstBuffer& input,
+                                                       const Buffer& output,
+                                                       const CallContext& context) {
   check_all_gather(group(), input, output);
-  const Fingerprint what = make_fingerprint(Operation::kAllGather, input.dtype, input.count);
-  call(what, context, [&](const GlooCore::Task& task, std::span<const Fingerprint>) {
-    if (input.count == 0) return;
-    const auto bytes = static_cast<size_t>(input.bytes());
-    if (size() == 1) std::memmove(output.data, input.data, bytes);
-    core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& gloo_call) {
-      return api.all_gather(gloo, input.data, bytes, output.data, &gloo_call);
-    });
-  });
+  return begin(
+      make_fingerprint(Operation::kAllGather, input.dtype, input.count), context,
+      [this, input, output](const GlooCore::Task& task, std::span<const Fingerprint>) {
+        if (input.count == 0) return;
+        const auto bytes = static_cast<size_t>(input.bytes());
+        if (size() == 1) std::memmove(output.data, input.data, bytes);
+        core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
+          return api.all_gather(gloo, input.data, bytes, output.data, &call);
+        });
+      });
 }
 
 std::unique_ptr<Backend> GlooBackend::split(int color, int key, std::string_view group_name,

@@ -140,7 +140,7 @@ GlooCore::Task::Task(std::shared_ptr<GlooCore> core, const Fingerprint& what,
 GlooCore::Task::~Task() {
   try {
     if (state_ == State::kNew || core_->done(*this)) return;
-    core_->session().abort("it dropped an all_reduce that was not done");
+    core_->session().abort("it dropped a call that was not done");
     core_->finish(*this);
   } catch (const std::exception&) {
     // It ended, which is all that matters here; later calls tell why.

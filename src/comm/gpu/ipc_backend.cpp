@@ -362,28 +362,25 @@ class IpcBackend final : public Backend {
   std::unique_ptr<Work> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
                                    const CallContext& context) override {
     check_reduce(buffer, op, weight);
-    const GpuGuard guard(core_->gpu());
-    check_not_captured(context.stream, "all_reduce of ipc");
-    auto task = std::make_shared<IpcAllReduce>(*core_, buffer, op, weight, context);
-    core_->begin(task);
-    return std::make_unique<IpcWork>(core_, std::move(task));
+    return begin<IpcAllReduce>("all_reduce of ipc", context, buffer, op, weight);
   }
 
-  void broadcast(const Buffer& buffer, int root, const CallContext& context) override {
+  std::unique_ptr<Work> broadcast(const Buffer& buffer, int root,
+                                  const CallContext& context) override {
     check_broadcast(group(), buffer, root);
-    run<IpcBroadcast>("broadcast of ipc", context, buffer, root);
+    return begin<IpcBroadcast>("broadcast of ipc", context, buffer, root);
   }
 
-  void reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op, double weight,
-                      const CallContext& context) override {
+  std::unique_ptr<Work> reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op,
+                                       double weight, const CallContext& context) override {
     check_reduce_scatter(group(), input, output, op, weight);
-    run<IpcReduceScatter>("reduce_scatter of ipc", context, input, output, op, weight);
+    return begin<IpcReduceScatter>("reduce_scatter of ipc", context, input, output, op, weight);
   }
 
-  void all_gather(const ConstBuffer& input, const Buffer& output,
-                  const CallContext& context) override {
+  std::unique_ptr<Work> all_gather(const ConstBuffer& input, const Buffer& output,
+                                   const CallContext& context) override {
     check_all_gather(group(), input, output);
-    run<IpcAllGather>("all_gather of ipc", context, input, output);
+    return begin<IpcAllGather>("all_gather of ipc", context, input, output);
   }
 
   void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) override {
@@ -416,6 +413,16 @@ class IpcBackend final : public Backend {
   void abort(const AbortRecord& record) noexcept override { core_->session().abort(record); }
 
  private:
+  template <class Collective, class... Arguments>
+  std::unique_ptr<Work> begin(std::string_view what, const CallContext& context,
+                              const Arguments&... arguments) {
+    const GpuGuard guard(core_->gpu());
+    check_not_captured(context.stream, what);
+    auto task = std::make_shared<Collective>(*core_, arguments..., context);
+    core_->begin(task);
+    return std::make_unique<IpcWork>(core_, std::move(task));
+  }
+
   template <class Collective, class... Arguments>
   std::shared_ptr<Collective> run(std::string_view what, const CallContext& context,
                                   const Arguments&... arguments) {

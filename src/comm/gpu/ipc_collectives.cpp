@@ -45,8 +45,7 @@ class IpcHostStaged final : public Awaited {
   GpuEvent down_;      // values have come down
   bool moving_ = false;
   bool done_ = false;
-  std::unique_ptr<Backend::Work>
-      work_;  // of an all_reduce; other calls are over when they have begun
+  std::unique_ptr<Backend::Work> work_;  // of the host's call
 };
 
 IpcHostStaged::IpcHostStaged(IpcCore& core, const Fingerprint& call, const CallContext& context,
@@ -77,7 +76,7 @@ bool IpcHostStaged::advance() {
     if (!down_.reached()) return false;
     begin_moving();
   }
-  if (work_ && !work_->advance()) return false;
+  if (!work_->advance()) return false;
   take_up();
   return true;
 }
@@ -88,12 +87,10 @@ void IpcHostStaged::wait() {
     core_.await(down_, call_, deadline_ns_);
     begin_moving();
   }
-  if (work_) work_->wait();
+  work_->wait();
   take_up();
 }
 
-// Only an all_reduce is begun by one call and ended by another: the others' callers wait, so that
-// they may wait here.
 void IpcHostStaged::begin_moving() {
   moving_ = true;
   Backend& host = core_.control().channel(IpcCore::kSteps);
@@ -105,12 +102,15 @@ void IpcHostStaged::begin_moving() {
       work_ = host.all_reduce(block, call_.reduce, call_.weight, context);
       return;
     case Operation::kBroadcast:
-      return host.broadcast(block, call_.root, context);
+      work_ = host.broadcast(block, call_.root, context);
+      return;
     case Operation::kReduceScatter:
-      return host.reduce_scatter({below_, blocks.count, call_.dtype}, block, call_.reduce,
-                                 call_.weight, context);
+      work_ = host.reduce_scatter({below_, blocks.count, call_.dtype}, block, call_.reduce,
+                                  call_.weight, context);
+      return;
     case Operation::kAllGather:
-      return host.all_gather({below_, call_.count, call_.dtype}, blocks, context);
+      work_ = host.all_gather({below_, call_.count, call_.dtype}, blocks, context);
+      return;
     default:
       throw Error(Code::kInternal, describe(call_) + " moves no elements");
   }
@@ -479,7 +479,7 @@ IpcReduceScatter::IpcReduceScatter(IpcCore& core, const ConstBuffer& input, cons
                   context, input.data, core.size(), output) {}
 
 void IpcReduceScatter::move_alone() {
-  gpu_copy(output_.data, input_, output_.bytes(), caller_stream());
+  if (output_.data != input_) gpu_copy(output_.data, input_, output_.bytes(), caller_stream());
 }
 
 void IpcReduceScatter::take(int64_t begin, int64_t count, int64_t stride,
@@ -498,15 +498,15 @@ IpcAllGather::IpcAllGather(IpcCore& core, const ConstBuffer& input, const Buffer
                   input.data, 1, output) {}
 
 void IpcAllGather::move_alone() {
-  gpu_copy(output_.data, input_, output_.bytes(), caller_stream());
+  if (output_.data != input_) gpu_copy(output_.data, input_, output_.bytes(), caller_stream());
 }
 
 void IpcAllGather::take(int64_t begin, int64_t count, int64_t /*stride*/,
                         const Contributions& from) {
   for (int peer = 0; peer < core_.size(); ++peer) {
-    const int64_t to = (peer * call_.count + begin) * element_bytes_;
-    gpu_copy(bytes_at(output_.data, to), from[static_cast<size_t>(peer)], count * element_bytes_,
-             core_.stream());
+    std::byte* to = bytes_at(output_.data, (peer * call_.count + begin) * element_bytes_);
+    const std::byte* block = from[static_cast<size_t>(peer)];
+    if (to != block) gpu_copy(to, block, count * element_bytes_, core_.stream());
   }
 }
 

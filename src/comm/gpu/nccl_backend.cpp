@@ -14,7 +14,7 @@ class NcclWork final : public Backend::Work {
   NcclWork(std::shared_ptr<NcclCore> core, std::shared_ptr<NcclCore::Task> task)
       : core_(std::move(core)), task_(std::move(task)) {}
   ~NcclWork() override {
-    if (!done_) core_->session().abort("it dropped an all_reduce that was not done");
+    if (!done_) core_->session().abort("it dropped a call that was not done");
   }
   NcclWork(const NcclWork&) = delete;
   NcclWork& operator=(const NcclWork&) = delete;
@@ -59,33 +59,33 @@ class NcclBackend final : public Backend {
     check_reduce(buffer, op, weight);
     const Fingerprint what =
         make_reduce_fingerprint(Operation::kAllReduce, buffer.dtype, buffer.count, op, weight);
-    auto task = core_->begin(what, context, [buffer, op](const NcclTransfer& to, auto calls) {
+    return begin(what, context, [buffer, op](const NcclTransfer& to, auto calls) {
       to.all_reduce(buffer, op, mean_factors(calls));
     });
-    return std::make_unique<NcclWork>(core_, std::move(task));
   }
 
-  void broadcast(const Buffer& buffer, int root, const CallContext& context) override {
+  std::unique_ptr<Work> broadcast(const Buffer& buffer, int root,
+                                  const CallContext& context) override {
     check_broadcast(group(), buffer, root);
-    core_->call(make_broadcast_fingerprint(buffer, root), context,
-                [&](const NcclTransfer& to, auto) { to.broadcast(buffer, root); });
+    return begin(make_broadcast_fingerprint(buffer, root), context,
+                 [buffer, root](const NcclTransfer& to, auto) { to.broadcast(buffer, root); });
   }
 
-  void reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op, double weight,
-                      const CallContext& context) override {
+  std::unique_ptr<Work> reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op,
+                                       double weight, const CallContext& context) override {
     check_reduce_scatter(group(), input, output, op, weight);
     const Fingerprint what =
         make_reduce_fingerprint(Operation::kReduceScatter, output.dtype, output.count, op, weight);
-    core_->call(what, context, [&](const NcclTransfer& to, auto calls) {
+    return begin(what, context, [input, output, op](const NcclTransfer& to, auto calls) {
       to.reduce_scatter(input, output, op, mean_factors(calls));
     });
   }
 
-  void all_gather(const ConstBuffer& input, const Buffer& output,
-                  const CallContext& context) override {
+  std::unique_ptr<Work> all_gather(const ConstBuffer& input, const Buffer& output,
+                                   const CallContext& context) override {
     check_all_gather(group(), input, output);
-    core_->call(make_fingerprint(Operation::kAllGather, input.dtype, input.count), context,
-                [&](const NcclTransfer& to, auto) { to.all_gather(input, output); });
+    return begin(make_fingerprint(Operation::kAllGather, input.dtype, input.count), context,
+                 [input, output](const NcclTransfer& to, auto) { to.all_gather(input, output); });
   }
 
   void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) override {
@@ -121,6 +121,11 @@ class NcclBackend final : public Backend {
   void abort(const AbortRecord& record) noexcept override { core_->session().abort(record); }
 
  private:
+  std::unique_ptr<Work> begin(const Fingerprint& what, const CallContext& context,
+                              NcclCore::Body body) {
+    return std::make_unique<NcclWork>(core_, core_->begin(what, context, std::move(body)));
+  }
+
   std::shared_ptr<NcclCore> core_;
 };
 

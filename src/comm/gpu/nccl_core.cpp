@@ -31,7 +31,7 @@ NcclPeers::NcclPeers(Backend& host, int64_t deadline_ns) : group_(host.group()) 
   std::vector<ProcessHome> homes(static_cast<size_t>(host.size()));
   const auto bytes = static_cast<int64_t>(sizeof own);
   host.all_gather({&own, bytes, Dtype::kU8}, {homes.data(), bytes * host.size(), Dtype::kU8},
-                  {.deadline_ns = deadline_ns, .label = "processes of the ranks"});
+                  {.deadline_ns = deadline_ns, .label = "processes of the ranks"})->wait();
   for (int group_rank = 0; group_rank < host.size(); ++group_rank) {
     const ProcessHome& theirs = homes[static_cast<size_t>(group_rank)];
     if (!own.numbers_as(theirs) || theirs.pid == own.pid) continue;
@@ -255,7 +255,7 @@ Ids agree_on_ids(GpuControl& control, int64_t deadline_ns) {
     check_nccl(ncclGetUniqueId(&ids.messages), nullptr, "ncclGetUniqueId");
   }
   control.channel(kSenders).broadcast({&ids, sizeof ids, Dtype::kU8}, 0,
-                                      {.deadline_ns = deadline_ns, .label = "NCCL's id"});
+                                      {.deadline_ns = deadline_ns, .label = "NCCL's id"})->wait();
   return ids;
 }
 

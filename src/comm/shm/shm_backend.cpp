@@ -157,29 +157,25 @@ class ShmBackend final : public Backend {
   std::unique_ptr<Work> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
                                    const CallContext& context) override {
     check_reduce(buffer, op, weight);
-    auto work = std::make_unique<ShmAllReduce>(*engine_, buffer, op, weight, context);
-    ShmEngine::begin(engine_, *work);
-    return work;
+    return begin<ShmAllReduce>(buffer, op, weight, context);
   }
 
-  void broadcast(const Buffer& buffer, int root, const CallContext& context) override {
+  std::unique_ptr<Work> broadcast(const Buffer& buffer, int root,
+                                  const CallContext& context) override {
     check_broadcast(group(), buffer, root);
-    ShmBroadcast task(*engine_, buffer, root, context);
-    engine_->run(task);
+    return begin<ShmBroadcast>(buffer, root, context);
   }
 
-  void reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op, double weight,
-                      const CallContext& context) override {
+  std::unique_ptr<Work> reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op,
+                                       double weight, const CallContext& context) override {
     check_reduce_scatter(group(), input, output, op, weight);
-    ShmReduceScatter task(*engine_, input, output, op, weight, context);
-    engine_->run(task);
+    return begin<ShmReduceScatter>(input, output, op, weight, context);
   }
 
-  void all_gather(const ConstBuffer& input, const Buffer& output,
-                  const CallContext& context) override {
+  std::unique_ptr<Work> all_gather(const ConstBuffer& input, const Buffer& output,
+                                   const CallContext& context) override {
     check_all_gather(group(), input, output);
-    ShmAllGather task(*engine_, input, output, context);
-    engine_->run(task);
+    return begin<ShmAllGather>(input, output, context);
   }
 
   void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) override {
@@ -218,15 +214,34 @@ class ShmBackend final : public Backend {
   }
 
   std::shared_ptr<RegisteredMemory> allocate(int64_t bytes, const CallContext& context) override {
-    check_allocate(bytes);
-    ShmAllocate task(*engine_, bytes, context);
-    engine_->run(task);
-    return task.memory();
+    return allocate(bytes, ShmAllocate::Kind::kOnePerRank, context);
+  }
+
+  bool can_share() const override { return true; }
+
+  std::shared_ptr<RegisteredMemory> allocate_shared(int64_t bytes,
+                                                    const CallContext& context) override {
+    return allocate(bytes, ShmAllocate::Kind::kOneForAll, context);
   }
 
   void abort(const AbortRecord& record) noexcept override { engine_->abort(record); }
 
  private:
+  std::shared_ptr<RegisteredMemory> allocate(int64_t bytes, ShmAllocate::Kind kind,
+                                             const CallContext& context) {
+    check_allocate(bytes);
+    ShmAllocate task(*engine_, bytes, kind, context);
+    engine_->run(task);
+    return task.memory();
+  }
+
+  template <class Collective, class... Arguments>
+  std::unique_ptr<Work> begin(const Arguments&... arguments) {
+    auto work = std::make_unique<Collective>(*engine_, arguments...);
+    ShmEngine::begin(engine_, *work);
+    return work;
+  }
+
   std::shared_ptr<ShmEngine> engine_;
   SelfMessages own_messages_;
 };

@@ -87,16 +87,20 @@ bool LeaderBroadcast::look_for_message() {
   return true;
 }
 
-ShmAllocate::ShmAllocate(ShmEngine& engine, int64_t bytes, const CallContext& context)
-    : LeaderBroadcast(engine, make_fingerprint(Operation::kAllocate, Dtype::kU8, bytes), context,
-                      MessageKind::kSegment),
+ShmAllocate::ShmAllocate(ShmEngine& engine, int64_t bytes, Kind kind, const CallContext& context)
+    : LeaderBroadcast(engine,
+                      make_fingerprint(kind == Kind::kOneForAll ? Operation::kAllocateShared
+                                                                : Operation::kAllocate,
+                                       Dtype::kU8, bytes),
+                      context, MessageKind::kSegment),
       bytes_(bytes),
-      part_bytes_(round_up(std::max<int64_t>(bytes, 1), page_bytes())) {}
+      part_bytes_(round_up(std::max<int64_t>(bytes, 1), page_bytes())),
+      parts_(kind == Kind::kOneForAll ? 1 : engine.size()) {}
 
 std::vector<std::vector<OwnedDescriptor>> ShmAllocate::make() {
   const OwnedDescriptor file = make_memory_file(
-      "lockstep-segment", engine_.size() * part_bytes_ + page_bytes());  // a page for the count
-  reserve_memory(file->get(), engine_.size() * part_bytes_, page_bytes(), "shared memory");
+      "lockstep-segment", parts_ * part_bytes_ + page_bytes());  // a page for the count
+  reserve_memory(file->get(), parts_ * part_bytes_, page_bytes(), "shared memory");
   std::vector<std::vector<OwnedDescriptor>> messages(static_cast<size_t>(engine_.size()));
   for (auto& message : messages) {
     message.push_back(std::make_unique<Descriptor>(::fcntl(file->get(), F_DUPFD_CLOEXEC, 0)));
@@ -108,11 +112,11 @@ void ShmAllocate::receive(std::vector<OwnedDescriptor> descriptors) {
   ShmEngine::Segment segment;
   segment.number = call.sequence;
   segment.mapping = engine_.membership().pool->map(std::move(descriptors.at(0)));
-  segment.data_bytes = engine_.size() * part_bytes_;
+  segment.data_bytes = parts_ * part_bytes_;
   segment.dropped =
       reinterpret_cast<std::atomic<int32_t>*>(segment.mapping->data() + segment.data_bytes);
-  const int64_t offset = engine_.rank() * part_bytes_;
-  reserve_memory(segment.mapping->file(), offset, part_bytes_, "shared memory");
+  const int64_t offset = parts_ == 1 ? 0 : engine_.rank() * part_bytes_;
+  reserve_own(*segment.mapping);
   engine_.add_segment(segment);
   mapping_ = segment.mapping;
   memory_ = std::make_shared<ShmMemory>(engine_.control(), segment.mapping, *segment.dropped,
@@ -122,10 +126,19 @@ void ShmAllocate::receive(std::vector<OwnedDescriptor> descriptors) {
   control.announce(control.rank(engine_.rank()).consumed, chunk_ + 1);
 }
 
+// Of what all ranks have in common, each rank reserves its share of the pages: on a machine with
+// several memory nodes, they then lie on all of them.
+void ShmAllocate::reserve_own(const Mapping& mapping) const {
+  const int64_t pages = parts_ * part_bytes_ / page_bytes();
+  const int64_t begin = engine_.rank() * pages / engine_.size() * page_bytes();
+  const int64_t end = (engine_.rank() + 1) * pages / engine_.size() * page_bytes();
+  reserve_memory(mapping.file(), begin, end - begin, "shared memory");
+}
+
 // Memory is there only when every rank has reserved its part.
 bool ShmAllocate::settle() {
   if (!engine_.all_reached(&RankControl::consumed, chunk_ + 1)) return false;
-  mapping_->populate(0, engine_.size() * part_bytes_);
+  mapping_->populate(0, parts_ * part_bytes_);
   return true;
 }
 

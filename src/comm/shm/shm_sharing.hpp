@@ -38,10 +38,13 @@ class LeaderBroadcast : public ShmCollective {
   bool received_ = false;
 };
 
-/// Memory that all ranks map; each rank's part follows the one before.
+/// Memory that all ranks map: a part for each rank, which follows the one before, or one part that
+/// is everybody's.
 class ShmAllocate final : public LeaderBroadcast {
  public:
-  ShmAllocate(ShmEngine& engine, int64_t bytes, const CallContext& context);
+  enum class Kind { kOnePerRank, kOneForAll };
+
+  ShmAllocate(ShmEngine& engine, int64_t bytes, Kind kind, const CallContext& context);
 
   std::shared_ptr<RegisteredMemory> memory() const { return memory_; }
 
@@ -52,8 +55,11 @@ class ShmAllocate final : public LeaderBroadcast {
   std::vector<int> awaited_to_settle() const override;
 
  private:
+  void reserve_own(const Mapping& mapping) const;
+
   int64_t bytes_;
   int64_t part_bytes_;
+  int64_t parts_;
   int64_t chunk_ = 0;
   std::shared_ptr<Mapping> mapping_;
   std::shared_ptr<RegisteredMemory> memory_;

@@ -401,7 +401,11 @@ LockstepGlooStatus all_gather(LockstepGlooContext* context, const void* input, s
                               void* output, const LockstepGlooCall* call) {
   return guarded(call->message, [&] {
     gloo::AllgatherOptions options(begin(context, *call));
-    options.setInput(readable(input), bytes);
+    const auto own_block = static_cast<size_t>(context->connections->rank) * bytes;
+    // Without an input, Gloo takes what the output holds already.
+    if (input != static_cast<uint8_t*>(output) + own_block) {
+      options.setInput(readable(input), bytes);
+    }
     options.setOutput(static_cast<uint8_t*>(output),
                       bytes * static_cast<size_t>(context->connections->size));
     options.setTag(call->tag);

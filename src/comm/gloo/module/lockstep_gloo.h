@@ -64,7 +64,7 @@ typedef struct LockstepGlooApi {
                                    const LockstepGlooCall* call);
   LockstepGlooStatus (*broadcast)(LockstepGlooContext* context, void* data, size_t bytes, int root,
                                   const LockstepGlooCall* call);
-  /* output holds a block of `bytes` for each rank. */
+  /* output holds a block of `bytes` for each rank; input may be this rank's. */
   LockstepGlooStatus (*all_gather)(LockstepGlooContext* context, const void* input, size_t bytes,
                                    void* output, const LockstepGlooCall* call);
   /* Both hold a block of `block_bytes` for each rank: block r of the input goes to rank r. */
