@@ -1,13 +1,18 @@
 // For tests/parity/train_parity.py: does what its first argument says with lockstep and writes the
 // results as safetensors. Inputs and weights come from the same kind of file.
 
+#include <pthread.h>
+#include <sched.h>
 #include <torch/script.h>
 #include <torch/torch.h>
 
-#include <cstdio>
+#include <cmath>
+#include <cstdlib>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "lockstep/lockstep.hpp"
@@ -185,6 +190,35 @@ TensorMap script_ranks(const TensorMap& in, const std::string& script) {
   return out;
 }
 
+int64_t cores_of_this_thread() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  pthread_getaffinity_np(pthread_self(), sizeof(cores), &cores);
+  return CPU_COUNT(&cores);
+}
+
+// Each row is the number of cores that the thread which made it may use.
+struct CoresOfThread : torch::data::datasets::BatchDataset<CoresOfThread, std::vector<int64_t>> {
+  std::vector<int64_t> get_batch(torch::ArrayRef<size_t>) override {
+    return {cores_of_this_thread()};
+  }
+  torch::optional<size_t> size() const override { return 1; }
+};
+
+// A loader's worker may use all cores of the job, and the rank only its own.
+int check_cores() {
+  const auto world = lockstep::World::from_env();
+  const lockstep::UseDevice home(world.device());
+  const auto of_job = lockstep::parse_cores(std::getenv("LOCKSTEP_HOST_CORES")).size();
+  const auto of_rank = world.device().plan().cores.size();
+  lockstep::DistributedSampler sampler(1, 1, 0);
+  const auto loader = lockstep::make_data_loader(
+      CoresOfThread(), sampler, torch::data::DataLoaderOptions().batch_size(1).workers(1));
+  bool right = cores_of_this_thread() == static_cast<int64_t>(of_rank);
+  for (auto& batch : *loader) right = right && batch[0] == static_cast<int64_t>(of_job);
+  return right ? 0 : 1;
+}
+
 void metrics(const std::string& folder) {
   {
     lockstep::MetricsLog log(folder, {.resumed_after = 0});
@@ -200,6 +234,7 @@ void metrics(const std::string& folder) {
 int dump(int argc, char** argv) {
   const std::vector<std::string> arguments(argv + 1, argv + argc);
   const std::string& what = arguments.at(0);
+  if (what == "cores") return check_cores();
   if (what == "metrics") {
     metrics(arguments.at(1));
     return 0;
