@@ -106,8 +106,10 @@ class Stress {
     float* data = buffer_of(own, count * size(), registered);
     for (int64_t i = 0; i < count * size(); ++i) data[i] = value(rank(), i, step);
     std::vector<float> result(static_cast<size_t>(count));
-    backend_.reduce_scatter({data, count * size()}, {result.data(), count}, ReduceOp::kMax, 1,
-                            within(20))->wait();
+    backend_
+        .reduce_scatter({data, count * size()}, {result.data(), count}, ReduceOp::kMax, 1,
+                        within(20))
+        ->wait();
     if (registered) data[0] = -1;  // nobody may read it any more
     for (int64_t i = 0; i < count; ++i) {
       float most = 0;
@@ -141,9 +143,9 @@ class Stress {
     std::vector<float> out(static_cast<size_t>(count));
     std::vector<float> in(static_cast<size_t>(count));
     for (int64_t i = 0; i < count; ++i) out[static_cast<size_t>(i)] = value(rank(), i, step);
-    if (rank() > 0) backend_.recv({in.data(), count}, left, step, within(20));
-    backend_.send({out.data(), count}, right, step, within(20));
-    if (rank() == 0) backend_.recv({in.data(), count}, left, step, within(20));
+    if (rank() > 0) backend_.recv({in.data(), count}, left, step, within(20))->wait();
+    backend_.send({out.data(), count}, right, step, within(20))->wait();
+    if (rank() == 0) backend_.recv({in.data(), count}, left, step, within(20))->wait();
     for (int64_t i = 0; i < count; ++i) {
       if (in[static_cast<size_t>(i)] != value(left, i, step)) return "recv at " + std::to_string(i);
     }
