@@ -14,9 +14,12 @@
 #include "lockstep/communicator.hpp"
 #include "lockstep/device.hpp"
 #include "lockstep/distributed_sampler.hpp"
+#include "lockstep/fully_sharded_data_parallel.hpp"
 #include "lockstep/grad_scaler.hpp"
+#include "lockstep/lr_schedule.hpp"
 #include "lockstep/master_weights.hpp"
 #include "lockstep/pipeline.hpp"
+#include "lockstep/weight_average.hpp"
 
 namespace lockstep {
 
@@ -71,6 +74,14 @@ class Checkpoint {
   /// The stages of this process, and the pipeline's random numbers.
   Checkpoint& add(const std::string& name, Pipeline& pipeline);
 
+  /// The shards of this rank and the buffers, under the module's names. Other numbers of ranks,
+  /// other stages and programs without sharding can load what was saved, and the reverse.
+  Checkpoint& add(const std::string& name, ShardedModel& model);
+  template <class Module>
+  Checkpoint& add(const std::string& name, FullyShardedDataParallel<Module>& fsdp) {
+    return add(name, fsdp.sharded());
+  }
+
   /// State and options (learning rates) of an optimizer; its parameters are named by the module.
   /// SGD, Adam, AdamW, Adagrad and RMSprop, of lockstep or torch::optim.
   Checkpoint& add(const std::string& name, torch::optim::Optimizer& optimizer,
@@ -78,15 +89,35 @@ class Checkpoint {
   Checkpoint& add(const std::string& name, torch::optim::Optimizer& optimizer,
                   const Pipeline& pipeline);
 
+  Checkpoint& add(const std::string& name, torch::optim::Optimizer& optimizer,
+                  const ShardedModel& model);
+  template <class Module>
+  Checkpoint& add(const std::string& name, torch::optim::Optimizer& optimizer,
+                  const FullyShardedDataParallel<Module>& fsdp) {
+    return add(name, optimizer, fsdp.sharded());
+  }
+
   Checkpoint& add(const std::string& name, GradScaler& scaler);
   Checkpoint& add(const std::string& name, const MasterWeights& masters,
                   const torch::nn::Module& module);
+  Checkpoint& add(const std::string& name, const MasterWeights& masters, const ShardedModel& model);
+  template <class Module>
+  Checkpoint& add(const std::string& name, const MasterWeights& masters,
+                  const FullyShardedDataParallel<Module>& fsdp) {
+    return add(name, masters, fsdp.sharded());
+  }
+
+  /// How many updates it has seen, and the groups' base rates.
+  Checkpoint& add(const std::string& name, LrScheduler& scheduler);
+
+  /// The averages, under the names of what they are of, and how many updates they have seen.
+  Checkpoint& add(const std::string& name, WeightAverage& average);
 
   /// How many steps it has done. Rates are the optimizer's. A scheduler with more state of its own
   /// needs the functions below.
   Checkpoint& add(const std::string& name, torch::optim::LRScheduler& scheduler);
 
-  /// Epoch and position: the rows that next() will give.
+  /// Epoch and position: the rows that next_batch(), or the next loop over a loader, will give.
   Checkpoint& add(const std::string& name, DistributedSampler& sampler);
 
   /// The program's own values. If ranks have different ones, each gets its own back; with another

@@ -60,6 +60,10 @@ class Device : public std::enable_shared_from_this<Device> {
   void reset_peak_memory();
   int64_t capacity_bytes() const;  ///< of the hardware underneath
 
+  /// Gives this CPU device a memory of so many bytes: an allocation beyond it is an Error that says
+  /// what is needed and what there is. 0: no limit.
+  void set_memory_limit(int64_t bytes);
+
   /// Time for which this device has computed. On the CPU, it is the processor time of the threads
   /// that lead its work. On a GPU, it is the time in which its stream had unfinished work, sampled
   /// every half millisecond.

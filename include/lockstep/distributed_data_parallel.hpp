@@ -15,7 +15,8 @@
 namespace lockstep {
 
 class Trace;
-class NoSync;
+template <class Module>
+class FullyShardedDataParallel;
 
 /// How join() treats ranks that have run out of data.
 struct JoinOptions {
@@ -26,14 +27,24 @@ struct JoinOptions {
   bool throw_on_early_termination = false;
 };
 
+/// What NoSync works for: a wrapper that averages gradients, unless it is told to accumulate them.
+class Accumulating {
+ public:
+  virtual ~Accumulating() = default;
+  Accumulating() = default;
+  Accumulating(const Accumulating&) = delete;
+  Accumulating& operator=(const Accumulating&) = delete;
+
+  virtual void enter_no_sync() = 0;
+  virtual void leave_no_sync() = 0;
+};
+
 /// The untyped part of DistributedDataParallel: see docs/parallel.md.
-class GradientSync {
+class GradientSync final : public Accumulating {
  public:
   GradientSync(std::shared_ptr<torch::nn::Module> module, const Communicator& comm,
                const DdpOptions& options);
-  ~GradientSync();
-  GradientSync(const GradientSync&) = delete;
-  GradientSync& operator=(const GradientSync&) = delete;
+  ~GradientSync() override;
 
   void before_forward();
   void after_forward(const std::vector<torch::Tensor>& outputs);
@@ -46,8 +57,10 @@ class GradientSync {
   void record_to(Trace* trace, int rank, int row);
   const Communicator& comm() const;
 
+  void enter_no_sync() override;
+  void leave_no_sync() override;
+
  private:
-  friend class NoSync;
   struct State;
   std::unique_ptr<State> state_;
 };
@@ -134,15 +147,17 @@ DistributedDataParallel(const torch::nn::ModuleHolder<Module>&, const Communicat
 /// may be updated only after an average.
 class NoSync {
  public:
-  explicit NoSync(GradientSync& sync);
+  explicit NoSync(Accumulating& wrapper) : wrapper_(wrapper) { wrapper_.enter_no_sync(); }
   template <class Module>
   explicit NoSync(DistributedDataParallel<Module>& ddp) : NoSync(ddp.sync()) {}
-  ~NoSync();
+  template <class Module>
+  explicit NoSync(FullyShardedDataParallel<Module>& fsdp) : NoSync(fsdp.sharded()) {}
+  ~NoSync() { wrapper_.leave_no_sync(); }
   NoSync(const NoSync&) = delete;
   NoSync& operator=(const NoSync&) = delete;
 
  private:
-  GradientSync& sync_;
+  Accumulating& wrapper_;
 };
 
 /// Runs `loop` on ranks that have different numbers of steps. A rank whose loop has ended takes

@@ -51,6 +51,11 @@ class MasterWeights {
 
   int64_t bytes() const;  ///< of the float32 weights
 
+  /// From now on holds `shard`, with this float32 weight, instead of `parameter`: for wrappers that
+  /// divide a parameter over ranks and keep one part of it.
+  void replace(const torch::Tensor& parameter, const torch::Tensor& shard,
+               const torch::Tensor& master) const;
+
   /// Puts the float32 weights back into the module, to save it or to go on in float32. Afterwards
   /// make a new optimizer.
   void restore(torch::nn::Module& module) const;

@@ -34,6 +34,16 @@ class MemoryAccount {
             peak_bytes_.load(std::memory_order_relaxed)};
   }
 
+  /// Sets the most bytes that may be live; 0: no limit.
+  void set_limit(int64_t bytes) noexcept { limit_bytes_.store(bytes, std::memory_order_relaxed); }
+  int64_t limit() const noexcept { return limit_bytes_.load(std::memory_order_relaxed); }
+
+  /// Throws kOutOfMemory, which names need and have, if so many more bytes would exceed the limit.
+  void require(int64_t bytes) const {
+    const int64_t limit_bytes = limit();
+    if (limit_bytes > 0 && usage().live_bytes + bytes > limit_bytes) refuse(bytes);
+  }
+
   /// Starts a new phase: sets the peak to the bytes that are live now.
   void reset_peak() noexcept {
     peak_bytes_.store(live_bytes_.load(std::memory_order_relaxed), std::memory_order_relaxed);
@@ -41,8 +51,11 @@ class MemoryAccount {
   }
 
  private:
+  [[noreturn]] void refuse(int64_t bytes) const;
+
   std::atomic<int64_t> live_bytes_{0};
   std::atomic<int64_t> peak_bytes_{0};
+  std::atomic<int64_t> limit_bytes_{0};
 };
 
 /// Makes an account that lives as long as the process, because a tensor may outlive its device.

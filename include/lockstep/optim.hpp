@@ -48,6 +48,14 @@ struct ScaledGradients {
   torch::Tensor found_inf = {};
 };
 
+/// Scales gradients down to `max_norm` if their norm is larger, as
+/// torch::nn::utils::clip_grad_norm_ does, where that norm is the whole model's: each weight counts
+/// once, whether it is whole here, a shard of FullyShardedDataParallel, a slice of a tensor
+/// parallel layer or in a stage of a Pipeline over ranks. Returns the norm before, a double scalar.
+/// Collective over those ranks and over `model_parallel`.
+torch::Tensor clip_grad_norm_(const std::vector<torch::Tensor>& parameters, double max_norm,
+                              const std::optional<Communicator>& model_parallel = {});
+
 /// An optimizer that unscales, clips and clears gradients while it updates the weights.
 class FusedOptimizer {
  public:

@@ -5,6 +5,8 @@
 #include <map>
 #include <string>
 
+#include "lockstep/fully_sharded_data_parallel.hpp"
+
 namespace lockstep {
 
 using TensorMap = std::map<std::string, torch::Tensor>;
@@ -24,5 +26,12 @@ void load_weights(torch::nn::Module& module, const std::string& path);
 
 /// Writes every parameter and buffer under its name.
 void save_weights(const torch::nn::Module& module, const std::string& path);
+
+/// The same for a sharded model, whose first rank writes. Collective.
+void save_weights(ShardedModel& model, const std::string& path);
+template <class Module>
+void save_weights(FullyShardedDataParallel<Module>& fsdp, const std::string& path) {
+  save_weights(fsdp.sharded(), path);
+}
 
 }  // namespace lockstep

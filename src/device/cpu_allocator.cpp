@@ -84,7 +84,18 @@ void CpuPool::for_each_pool(void (CpuPool::*visit)() noexcept) noexcept {
   for (auto& pool : pools().all) (pool.*visit)();
 }
 
+void MemoryAccount::refuse(int64_t bytes) const {
+  throw Error(
+      Code::kOutOfMemory,
+      fmt::format("{} of memory are needed, and of the logical device's {} only {} are free",
+                  format_bytes(bytes), format_bytes(limit()),
+                  format_bytes(std::max<int64_t>(0, limit() - usage().live_bytes))),
+      "use smaller batches or a smaller model, divide the model with "
+      "FullyShardedDataParallel, or raise Device::set_memory_limit()");
+}
+
 void* CpuPool::take(size_t bytes) {
+  account_.require(static_cast<int64_t>(bytes));
   const bool large = bytes >= kSmallestKept;
   void* base = large ? take_kept(bytes) : nullptr;
   if (base == nullptr) base = allocate_from_system(bytes);

@@ -323,6 +323,7 @@ void Device::post(const char* name, std::shared_ptr<Task> task) {
   require_not_capturing(
       fmt::format("work for {}, which has a thread and a stream of its own,", this->name()),
       "run a step with DataParallel, Pipeline or Device::run without capture");
+  RepeatableScope::require_none(this->name());
   const std::lock_guard lock(state_->submit_mutex);
   const auto under_guards = [name](Device& self, Task& work, const CallerState& caller,
                                    uint64_t seed) {
@@ -365,6 +366,17 @@ MemoryUsage Device::memory() const {
 
 void Device::reset_peak_memory() {
   state_->account.reset_peak();
+}
+
+void Device::set_memory_limit(int64_t bytes) {
+  if (bytes < 0 || state_->stream) {
+    throw Error(Code::kUsage,
+                state_->stream
+                    ? fmt::format("{} is on a GPU, whose memory has no other limit", name())
+                    : fmt::format("{} bytes cannot be a limit of memory", bytes),
+                "set a limit of 0 or more bytes on a CPU device");
+  }
+  state_->account.set_limit(bytes);
 }
 
 int64_t Device::capacity_bytes() const {

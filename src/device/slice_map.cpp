@@ -1,12 +1,20 @@
 #include "device/slice_map.hpp"
 
+#include <fmt/format.h>
+
 #include "device/parameter_map.hpp"
+#include "lockstep/error.hpp"
 
 namespace lockstep {
 namespace {
 
 ParameterMap<Slice>& noted_slices() {
   static ParameterMap<Slice> map;
+  return map;
+}
+
+ParameterMap<bool>& sharded_parameters() {
+  static ParameterMap<bool> map;
   return map;
 }
 
@@ -21,6 +29,26 @@ Slice slice_of(const torch::Tensor& parameter) {
     if (auto slice = noted_slices().get(parameter)) return *std::move(slice);
   }
   return whole_slice(parameter.sizes().vec());
+}
+
+void note_sharded(const torch::Tensor& parameter, bool sharded) {
+  if (sharded) {
+    sharded_parameters().set(parameter, true);
+  } else {
+    sharded_parameters().erase(parameter);
+  }
+}
+
+void require_not_sharded(const torch::nn::Module& module, const char* what, const char* remedy) {
+  if (sharded_parameters().empty()) return;
+  for (const auto& item : module.named_parameters()) {
+    if (!sharded_parameters().get(item.value())) continue;
+    throw Error(Code::kUsage,
+                fmt::format("{} was given a module whose parameter {} is sharded by "
+                            "FullyShardedDataParallel",
+                            what, item.key()),
+                remedy);
+  }
 }
 
 }  // namespace lockstep

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <torch/nn/module.h>
 #include <torch/types.h>
 
 #include "checkpoint/layout.hpp"
@@ -13,5 +14,13 @@ void note_slice(const torch::Tensor& parameter, Slice slice);
 
 /// What was noted; the whole tensor if nothing was.
 Slice slice_of(const torch::Tensor& parameter);
+
+/// Notes that this parameter of a module is divided by FullyShardedDataParallel and not whole now,
+/// or that it is whole again.
+void note_sharded(const torch::Tensor& parameter, bool sharded);
+
+/// Refuses a module with such a parameter, for `what`, which would not see its weights or
+/// gradients.
+void require_not_sharded(const torch::nn::Module& module, const char* what, const char* remedy);
 
 }  // namespace lockstep

@@ -35,7 +35,8 @@ std::vector<int64_t> strides_of(const torch::Tensor& parameter) {
   return torch::empty(parameter.sizes(), torch::kMeta).strides().vec();
 }
 
-// Gives this storage memory of its own with the same values, for those who still hold its tensors.
+}  // namespace
+
 void move_to_own_memory(const torch::Tensor& kept) {
   const torch::NoGradGuard no_grad;
   auto copy = std::make_unique<torch::Tensor>(kept.clone());
@@ -44,8 +45,6 @@ void move_to_own_memory(const torch::Tensor& kept) {
       address, copy.release(), [](void* tensor) { delete static_cast<torch::Tensor*>(tensor); },
       kept.device()));
 }
-
-}  // namespace
 
 GradientBuckets::GradientBuckets(const Communicator& comm,
                                  std::span<const TrainedParameter> parameters,
@@ -132,11 +131,14 @@ torch::Tensor GradientBuckets::view(size_t parameter) const {
       .detach();
 }
 
+bool GradientBuckets::holds(size_t parameter, const torch::Tensor& gradient) const {
+  if (!gradient.defined() || gradient.layout() != torch::kStrided) return false;
+  return gradient.data_ptr() == locations_[parameter].memory.data_ptr() &&
+         gradient.strides() == torch::IntArrayRef(strides_[parameter]);
+}
+
 bool GradientBuckets::holds_grad(size_t parameter) const {
-  const torch::Tensor& grad = parameters_[parameter].tensor.grad();
-  if (!grad.defined() || grad.layout() != torch::kStrided) return false;
-  return grad.data_ptr() == locations_[parameter].memory.data_ptr() &&
-         grad.strides() == torch::IntArrayRef(strides_[parameter]);
+  return holds(parameter, parameters_[parameter].tensor.grad());
 }
 
 void GradientBuckets::adopt_grad(size_t parameter) {

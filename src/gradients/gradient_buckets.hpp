@@ -14,6 +14,10 @@
 
 namespace lockstep {
 
+/// Gives this tensor's storage memory of its own with the same values, for those who still hold
+/// tensors of it. The storage must hold this tensor's elements only.
+void move_to_own_memory(const torch::Tensor& kept);
+
 /// The memory of all gradients: allocated once, where peers can reach it, and divided into buckets
 /// by a plan. A parameter's grad is a view of its bucket, so there is no second copy.
 ///
@@ -48,7 +52,10 @@ class GradientBuckets {
   /// Claims the memory of all parameters. A grad that was a view of it becomes a copy.
   void claim_all();
 
-  /// Whether the parameter's grad is a view of its bucket.
+  /// Whether this gradient is a view of the parameter's part of its bucket.
+  bool holds(size_t parameter, const torch::Tensor& gradient) const;
+
+  /// Whether the parameter's grad is.
   bool holds_grad(size_t parameter) const;
 
   /// Copies a grad from elsewhere into its bucket and makes the view the parameter's grad.

@@ -12,13 +12,14 @@
 #include "base/fault.hpp"
 #include "device/capture.hpp"
 #include "device/parameter_map.hpp"
+#include "gradients/model_sync.hpp"
 #include "lockstep/clock.hpp"
 
 namespace lockstep {
 namespace {
 
 // A single rank has nothing to average, unless the user's hook does something else with gradients.
-bool averages(const Communicator& comm, const DdpOptions& options) {
+bool has_work(const Communicator& comm, const DdpOptions& options) {
   return comm.size() > 1 || options.hook;
 }
 
@@ -28,14 +29,12 @@ void inject_faults(const Communicator& comm, const torch::Tensor& gradients) {
   if (faults.take(FaultKind::kNan)) {
     gradients.view(-1).narrow(0, 0, 1).fill_(std::numeric_limits<double>::quiet_NaN());
   }
-  if (faults.take(FaultKind::kMismatch)) {
-    comm.all_reduce(torch::zeros({1}), ReduceOp::kSum, {.label = "injected mismatch"});
-  }
+  if (faults.take(FaultKind::kMismatch)) call_mismatch(comm);
 }
 
 // If the parameters in use change from step to step, so does the order in which they are ready.
 bool learns_order(const Communicator& comm, const DdpOptions& options) {
-  return averages(comm, options) && (options.static_graph || !options.find_unused_parameters);
+  return has_work(comm, options) && (options.static_graph || !options.find_unused_parameters);
 }
 
 // How many Reducers average a parameter of this process: see Note [Shared parameters].
@@ -75,7 +74,7 @@ Reducer::Reducer(ParametersByGradient parameters, const Communicator& comm,
       sparse_forms_(forms_of(sparse_parameters_)),
       comm_(comm),
       options_(options),
-      averages_(averages(comm_, options_)),
+      averages_(has_work(comm_, options_)),
       sparse_(sparse_parameters_, comm_),
       window_(all_parameters_),
       streams_(all_parameters_),
@@ -92,8 +91,13 @@ Reducer::Reducer(ParametersByGradient parameters, const Communicator& comm,
   if (averages_ && !parameters_.empty()) {
     buckets_.emplace(comm_, parameters_, order_.expected(),
                      BucketLimits{options_.first_bucket_bytes, options_.bucket_cap_bytes});
+    offer_gradient_memory();
   }
   hooks_.emplace(all_parameters_, *this);
+}
+
+bool Reducer::averages(const torch::Tensor& parameter) {
+  return *owners_of(parameter) > 0;
 }
 
 Reducer::~Reducer() {
@@ -142,6 +146,7 @@ torch::Tensor Reducer::gradient_computed(size_t parameter, const torch::Tensor& 
   // A first gradient is written straight into its bucket, and autograd adopts the view; a further
   // one is added to it.
   if (target.tensor.grad().defined() || is_shared(parameter)) return gradient;
+  if (buckets_->holds(parameter, gradient)) return gradient;  // see offer_gradient_memory()
   torch::Tensor in_bucket = buckets_->claim(parameter);
   in_bucket.copy_(gradient);
   return in_bucket;
@@ -184,6 +189,17 @@ void Reducer::sparse_gradient_accumulated() {
 bool Reducer::concerns(size_t parameter) const {
   if (phase_ == Phase::kBackward || !is_shared(parameter)) return true;
   return end_is_queued_ || (phase_ == Phase::kForwarded && !outputs_watched_);
+}
+
+// Lets layers compute a first gradient in its bucket, so that nothing is copied.
+void Reducer::offer_gradient_memory() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    claims_.push_back(std::make_shared<const ClaimGradientMemory>([this, i] {
+      const bool is_first = !parameters_[i].tensor.grad().defined() && !is_shared(i);
+      return is_first ? buckets_->claim(i) : torch::Tensor();
+    }));
+    note_gradient_memory(parameters_[i].tensor, claims_.back());
+  }
 }
 
 void Reducer::put_into_bucket(size_t parameter) {

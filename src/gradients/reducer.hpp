@@ -9,6 +9,7 @@
 
 #include "buckets/bucket_order.hpp"
 #include "buckets/ready_tracker.hpp"
+#include "device/gradient_memory.hpp"
 #include "gradients/gradient_buckets.hpp"
 #include "gradients/gradient_hooks.hpp"
 #include "gradients/in_flight_buckets.hpp"
@@ -51,6 +52,9 @@ class Capture;
 /// has ended, and are averaged then. Hooks number them after the dense ones.
 class Reducer final : public GradientListener {
  public:
+  /// Whether a Reducer of this process averages this parameter's gradients.
+  static bool averages(const torch::Tensor& parameter);
+
   Reducer(ParametersByGradient parameters, const Communicator& comm, const DdpOptions& options);
   ~Reducer() override;
 
@@ -122,6 +126,7 @@ class Reducer final : public GradientListener {
   void sparse_gradient_accumulated();
   bool is_shared(size_t parameter) const { return *owners_[parameter] > 1; }
   bool concerns(size_t parameter) const;
+  void offer_gradient_memory();
   void put_into_bucket(size_t parameter);
   void copy_back_shared();
 
@@ -162,6 +167,7 @@ class Reducer final : public GradientListener {
   const DdpOptions options_;
   const bool averages_;
   std::optional<GradientBuckets> buckets_;  // none if this Reducer is passive
+  std::vector<std::shared_ptr<const ClaimGradientMemory>> claims_;  // [parameter] or empty
   SparseGradients sparse_;
 
   Phase phase_ = Phase::kIdle;

@@ -225,6 +225,35 @@ ScaledGradients StepItems::with_squares(const ScaledGradients& scaled, const Par
   return known;
 }
 
+torch::Tensor clip_grad_norm_(const std::vector<torch::Tensor>& parameters, double max_norm,
+                              const std::optional<Communicator>& model_parallel) {
+  check_extras({.max_norm = max_norm});
+  const torch::NoGradGuard no_grad;
+  const ParamGroups groups = {torch::optim::OptimizerParamGroup(parameters)};
+  const ModelParallelGroup model(groups, model_parallel);
+  std::vector<std::vector<torch::Tensor>> gradients(model.parts());  // [part]
+  std::unordered_map<const c10::TensorImpl*, bool> seen;
+  for (const torch::Tensor& parameter : parameters) {
+    const torch::Tensor& gradient = parameter.grad();
+    if (!gradient.defined() || !seen.emplace(parameter.unsafeGetTensorImpl(), true).second)
+      continue;
+    gradients[model.part_of(parameter)].push_back(gradient.is_sparse() ? gradient._values()
+                                                                       : gradient);
+  }
+  const torch::Device home =
+      parameters.empty() ? torch::Device(torch::kCPU) : parameters[0].device();
+  std::vector<torch::Tensor> parts;
+  for (const auto& part : gradients) parts.push_back(squares_of(part, home));
+  const torch::Tensor norm = (model.alone() ? parts[0] : model.sum(std::move(parts))).sqrt();
+  const torch::Tensor factor = (max_norm / (norm + kNormEpsilon)).clamp_max(1);
+  for (const auto& part : gradients) {
+    for (const torch::Tensor& gradient : part) {
+      gradient.mul_(factor.to(gradient.device(), gradient.scalar_type()));
+    }
+  }
+  return norm;
+}
+
 torch::Tensor gradient_norm(const ScaledGradients& scaled, const StepExtras& extras) {
   if (!extras.max_norm) return {};
   return torch::full({}, std::sqrt(scaled.sum_of_squares.item<double>()) * scaled.inverse_scale,

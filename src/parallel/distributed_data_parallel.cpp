@@ -10,6 +10,7 @@
 
 #include "base/process.hpp"
 #include "device/capture.hpp"
+#include "device/slice_map.hpp"
 #include "gradients/model_sync.hpp"
 #include "gradients/reducer.hpp"
 #include "lockstep/error.hpp"
@@ -92,6 +93,8 @@ class GradientSync::State::Join {
 GradientSync::State::State(std::shared_ptr<torch::nn::Module> trained, const Communicator& ranks,
                            const DdpOptions& chosen)
     : module(std::move(trained)), comm(ranks), options(chosen) {
+  require_not_sharded(*module, "DistributedDataParallel",
+                      "wrap a module once: FullyShardedDataParallel averages gradients itself");
   require_same_model(comm, model_tensors(*module));
   broadcast_model(comm, *module, 0, "initial model");
   reducer.emplace(by_gradient(*module, trained_parameters(*module)), comm, options);
@@ -316,14 +319,14 @@ const Communicator& GradientSync::comm() const {
   return state_->comm;
 }
 
-NoSync::NoSync(GradientSync& sync) : sync_(sync) {
-  sync_.state_->no_sync_depth += 1;
-  sync_.state_->reducer->set_synchronise(false);
+void GradientSync::enter_no_sync() {
+  state_->no_sync_depth += 1;
+  state_->reducer->set_synchronise(false);
 }
 
-NoSync::~NoSync() {
-  sync_.state_->no_sync_depth -= 1;
-  sync_.state_->reducer->set_synchronise(sync_.state_->no_sync_depth == 0);
+void GradientSync::leave_no_sync() {
+  state_->no_sync_depth -= 1;
+  state_->reducer->set_synchronise(state_->no_sync_depth == 0);
 }
 
 }  // namespace lockstep

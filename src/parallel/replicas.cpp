@@ -5,6 +5,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "device/slice_map.hpp"
 #include "device/streams.hpp"
 
 namespace lockstep {
@@ -117,6 +118,8 @@ int64_t bytes_of(const std::vector<torch::Tensor>& tensors) {
 Replicas::Replicas(std::shared_ptr<torch::nn::Module> module, const Devices& devices,
                    const ReplicaGroup::MakeReplica& make_replica)
     : devices_(devices) {
+  require_not_sharded(*module, "DataParallel",
+                      "divide a model over ranks, one for each device, and leave DataParallel out");
   replicas_.push_back(describe(std::move(module)));
   require_home();
   std::unordered_map<const c10::TensorImpl*, size_t> first_name;

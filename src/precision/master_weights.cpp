@@ -177,6 +177,15 @@ int64_t MasterWeights::bytes() const {
   return bytes;
 }
 
+void MasterWeights::replace(const torch::Tensor& parameter, const torch::Tensor& shard,
+                            const torch::Tensor& master) const {
+  state_->held.erase(parameter.unsafeGetTensorImpl());
+  State::holders().erase(parameter);
+  state_->held.emplace(shard.unsafeGetTensorImpl(), State::Held{shard, master})
+      .first->second.note_rounded();
+  State::holders().set(shard, state_);
+}
+
 void MasterWeights::restore(torch::nn::Module& module) const {
   require_not_capturing("MasterWeights::restore()", "restore after the step");
   const torch::NoGradGuard no_grad;

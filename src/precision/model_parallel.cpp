@@ -15,15 +15,35 @@ Axes& tensor_shards() {
   return map;
 }
 
+// A part of a parameter that is divided over data-parallel ranks.
+struct DataShard {
+  c10::weak_intrusive_ptr<c10::TensorImpl> parameter;
+  std::weak_ptr<const Communicator> axis;
+};
+
+ParameterMap<DataShard>& data_shards() {
+  static ParameterMap<DataShard> map;
+  return map;
+}
+
 Axes& pipeline_stages() {
   static Axes map;
   return map;
 }
 
+ParameterMap<bool>& noted_copies() {
+  static ParameterMap<bool> map;
+  return map;
+}
+
+std::shared_ptr<const Communicator> usable(const std::weak_ptr<const Communicator>& noted) {
+  auto axis = noted.lock();
+  return axis != nullptr && axis->size() > 1 ? axis : nullptr;
+}
+
 std::shared_ptr<const Communicator> axis_in(const Axes& map, const torch::Tensor& parameter) {
   const auto found = map.get(parameter);
-  auto axis = found ? found->lock() : nullptr;
-  return axis != nullptr && axis->size() > 1 ? axis : nullptr;
+  return found ? usable(*found) : nullptr;
 }
 
 void add_up(const Communicator& comm, const torch::Tensor& scalar) {
@@ -37,22 +57,42 @@ void note_tensor_shard(const torch::Tensor& parameter,
   tensor_shards().set(parameter, axis);
 }
 
+void note_data_shard(const torch::Tensor& shard, const torch::Tensor& parameter,
+                     const std::shared_ptr<const Communicator>& axis) {
+  data_shards().set(
+      shard,
+      DataShard{c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr()), axis});
+}
+
 void note_pipeline_stage(const torch::Tensor& parameter,
                          const std::shared_ptr<const Communicator>& axis) {
   pipeline_stages().set(parameter, axis);
 }
 
+void note_copy(const torch::Tensor& parameter) {
+  noted_copies().set(parameter, true);
+}
+
 ModelParallelGroup::ModelParallelGroup(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                        const std::optional<Communicator>& others) {
   if (others && others->size() > 1) others_ = others;
-  if (tensor_shards().empty() && pipeline_stages().empty()) return;
+  if (tensor_shards().empty() && data_shards().empty() && pipeline_stages().empty()) return;
   for (const auto& group : groups) {
     for (const torch::Tensor& parameter : group.params()) {
-      if (const auto axis = axis_in(tensor_shards(), parameter)) {
-        part_[parameter.unsafeGetTensorImpl()] = find_axis(*axis);
+      std::vector<size_t> axes;
+      torch::Tensor whole = parameter;
+      if (const auto shard = data_shards().get(parameter)) {
+        if (const auto axis = usable(shard->axis)) axes.push_back(find_axis(*axis));
+        if (auto divided = shard->parameter.lock()) whole = torch::Tensor(std::move(divided));
+      }
+      if (const auto axis = axis_in(tensor_shards(), whole)) axes.push_back(find_axis(*axis));
+      if (!axes.empty()) part_[parameter.unsafeGetTensorImpl()] = find_part(axes);
+      if (noted_copies().get(whole)) {
+        part_[parameter.unsafeGetTensorImpl()] = kCopies;
+        has_copies_ = true;
       }
       if (pipeline_) continue;
-      if (const auto axis = axis_in(pipeline_stages(), parameter)) pipeline_ = *axis;
+      if (const auto axis = axis_in(pipeline_stages(), whole)) pipeline_ = *axis;
     }
   }
 }
@@ -61,20 +101,30 @@ ModelParallelGroup::ModelParallelGroup(const std::vector<torch::optim::Optimizer
 size_t ModelParallelGroup::find_axis(const Communicator& axis) {
   const std::vector<int> ranks = axis.world_ranks();
   size_t index = 0;
-  while (index < tensor_axes_.size() && tensor_axes_[index].ranks != ranks) ++index;
-  if (index == tensor_axes_.size()) tensor_axes_.push_back({ranks, axis});
-  return index + 1;
+  while (index < axes_.size() && axes_[index].ranks != ranks) ++index;
+  if (index == axes_.size()) axes_.push_back({ranks, axis});
+  return index;
+}
+
+size_t ModelParallelGroup::find_part(const std::vector<size_t>& axes) {
+  const auto found = std::find(parts_.begin(), parts_.end(), axes);
+  if (found != parts_.end()) return static_cast<size_t>(found - parts_.begin());
+  parts_.push_back(axes);
+  return parts_.size() - 1;
 }
 
 size_t ModelParallelGroup::part_of(const torch::Tensor& parameter) const {
   const auto found = part_.find(parameter.unsafeGetTensorImpl());
-  return found == part_.end() ? 0 : found->second;
+  if (found == part_.end()) return 0;
+  return found->second == kCopies ? parts() - 1 : found->second;
 }
 
 torch::Tensor ModelParallelGroup::sum(std::vector<torch::Tensor> parts) const {
-  for (size_t i = 0; i < tensor_axes_.size(); ++i) add_up(tensor_axes_[i].comm, parts[i + 1]);
   torch::Tensor total = parts[0];
-  for (size_t i = 1; i < parts.size(); ++i) total = total + parts[i];
+  for (size_t i = 1; i < parts_.size(); ++i) {
+    for (const size_t axis : parts_[i]) add_up(axes_[axis].comm, parts[i]);
+    total = total + parts[i];
+  }
   if (pipeline_) {
     total = total.clone();
     add_up(*pipeline_, total);
@@ -103,7 +153,7 @@ torch::Tensor ModelParallelGroup::count_replicas(torch::Device device) const {
 
 std::vector<const Communicator*> ModelParallelGroup::divided_over() const {
   std::vector<const Communicator*> axes;
-  for (const auto& axis : tensor_axes_) axes.push_back(&axis.comm);
+  for (const auto& axis : axes_) axes.push_back(&axis.comm);
   if (pipeline_) axes.push_back(&*pipeline_);
   return axes;
 }

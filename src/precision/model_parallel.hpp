@@ -17,10 +17,20 @@ namespace lockstep {
 void note_tensor_shard(const torch::Tensor& parameter,
                        const std::shared_ptr<const Communicator>& axis);
 
+/// Notes that `shard` is the part of this parameter that this rank updates, and that the other
+/// data-parallel ranks, those of `axis`, have the other parts. What was noted of the parameter, as
+/// that it is a slice along a tensor axis, holds for its shards too. The note ends with the axis.
+void note_data_shard(const torch::Tensor& shard, const torch::Tensor& parameter,
+                     const std::shared_ptr<const Communicator>& axis);
+
 /// Notes that this parameter belongs to a stage of a pipeline, and that the other ranks of `axis`
 /// have the other stages. The note ends with the axis.
 void note_pipeline_stage(const torch::Tensor& parameter,
                          const std::shared_ptr<const Communicator>& axis);
+
+/// Notes that this parameter is a copy of one that another rank of the model has: the norm of the
+/// whole model counts it there.
+void note_copy(const torch::Tensor& parameter);
 
 /// The ranks that hold the other parts of the model that an optimizer updates. They must agree on
 /// what concerns the whole model: the norm of its gradients, and whether a step is skipped. Slices
@@ -33,12 +43,14 @@ class ModelParallelGroup {
                               const std::optional<Communicator>& others = {});
 
   /// Whether this rank has the whole model.
-  bool alone() const { return tensor_axes_.empty() && !pipeline_ && !others_; }
+  bool alone() const { return axes_.empty() && !pipeline_ && !others_; }
 
   /// How many sums of squares this rank must compute: see part_of().
-  size_t parts() const { return 1 + tensor_axes_.size(); }
+  size_t parts() const { return parts_.size() + (has_copies_ ? 1 : 0); }
 
-  /// Which of them the gradient of this parameter belongs to: 0 if the parameter is not a slice.
+  /// Which of them the gradient of this parameter belongs to: 0 if this rank has all of the
+  /// parameter, the last if it is a copy, which sum() leaves out, and otherwise one for all
+  /// parameters that are divided over the same axes.
   size_t part_of(const torch::Tensor& parameter) const;
 
   /// Returns the sum over the whole model. `parts` are this rank's: double scalars on one device.
@@ -48,18 +60,23 @@ class ModelParallelGroup {
   int first_other(bool mine) const;
 
  private:
-  struct TensorAxis {
+  static constexpr size_t kCopies = static_cast<size_t>(-1);  // in part_: the last
+
+  struct Axis {
     std::vector<int> ranks;  // in the world
     Communicator comm;
   };
 
   size_t find_axis(const Communicator& axis);
+  size_t find_part(const std::vector<size_t>& axes);
   torch::Tensor count_replicas(torch::Device device) const;
   std::vector<const Communicator*> divided_over() const;   // the axes that lockstep knows
   std::vector<const Communicator*> communicators() const;  // these, and others_
 
-  std::vector<TensorAxis> tensor_axes_;
-  std::unordered_map<const c10::TensorImpl*, size_t> part_;  // of slices
+  std::vector<Axis> axes_;
+  std::vector<std::vector<size_t>> parts_ = {{}};  // [part]: the axes that it is divided over
+  std::unordered_map<const c10::TensorImpl*, size_t> part_;  // of divided parameters and copies
+  bool has_copies_ = false;
   std::optional<Communicator> pipeline_;
   std::optional<Communicator> others_;
 };

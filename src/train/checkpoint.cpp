@@ -139,6 +139,23 @@ Checkpoint& Checkpoint::add(const std::string& name, Pipeline& pipeline) {
   return *this;
 }
 
+Checkpoint& Checkpoint::add(const std::string& name, ShardedModel& model) {
+  state_->add(name, sharded_part(model));
+  return *this;
+}
+
+Checkpoint& Checkpoint::add(const std::string& name, torch::optim::Optimizer& optimizer,
+                            const ShardedModel& model) {
+  state_->add(name, optimizer_part(name, optimizer, names_of(model)));
+  return *this;
+}
+
+Checkpoint& Checkpoint::add(const std::string& name, const MasterWeights& masters,
+                            const ShardedModel& model) {
+  state_->add(name, masters_part(masters, model));
+  return *this;
+}
+
 Checkpoint& Checkpoint::add(const std::string& name, torch::optim::Optimizer& optimizer,
                             const torch::nn::Module& module) {
   state_->add(name, optimizer_part(name, optimizer, names_of(module)));
@@ -159,6 +176,16 @@ Checkpoint& Checkpoint::add(const std::string& name, GradScaler& scaler) {
 Checkpoint& Checkpoint::add(const std::string& name, const MasterWeights& masters,
                             const torch::nn::Module& module) {
   state_->add(name, masters_part(masters, module));
+  return *this;
+}
+
+Checkpoint& Checkpoint::add(const std::string& name, LrScheduler& scheduler) {
+  state_->add(name, scheduler_part(scheduler));
+  return *this;
+}
+
+Checkpoint& Checkpoint::add(const std::string& name, WeightAverage& average) {
+  state_->add(name, average_part(average));
   return *this;
 }
 

@@ -23,11 +23,25 @@ constexpr const char* kSameModelHelp =
     "resume with the program and the options that saved it, or save to another folder";
 
 std::vector<PartContents::Item> items_of(const torch::nn::Module& module) {
+  require_not_sharded(module, "Checkpoint::add()", "add the FullyShardedDataParallel instead");
   std::vector<PartContents::Item> items;
   for (const auto& item : module.named_parameters()) {
     items.push_back({item.key(), item.value(), slice_of(item.value())});
   }
   for (const auto& item : module.named_buffers()) {
+    items.push_back({item.key(), item.value(), slice_of(item.value())});
+  }
+  return items;
+}
+
+// A shard may be empty: then other ranks have the parameter.
+std::vector<PartContents::Item> items_of(const ShardedModel& model) {
+  std::vector<PartContents::Item> items;
+  for (const auto& item : model.module()->named_parameters()) {
+    const torch::Tensor shard = model.shard_of(item.value());
+    if (shard.numel() > 0) items.push_back({item.key(), shard, slice_of(shard)});
+  }
+  for (const auto& item : model.module()->named_buffers()) {
     items.push_back({item.key(), item.value(), slice_of(item.value())});
   }
   return items;
@@ -75,26 +89,43 @@ class PipelinePart final : public CheckpointPart {
   Pipeline& pipeline_;
 };
 
+class ShardedPart final : public CheckpointPart {
+ public:
+  explicit ShardedPart(ShardedModel& model) : model_(model) {}
+  PartContents contents() override { return {items_of(model_), {}}; }
+  std::function<void()> load(SectionSource& source) override {
+    return [this, load = load_items(source, items_of(model_))] {
+      load();
+      model_.note_changed_shards();
+    };
+  }
+
+ private:
+  ShardedModel& model_;
+};
+
+// Parameters, or shards of them, under their names.
+using NamedParameters = std::vector<std::pair<std::string, torch::Tensor>>;
+
 class MastersPart final : public CheckpointPart {
  public:
-  MastersPart(MasterWeights masters, const torch::nn::Module& module)
-      : masters_(std::move(masters)), module_(module) {}
+  MastersPart(MasterWeights masters, std::function<NamedParameters()> parameters)
+      : masters_(std::move(masters)), parameters_(std::move(parameters)) {}
 
   PartContents contents() override {
     PartContents contents;
-    for (const auto& item : module_.named_parameters()) {
-      if (!masters_.holds(item.value())) continue;
-      contents.items.push_back({item.key(), masters_.of(item.value()), slice_of(item.value())});
+    for (const auto& [name, parameter] : parameters_()) {
+      if (!masters_.holds(parameter)) continue;
+      contents.items.push_back({name, masters_.of(parameter), slice_of(parameter)});
     }
     return contents;
   }
 
   std::function<void()> load(SectionSource& source) override {
     std::vector<std::pair<torch::Tensor, torch::Tensor>> loaded;  // parameter, master
-    for (const auto& item : module_.named_parameters()) {
-      if (!masters_.holds(item.value())) continue;
-      loaded.emplace_back(item.value(),
-                          source.read(item.key(), slice_of(item.value()), torch::kFloat32));
+    for (const auto& [name, parameter] : parameters_()) {
+      if (!masters_.holds(parameter)) continue;
+      loaded.emplace_back(parameter, source.read(name, slice_of(parameter), torch::kFloat32));
     }
     return [masters = masters_, loaded = std::move(loaded)] {
       const torch::NoGradGuard no_grad;
@@ -107,7 +138,37 @@ class MastersPart final : public CheckpointPart {
 
  private:
   MasterWeights masters_;
-  const torch::nn::Module& module_;
+  std::function<NamedParameters()> parameters_;
+};
+
+class AveragePart final : public CheckpointPart {
+ public:
+  explicit AveragePart(WeightAverage& average) : average_(average) {}
+
+  PartContents contents() override { return {items(), {{"updates", average_.updates()}}}; }
+
+  std::function<void()> load(SectionSource& source) override {
+    const json& value = source.value();
+    if (!value.is_object() || !value.contains("updates") || !value["updates"].is_number_integer()) {
+      source.fail("it does not tell the number of updates", kSameModelHelp);
+    }
+    const auto updates = value["updates"].get<int64_t>();
+    return [this, updates, copy = load_items(source, items())] {
+      copy();
+      average_.set_updates(updates);
+    };
+  }
+
+ private:
+  std::vector<PartContents::Item> items() const {
+    std::vector<PartContents::Item> items;
+    for (const auto& entry : average_.entries()) {
+      items.push_back({entry.name, entry.average, slice_of(entry.of)});
+    }
+    return items;
+  }
+
+  WeightAverage& average_;
 };
 
 class TensorPart final : public CheckpointPart {
@@ -355,9 +416,39 @@ std::unique_ptr<CheckpointPart> pipeline_part(Pipeline& pipeline) {
   return std::make_unique<PipelinePart>(pipeline);
 }
 
+NamesOfParameters names_of(const ShardedModel& model) {
+  NamesOfParameters names;
+  for (const auto& [name, shard] : model.named_shards()) {
+    names.emplace(shard.unsafeGetTensorImpl(), name);
+  }
+  return names;
+}
+
+std::unique_ptr<CheckpointPart> sharded_part(ShardedModel& model) {
+  return std::make_unique<ShardedPart>(model);
+}
+
 std::unique_ptr<CheckpointPart> masters_part(const MasterWeights& masters,
                                              const torch::nn::Module& module) {
-  return std::make_unique<MastersPart>(masters, module);
+  return std::make_unique<MastersPart>(masters, [&module] {
+    NamedParameters parameters;
+    for (const auto& item : module.named_parameters()) {
+      parameters.emplace_back(item.key(), item.value());
+    }
+    return parameters;
+  });
+}
+
+std::unique_ptr<CheckpointPart> masters_part(const MasterWeights& masters,
+                                             const ShardedModel& model) {
+  return std::make_unique<MastersPart>(masters, [&model] {
+    NamedParameters parameters;
+    for (const auto& item : model.module()->named_parameters()) {
+      const torch::Tensor shard = model.shard_of(item.value());
+      if (shard.numel() > 0) parameters.emplace_back(item.key(), shard);
+    }
+    return parameters;
+  });
 }
 
 std::unique_ptr<CheckpointPart> tensor_part(const std::string& section, torch::Tensor& tensor) {
@@ -426,6 +517,29 @@ std::unique_ptr<CheckpointPart> scaler_part(GradScaler& scaler) {
         value.at("backoff_factor").get<double>(), value.at("growth_interval").get<int64_t>(),
         value.at("_growth_tracker").get<int64_t>()};
     return [&scaler, state] { scaler.load_state_dict(state); };
+  };
+  return std::make_unique<ValuePart>(save, load);
+}
+
+std::unique_ptr<CheckpointPart> average_part(WeightAverage& average) {
+  return std::make_unique<AveragePart>(average);
+}
+
+std::unique_ptr<CheckpointPart> scheduler_part(LrScheduler& scheduler) {
+  const auto save = [&scheduler]() -> json {
+    return {{"updates", scheduler.state().updates}, {"base_lrs", scheduler.state().base_lrs}};
+  };
+  const auto load = [&scheduler](const SectionSource& source,
+                                 const json& value) -> std::function<void()> {
+    const LrScheduler::State state{value.at("updates").get<int64_t>(),
+                                   value.at("base_lrs").get<std::vector<double>>()};
+    const size_t groups = scheduler.state().base_lrs.size();
+    if (state.base_lrs.size() != groups) {
+      source.fail(fmt::format("it has rates of {} groups, and this run's optimizer has {}",
+                              state.base_lrs.size(), groups),
+                  kSameModelHelp);
+    }
+    return [&scheduler, state] { scheduler.load(state); };
   };
   return std::make_unique<ValuePart>(save, load);
 }

@@ -85,16 +85,22 @@ class CheckpointPart {
 using NamesOfParameters = std::map<const c10::TensorImpl*, std::string>;
 NamesOfParameters names_of(const torch::nn::Module& module);
 NamesOfParameters names_of(const Pipeline& pipeline);
+NamesOfParameters names_of(const ShardedModel& model);
 
 std::unique_ptr<CheckpointPart> module_part(torch::nn::Module& module);
 std::unique_ptr<CheckpointPart> pipeline_part(Pipeline& pipeline);
+std::unique_ptr<CheckpointPart> sharded_part(ShardedModel& model);
 std::unique_ptr<CheckpointPart> optimizer_part(const std::string& section,
                                                torch::optim::Optimizer& optimizer,
                                                NamesOfParameters names);
 std::unique_ptr<CheckpointPart> scaler_part(GradScaler& scaler);
 std::unique_ptr<CheckpointPart> masters_part(const MasterWeights& masters,
                                              const torch::nn::Module& module);
+std::unique_ptr<CheckpointPart> masters_part(const MasterWeights& masters,
+                                             const ShardedModel& model);
+std::unique_ptr<CheckpointPart> scheduler_part(LrScheduler& scheduler);
 std::unique_ptr<CheckpointPart> scheduler_part(torch::optim::LRScheduler& scheduler);
+std::unique_ptr<CheckpointPart> average_part(WeightAverage& average);
 std::unique_ptr<CheckpointPart> sampler_part(DistributedSampler& sampler);
 std::unique_ptr<CheckpointPart> tensor_part(const std::string& section, torch::Tensor& tensor);
 std::unique_ptr<CheckpointPart> value_part(int64_t& value);

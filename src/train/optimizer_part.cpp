@@ -136,13 +136,15 @@ class OptimizerPart final : public CheckpointPart {
   }
   std::string prefix_of(const torch::Tensor& parameter) const;
 
-  // Visits each parameter once.
+  // Visits each parameter once. Of a sharded one this rank may have nothing.
   template <class Visit>
   void for_each_parameter(const Visit& visit) const {
     std::set<const c10::TensorImpl*> seen;
     for (auto& group : optimizer_.param_groups()) {
       for (const torch::Tensor& parameter : group.params()) {
-        if (seen.insert(parameter.unsafeGetTensorImpl()).second) visit(parameter);
+        const bool elsewhere =
+            parameter.numel() == 0 && element_count(slice_of(parameter).whole) != 0;
+        if (!elsewhere && seen.insert(parameter.unsafeGetTensorImpl()).second) visit(parameter);
       }
     }
   }

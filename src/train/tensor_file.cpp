@@ -6,6 +6,7 @@
 
 #include "base/safetensors.hpp"
 #include "device/dtype_map.hpp"
+#include "device/slice_map.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
 
@@ -27,7 +28,8 @@ torch::Tensor read_tensor(const SafetensorsReader& file, const TensorInfo& info)
 }
 
 // Parameters and buffers by name.
-TensorMap state_of(const torch::nn::Module& module) {
+TensorMap state_of(const torch::nn::Module& module, const char* what) {
+  require_not_sharded(module, what, "call it on every rank inside GatheredParameters");
   TensorMap state;
   for (const auto& item : module.named_parameters()) state[item.key()] = item.value();
   for (const auto& item : module.named_buffers()) state[item.key()] = item.value();
@@ -75,7 +77,7 @@ void save_tensors(const std::string& path, const TensorMap& tensors,
 
 void load_weights(torch::nn::Module& module, const std::string& path) {
   const SafetensorsReader file(path);
-  const TensorMap state = state_of(module);
+  const TensorMap state = state_of(module, "load_weights()");
   for (const auto& [name, tensor] : state) require_fit(path, name, tensor, file.find(name));
   for (const auto& info : file.tensors()) {
     if (state.count(info.name) != 0) continue;
@@ -91,7 +93,12 @@ void load_weights(torch::nn::Module& module, const std::string& path) {
 }
 
 void save_weights(const torch::nn::Module& module, const std::string& path) {
-  save_tensors(path, state_of(module), {{"format", "pt"}});
+  save_tensors(path, state_of(module, "save_weights()"), {{"format", "pt"}});
+}
+
+void save_weights(ShardedModel& model, const std::string& path) {
+  const GatheredParameters gathered(model);
+  if (model.comm().rank() == 0) save_weights(*model.module(), path);
 }
 
 }  // namespace lockstep

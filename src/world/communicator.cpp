@@ -585,11 +585,12 @@ torch::Tensor Communicator::allocate(int64_t count, const torch::TensorOptions& 
   require_not_capturing("memory that ranks reach", "let the step run once before it is captured");
   Backend& backend = device.is_cpu() ? *state_->host : *state_->gpu;
   const int64_t bytes = bytes_of(count, options);
+  MemoryAccount* account =
+      device.is_cpu() ? &current_memory_account() : current_gpu_account(state_->gpu_index);
+  if (account != nullptr) account->require(bytes);
   Counted call(*state_, "allocate", bytes);
   auto memory = backend.allocate(bytes, call.context(backend, {}));
   call.finished();
-  MemoryAccount* account =
-      device.is_cpu() ? &current_memory_account() : current_gpu_account(state_->gpu_index);
   return tensor_of(std::move(memory), count, options, account, bytes);
 }
 
@@ -607,10 +608,11 @@ torch::Tensor Communicator::allocate_shared(int64_t count,
   }
   require_not_capturing("memory that ranks share", "make it before the step is captured");
   const int64_t bytes = bytes_of(count, options);
+  const int64_t share = (rank() + 1) * bytes / size() - rank() * bytes / size();
+  current_memory_account().require(share);
   Counted call(*state_, "allocate_shared", bytes);
   auto memory = state_->host->allocate_shared(bytes, call.context(*state_->host, {}));
   call.finished();
-  const int64_t share = (rank() + 1) * bytes / size() - rank() * bytes / size();
   return tensor_of(std::move(memory), count, options, &current_memory_account(), share);
 }
 

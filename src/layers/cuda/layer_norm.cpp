@@ -3,6 +3,7 @@
 #include <mutex>
 
 #include "device/dtype_map.hpp"
+#include "device/storage_watch.hpp"
 #include "layers/cuda/layers.hpp"
 #include "layers/layer_kernels.hpp"
 
@@ -65,6 +66,7 @@ class AddLayerNormBackward : public torch::autograd::Node {
       result[2] = at::empty({width}, weight.options());
       result[3] = at::empty({width}, weight.options());
     }
+    note_use(scale);
     layer_norm_backward({.dtype = *dtype_of(rows.scalar_type()),
                          .weight_dtype = *dtype_of(weight.scalar_type()),
                          .rows = count,
@@ -132,6 +134,8 @@ std::tuple<Tensor, Tensor> cuda_add_layer_norm(const Tensor& x, const Tensor& br
     normed = at::empty_like(rows);
     mean = at::empty({count}, rows.options().dtype(at::kFloat));
     rstd = at::empty_like(mean);
+    note_use(scale);
+    note_use(shift);
     layer_norm_forward({.dtype = *dtype_of(rows.scalar_type()),
                         .weight_dtype = *dtype_of(weight.scalar_type()),
                         .rows = count,

@@ -19,6 +19,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "device/storage_watch.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/fused_layers.hpp"
 
@@ -356,9 +357,15 @@ bool may_be_fused(const Matmul& work) {
   return fits(work.a) && fits(work.b) && fits(work.out) && fits(work.bias) && fits(work.aux);
 }
 
+// cuBLASLt reads addresses: whoever fills weights just in time must know.
+void note_uses(const Matmul& work) {
+  for (const torch::Tensor& tensor : {work.a, work.b, work.bias}) note_use(tensor);
+}
+
 }  // namespace
 
 bool try_matmul(const Matmul& work) {
+  note_uses(work);
   if (!may_be_fused(work)) return false;
   const Problem problem(work);
   const Plan plan = plan_of(problem, work);
@@ -376,6 +383,7 @@ void matmul(const Matmul& work) {
 }
 
 bool choose_fused(const Matmul& fused, const Matmul& plain, const std::function<void()>& rest) {
+  note_uses(fused);
   if (!may_be_fused(fused)) return false;
   const Problem problem(fused);
   if (!plan_of(problem, fused).found) return false;

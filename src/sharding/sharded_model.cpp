@@ -1,0 +1,339 @@
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/process.hpp"
+#include "device/capture.hpp"
+#include "device/slice_map.hpp"
+#include "gradients/model_sync.hpp"
+#include "gradients/reducer.hpp"
+#include "precision/model_parallel.hpp"
+#include "sharding/sharded_state.hpp"
+
+namespace lockstep {
+namespace {
+
+// Where the elements [first, first + count) of a rank's tensor lie in the whole one.
+Slice slice_of_range(const Slice& tensor, int64_t first, int64_t count) {
+  Slice slice{tensor.whole, {count}, {}};
+  const auto runs = runs_of(tensor);
+  for (const Run& run : *runs) {
+    const int64_t begin = std::max(run.local, first);
+    const int64_t end = std::min(run.local + run.count, first + count);
+    if (begin >= end) continue;
+    slice.blocks.push_back({{begin - first}, {run.whole + begin - run.local}, {end - begin}});
+  }
+  if (slice.blocks.empty()) slice.blocks.push_back({{0}, {0}, {0}});
+  return slice;
+}
+
+}  // namespace
+
+Error sharding_misuse(const std::string& message, const std::string& help) {
+  return {Code::kSyncMisuse, "FullyShardedDataParallel: " + message, help};
+}
+
+ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Communicator& ranks,
+                           const ShardOptions& chosen)
+    : module(std::move(given)), comm(std::make_shared<const Communicator>(ranks)), options(chosen) {
+  require_not_capturing("the construction of FullyShardedDataParallel", "construct it before");
+  check_module();
+  require_same_model(*comm, model_tensors(*module));
+  broadcast_model(*comm, *module, 0, "initial model");
+  const WithoutWatching own_work;
+  for (auto& plan : plan_units(*module, options, comm->rank(), comm->size())) {
+    units.push_back(std::make_unique<ShardedUnit>(std::move(plan), *comm, options));
+    divide(*units.back());
+  }
+  std::map<const c10::TensorImpl*, std::pair<size_t, size_t>> found;  // unit, parameter
+  for (size_t i = 0; i < units.size(); ++i) {
+    ShardedUnit& unit = *units[i];
+    // Another rank may still write what it has made of the whole parameters.
+    if (unit.weights->is_shared()) unit.fresh = false;
+    for (size_t p = 0; p < unit.plan.parameters.size(); ++p) {
+      const UnitParameter& at = unit.plan.parameters[p];
+      shard_of[at.whole.unsafeGetTensorImpl()] = at.shard;
+      found[at.whole.unsafeGetTensorImpl()] = {i, p};
+    }
+    if (comm->size() > 1) {
+      watched.push_back(
+          std::make_unique<WatchedStorage>(unit.weights->whole().storage(), *this, i));
+    }
+  }
+  for (auto& each : trained_in(*module)) {
+    const auto [unit, parameter] = found.at(each.tensor.unsafeGetTensorImpl());
+    location.emplace_back(unit, parameter);
+    const UnitParameter& at = units[unit]->plan.parameters[parameter];
+    if (at.count > 0) trained_shards.push_back({each.name, at.shard});
+    trained.push_back(std::move(each));
+  }
+  forms = forms_of(trained);
+  window.emplace(trained_shards);
+  marks.emplace(trained_shards);
+  marks->add_micro_step();
+  streams.emplace(trained);
+  hooks.emplace(trained, *this);
+  offer_gradient_memory();
+  if (comm->size() > 1) watch_this_thread();
+  if (shares_memory()) see_updates();  // all ranks have written the initial values
+}
+
+// A module that outlives its wrapper has no valid parameters: empty ones are refused by every
+// layer, while freed or stale memory would not be.
+ShardedModel::State::~State() {
+  const WithoutWatching own_work;
+  for (const auto& unit : units) {
+    try {  // a gather that nobody waits for would abort the other ranks
+      if (unit->gathering && std::uncaught_exceptions() == 0) finish_gather(*unit);
+    } catch (...) {  // another rank has failed, and says so itself
+    }
+  }
+  if (window && window->micro_steps() > 0 && window->weights_changed() &&
+      std::uncaught_exceptions() == 0) {
+    print_error(fmt::format(
+        "warning[{}]: the last update used {} micro-steps inside NoSync whose gradients were not "
+        "averaged\n",
+        code_name(Code::kSyncMisuse), window->micro_steps()));
+  }
+  watched.clear();
+  unwatch_this_thread();
+  const bool changed = marks && marks->weights_changed();
+  for (const auto& unit : units) {
+    const bool valid =
+        comm->size() == 1 || (unit->fresh && !changed && unit->weights->has_memory());
+    for (UnitParameter& at : unit->plan.parameters) {
+      note_sharded(at.whole, false);
+      at.whole.mutable_grad().reset();
+      if (!valid) at.whole.set_data(torch::empty({0}, unit->plan.options));
+    }
+  }
+}
+
+void ShardedModel::State::check_module() const {
+  require_not_sharded(*module, "FullyShardedDataParallel", "wrap a module once");
+  std::optional<torch::Device> device;
+  bool any_trained = false;
+  for (const auto& item : module->named_parameters()) {
+    const torch::Tensor& parameter = item.value();
+    if (!parameter.defined()) continue;
+    any_trained = any_trained || parameter.requires_grad();
+    if (Reducer::averages(parameter)) {
+      throw Error(Code::kUsage,
+                  fmt::format("FullyShardedDataParallel was given a module whose parameter {} is "
+                              "averaged by DistributedDataParallel or a Pipeline",
+                              item.key()),
+                  "wrap a module once");
+    }
+    if (!device) device = parameter.device();
+    if (*device == parameter.device()) continue;
+    throw Error(Code::kPlacement,
+                fmt::format("parameter {} is on {} and others are on {}", item.key(),
+                            parameter.device().str(), device->str()),
+                "move the module to one device before it is wrapped");
+  }
+  if (any_trained) return;
+  throw Error(Code::kUsage, "the module has no trained parameter",
+              "use the module itself: FullyShardedDataParallel is for training");
+}
+
+// Moves the parameters into the unit's memory and makes this rank's shards of them.
+void ShardedModel::State::divide(ShardedUnit& unit) {
+  const torch::NoGradGuard no_grad;
+  UnitPlan& plan = unit.plan;
+  WholeParameters& weights = *unit.weights;
+  weights.materialize();
+  weights.whole().zero_();
+  for (UnitParameter& at : plan.parameters) {
+    weights.whole().narrow(0, at.offset, at.whole.numel()).view(at.whole.sizes()).copy_(at.whole);
+  }
+  weights.scatter();
+  torch::Tensor masters_memory;
+  for (UnitParameter& at : plan.parameters) {
+    const auto masters = MasterWeights::holding(at.whole);
+    const torch::Tensor master = masters ? masters->of(at.whole) : torch::Tensor();
+    at.shard =
+        part_with_own_storage(weights.shard(), at.at, at.count).set_requires_grad(plan.trained);
+    at.whole.mutable_grad().reset();
+    at.whole.set_data(
+        weights.whole().narrow(0, at.offset, at.whole.numel()).view(at.whole.sizes()));
+    if (masters) hold_master(at, *masters, master, masters_memory, plan);
+    note_slice(at.shard, slice_of_range(slice_of(at.whole), at.first, at.count));
+    note_data_shard(at.shard, at.whole, comm);
+    note_sharded(at.whole, true);
+  }
+  weights.release();
+}
+
+void ShardedModel::State::hold_master(const UnitParameter& parameter, const MasterWeights& masters,
+                                      const torch::Tensor& master, torch::Tensor& flat,
+                                      const UnitPlan& plan) const {
+  if (!flat.defined()) {
+    flat = torch::zeros({plan.shard_elements},
+                        parameter.shard.options().dtype(torch::kFloat32).requires_grad(false));
+  }
+  const torch::Tensor own = part_with_own_storage(flat, parameter.at, parameter.count);
+  own.copy_(master.contiguous().view(-1).narrow(0, parameter.first, parameter.count));
+  masters.replace(parameter.whole, parameter.shard, own);
+}
+
+ShardedModel::ShardedModel(std::shared_ptr<torch::nn::Module> module, const Communicator& comm,
+                           const ShardOptions& options)
+    : state_(std::make_unique<State>(std::move(module), comm, options)) {}
+
+ShardedModel::~ShardedModel() = default;
+
+void ShardedModel::before_forward() {
+  State& state = *state_;
+  require_not_capturing("FullyShardedDataParallel", "capture steps of DistributedDataParallel");
+  state.rethrow_failure();
+  const WithoutWatching own_work;
+  if (const auto change = find_change(state.trained, state.forms, trained_in(*state.module))) {
+    state.fail(sharding_misuse(
+        fmt::format("parameter {} {} after it was wrapped", change->name, change->what),
+        "change the module first and construct FullyShardedDataParallel afterwards"));
+  }
+  state.hooks->follow(state.trained);
+  state.streams->follow_current();
+  if (state.comm->size() > 1) watch_this_thread();
+  const bool first = state.phase == State::Phase::kIdle;
+  state.notice_changes();
+  if (first && !state.order_known) state.order.clear();
+  if (first) state.order_next = 0;
+  if (first) state.last_group = State::kNoGroup;
+  if (!torch::GradMode::is_enabled()) {
+    if (first) state.order_next = state.order.size();
+    return;
+  }
+  if (first) state.check_window();
+  const bool averages = state.no_sync_depth == 0;
+  if (state.options.broadcast_buffers && state.last_forward_averaged && first &&
+      state.module->is_training()) {
+    broadcast_tensors(*state.comm, buffers_of(*state.module), 0, "buffers");
+  }
+  state.last_forward_averaged = averages;
+  state.phase = State::Phase::kForwarded;
+}
+
+void ShardedModel::after_forward(const std::vector<torch::Tensor>& outputs) {
+  State& state = *state_;
+  state.rethrow_failure();
+  const WithoutWatching own_work;
+  state.window->forward_ended();
+  if (!torch::GradMode::is_enabled()) {
+    if (state.phase == State::Phase::kIdle) state.release_unused();
+    return;
+  }
+  state.hooks->watch(outputs);
+}
+
+torch::Tensor ShardedModel::shard_of(const torch::Tensor& parameter) const {
+  const auto found = state_->shard_of.find(parameter.unsafeGetTensorImpl());
+  return found == state_->shard_of.end() ? parameter : found->second;
+}
+
+std::vector<std::pair<std::string, torch::Tensor>> ShardedModel::named_shards() const {
+  std::vector<std::pair<std::string, torch::Tensor>> shards;
+  std::map<const c10::TensorImpl*, bool> seen;
+  for (const auto& item : state_->module->named_parameters()) {
+    const auto* key = item.value().unsafeGetTensorImpl();
+    if (!item.value().defined() || !seen.emplace(key, true).second) continue;
+    shards.emplace_back(item.key(), shard_of(item.value()));
+  }
+  return shards;
+}
+
+void ShardedModel::set_weight(double weight) {
+  if (!std::isfinite(weight) || weight < 0) {
+    throw Error(Code::kUsage, fmt::format("a rank cannot have the weight {} in a mean", weight),
+                "give its number of rows, or any other number that is not negative");
+  }
+  state_->weight = weight;
+}
+
+void ShardedModel::zero_grad(bool set_to_none) {
+  for (const auto& unit : state_->units) {
+    if (unit->gradients) unit->gradients->drop();
+  }
+  state_->window->close();
+  for (const auto& [name, shard] : named_shards()) {
+    torch::Tensor& gradient = shard.mutable_grad();
+    if (!gradient.defined()) continue;
+    if (set_to_none) {
+      gradient.reset();
+    } else {
+      gradient.zero_();
+    }
+  }
+}
+
+void ShardedModel::gather_all() {
+  State& state = *state_;
+  state.rethrow_failure();
+  const WithoutWatching own_work;
+  if (state.gathered_guards == 0) {
+    state.notice_changes();
+    std::vector<size_t> all(state.units.size());
+    for (size_t i = 0; i < all.size(); ++i) all[i] = i;
+    if (state.shares_memory()) state.see_updates();  // whoever reads or writes next
+    state.make_ready(all);
+  }
+  if (state.gathered_guards++ == 0) state.note_whole(true);
+}
+
+void ShardedModel::release_all() {
+  State& state = *state_;
+  if (--state.gathered_guards > 0) return;
+  const WithoutWatching own_work;
+  state.note_whole(false);
+  for (const auto& unit : state.units) {
+    unit->weights->scatter();
+    // Master weights take over what was changed in the whole parameters.
+    for (const auto& at : unit->plan.parameters) at.shard.unsafeGetTensorImpl()->bump_version();
+  }
+  note_changed_shards();
+  state.release_unused();
+}
+
+void ShardedModel::note_changed_shards() {
+  const WithoutWatching own_work;
+  state_->mark_stale();
+  state_->marks->add_micro_step();
+  state_->window->forward_ended();  // a change on all ranks is no update with gradients of one
+}
+
+ShardStats ShardedModel::stats() const {
+  return state_->stats;
+}
+
+std::vector<ShardUnit> ShardedModel::units() const {
+  std::vector<ShardUnit> units;
+  for (const auto& unit : state_->units) {
+    ShardUnit& made = units.emplace_back();
+    made.name = unit->plan.name;
+    made.elements = unit->plan.elements;
+    made.dtype = c10::typeMetaToScalarType(unit->plan.options.dtype());
+    made.shared = unit->weights->is_shared();
+    for (const auto& each : unit->plan.parameters) made.parameters.push_back(each.name);
+  }
+  return units;
+}
+
+const Communicator& ShardedModel::comm() const {
+  return *state_->comm;
+}
+
+const std::shared_ptr<torch::nn::Module>& ShardedModel::module() const {
+  return state_->module;
+}
+
+void ShardedModel::enter_no_sync() {
+  ++state_->no_sync_depth;
+}
+
+void ShardedModel::leave_no_sync() {
+  --state_->no_sync_depth;
+}
+
+}  // namespace lockstep

@@ -1,0 +1,65 @@
+// Trains three layers sharded over the ranks it was started with, in float64, and prints the mean
+// loss of every step: sharding_train STAGE OPTIMIZER.
+#include <torch/torch.h>
+
+#include <cstdio>
+#include <memory>
+#include <string>
+
+#include "lockstep/lockstep.hpp"
+
+namespace {
+
+torch::Tensor wave(torch::IntArrayRef sizes, double phase) {
+  return torch::arange(c10::multiply_integers(sizes), torch::kDouble)
+      .mul(0.37)
+      .add(phase)
+      .sin()
+      .view(sizes);
+}
+
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
+                                                        std::vector<torch::Tensor> shards) {
+  if (name == "sgd") {
+    return std::make_unique<lockstep::Sgd>(
+        std::move(shards), lockstep::SgdOptions{.lr = 0.1, .momentum = 0.9, .weight_decay = 0.01});
+  }
+  return std::make_unique<lockstep::AdamW>(std::move(shards), lockstep::AdamWOptions{.lr = 0.01});
+}
+
+int train(int count, char** words) {
+  if (count != 3) return 2;
+  const auto world = lockstep::World::from_env();
+  const lockstep::UseDevice home(world.device());
+  torch::nn::Sequential net(torch::nn::Linear(6, 20), torch::nn::Tanh(), torch::nn::Linear(20, 20),
+                            torch::nn::Tanh(), torch::nn::Linear(20, 3));
+  net->to(torch::kDouble);
+  {
+    const torch::NoGradGuard no_grad;
+    double phase = 0;
+    for (auto& each : net->parameters()) each.copy_(wave(each.sizes(), phase += 0.7) * 0.3);
+  }
+  lockstep::FullyShardedDataParallel fsdp(
+      net, world.comm(),
+      {.stage = static_cast<lockstep::ShardStage>(std::stoi(words[1])), .min_unit_bytes = 0});
+  auto optimizer = make_optimizer(words[2], fsdp.parameters());
+  for (int step = 0; step < 8; ++step) {
+    const auto mine = [&](torch::IntArrayRef sizes, double phase) {
+      return wave(sizes, phase + step).chunk(world.size(), 0)[static_cast<size_t>(world.rank())];
+    };
+    optimizer->zero_grad();
+    const auto loss = torch::mse_loss(fsdp(mine({12, 6}, 0.2)), mine({12, 3}, 0.5));
+    loss.backward();
+    optimizer->step();
+    const auto mean = loss.detach().clone().view({1});
+    world.comm().all_reduce(mean, lockstep::ReduceOp::kMean);
+    if (world.rank() == 0) std::printf("%.17g\n", mean.item<double>());
+  }
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return lockstep::run_program(train, argc, argv);
+}
