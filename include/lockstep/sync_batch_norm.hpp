@@ -16,7 +16,7 @@ namespace lockstep {
 /// dimensions, in place of torch::nn::BatchNorm1d, 2d and 3d; weights and running statistics have
 /// the same names.
 ///
-///     lockstep::SyncBatchNorm norm(torch::nn::BatchNormOptions(64), world.comm().split(0, 0, "bn"));
+///     lockstep::SyncBatchNorm norm(torch::nn::BatchNormOptions(64), comm.split(0, 0, "bn"));
 ///
 /// While it trains, forward and backward are one collective each, and so all ranks must make the
 /// same calls in the same order. Ranks may have different numbers of rows, also none, but then

@@ -95,10 +95,9 @@ void require_same_counts(const Group& group, const Fingerprint& call, const Exch
   for (size_t from = 0; from < given.size(); ++from) {
     for (size_t to = 0; to < taken.size(); ++to) {
       if (given[from][to] == taken[to][from]) continue;
-      const std::string text =
-          fmt::format("{}: rank {} gives {} elements to rank {}, which takes {}",
-                      describe_in(group, call), group.world_ranks[from], given[from][to],
-                      group.world_ranks[to], taken[to][from]);
+      const std::string text = fmt::format(
+          "{}: rank {} gives {} elements to rank {}, which takes {}", describe_in(group, call),
+          group.world_ranks[from], given[from][to], group.world_ranks[to], taken[to][from]);
       throw CollectiveError(Code::kCallMismatch, -1,
                             {.code = Code::kCallMismatch, .by = group.rank, .text = text}, text,
                             "what a rank gives to a peer must be what the peer takes from it");
@@ -168,9 +167,8 @@ BlockExchange BlockExchange::all_to_all(std::vector<int64_t> given, std::vector<
 }
 
 BlockExchange BlockExchange::all_to_all(const Group& group, int64_t count) {
-  return {.count = count,
-          .given = counts_of_all(group, count),
-          .taken = counts_of_all(group, count)};
+  return {
+      .count = count, .given = counts_of_all(group, count), .taken = counts_of_all(group, count)};
 }
 
 BlockExchange BlockExchange::gather(const Group& group, int64_t count, int root) {

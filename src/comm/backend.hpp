@@ -112,22 +112,25 @@ class Backend {
   // for kMean only.
 
   /// Reduces in place; every rank gets the same bits.
-  [[nodiscard]] virtual std::unique_ptr<Work> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
-                                           const CallContext& context) = 0;
+  [[nodiscard]] virtual std::unique_ptr<Work> all_reduce(const Buffer& buffer, ReduceOp op,
+                                                         double weight,
+                                                         const CallContext& context) = 0;
 
   [[nodiscard]] virtual std::unique_ptr<Work> broadcast(const Buffer& buffer, int root,
-                                          const CallContext& context) = 0;
+                                                        const CallContext& context) = 0;
 
   /// input holds size() blocks of output.count; rank r's output is the reduction of all r-th
   /// blocks. The output may be the r-th block of the input, and nothing else of it.
-  [[nodiscard]] virtual std::unique_ptr<Work> reduce_scatter(const ConstBuffer& input, const Buffer& output,
-                                               ReduceOp op, double weight,
-                                               const CallContext& context) = 0;
+  [[nodiscard]] virtual std::unique_ptr<Work> reduce_scatter(const ConstBuffer& input,
+                                                             const Buffer& output, ReduceOp op,
+                                                             double weight,
+                                                             const CallContext& context) = 0;
 
   /// output holds size() blocks of input.count, by rank. The input of rank r may be the r-th block
   /// of the output, and nothing else of it.
-  [[nodiscard]] virtual std::unique_ptr<Work> all_gather(const ConstBuffer& input, const Buffer& output,
-                                           const CallContext& context) = 0;
+  [[nodiscard]] virtual std::unique_ptr<Work> all_gather(const ConstBuffer& input,
+                                                         const Buffer& output,
+                                                         const CallContext& context) = 0;
 
   /// Reduces into the root's buffer; the others' stay as they are.
   [[nodiscard]] virtual std::unique_ptr<Work> reduce(const Buffer& buffer, int root, ReduceOp op,

@@ -13,8 +13,9 @@ namespace lockstep {
 namespace {
 
 constexpr std::array<std::string_view, 14> kOperationNames = {
-    "all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather", "gather",   "scatter",
-    "all_to_all", "send",      "recv",   "barrier",        "split",      "allocate", "allocate_shared"};
+    "all_reduce", "broadcast", "reduce",     "reduce_scatter", "all_gather",
+    "gather",     "scatter",   "all_to_all", "send",           "recv",
+    "barrier",    "split",     "allocate",   "allocate_shared"};
 constexpr std::array<std::string_view, 4> kReduceNames = {"sum", "mean", "max", "min"};
 
 }  // namespace
@@ -47,8 +48,8 @@ void Fingerprint::set_label(std::string_view text) {
 }
 
 bool is_valid(const Fingerprint& call) {
-  return static_cast<size_t>(call.operation) < kOperationNames.size() && call.dtype <= Dtype::kF64 &&
-         static_cast<size_t>(call.reduce) < kReduceNames.size() &&
+  return static_cast<size_t>(call.operation) < kOperationNames.size() &&
+         call.dtype <= Dtype::kF64 && static_cast<size_t>(call.reduce) < kReduceNames.size() &&
          call.label[sizeof call.label - 1] == '\0';
 }
 
@@ -64,10 +65,9 @@ bool agree(const Fingerprint& a, const Fingerprint& b) {
 std::string describe(const Fingerprint& call) {
   std::string text = fmt::format("{} #{}", operation_name(call.operation), call.sequence);
   if (call.label[0] != '\0') text += fmt::format(" ({})", call.label);
-  const std::string elements =
-      call.count == Fingerprint::kOwnCounts
-          ? fmt::format(": {} of different counts", dtype_name(call.dtype))
-          : fmt::format(": {} x {}", call.count, dtype_name(call.dtype));
+  const std::string elements = call.count == Fingerprint::kOwnCounts
+                                   ? fmt::format(": {} of different counts", dtype_name(call.dtype))
+                                   : fmt::format(": {} x {}", call.count, dtype_name(call.dtype));
   const std::string_view reduction = kReduceNames.at(static_cast<size_t>(call.reduce));
   switch (call.operation) {
     case Operation::kAllReduce:

@@ -534,10 +534,11 @@ void Reducer::check_gradient(const TrainedParameter& target, const torch::Tensor
          "a layer, or gradients that are dense");
   }
   if (sparse && !gradient.is_sparse()) {
-    fail(Code::kTensorMismatch,
-         fmt::format("the gradient of {} is dense, and its embedding has sparse(true)", target.name),
-         "do not use the weight of a sparse embedding elsewhere, or construct it with "
-         "sparse(false)");
+    fail(
+        Code::kTensorMismatch,
+        fmt::format("the gradient of {} is dense, and its embedding has sparse(true)", target.name),
+        "do not use the weight of a sparse embedding elsewhere, or construct it with "
+        "sparse(false)");
   }
   if (torch::GradMode::is_enabled()) {
     fail(Code::kSyncMisuse,

@@ -156,12 +156,13 @@ class Reducer final : public GradientListener {
   [[noreturn]] void refuse_missing(const std::vector<size_t>& awaited);
   [[noreturn]] void fail(Code code, const std::string& message, const std::string& help);
 
-  std::vector<TrainedParameter> all_parameters_;           // the dense ones first
-  std::span<const TrainedParameter> parameters_;           // whose gradients are dense
-  std::span<const TrainedParameter> sparse_parameters_;    // see Note [Sparse gradients]
-  std::vector<ParameterForm> forms_;                       // [parameter]
-  std::vector<ParameterForm> sparse_forms_;                // [sparse parameter]
-  std::vector<std::shared_ptr<std::atomic<int>>> owners_;  // [any parameter] how many Reducers have it
+  std::vector<TrainedParameter> all_parameters_;         // the dense ones first
+  std::span<const TrainedParameter> parameters_;         // whose gradients are dense
+  std::span<const TrainedParameter> sparse_parameters_;  // see Note [Sparse gradients]
+  std::vector<ParameterForm> forms_;                     // [parameter]
+  std::vector<ParameterForm> sparse_forms_;              // [sparse parameter]
+  std::vector<std::shared_ptr<std::atomic<int>>>
+      owners_;  // [any parameter] how many Reducers have it
   const Communicator comm_;
   const DdpOptions options_;
   const bool averages_;

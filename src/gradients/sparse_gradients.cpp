@@ -55,8 +55,7 @@ void SparseGradients::average(const TrainedParameter& parameter, double factor) 
   gradient = gradient.coalesce();
   const std::string label = parameter.name.substr(0, 31);
   const auto indices = comm_.all_gather(gradient.indices().contiguous(), {.label = label});
-  const auto values =
-      comm_.all_gather((gradient.values() * factor).contiguous(), {.label = label});
+  const auto values = comm_.all_gather((gradient.values() * factor).contiguous(), {.label = label});
   const auto all = torch::cat(indices, 1);
   if (all.numel() == 0 && !has_gradient) return;  // another rank may have an empty one: it stays
   tensor.mutable_grad() =

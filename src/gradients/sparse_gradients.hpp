@@ -30,8 +30,9 @@ class SparseGradients {
 
   bool empty() const { return parameters_.empty(); }
 
-  /// When backward has ended, on all ranks. Afterwards every rank has the same gradients, coalesced;
-  /// one that no rank has stays undefined. `weight` is this rank's in the mean. Collective.
+  /// When backward has ended, on all ranks. Afterwards every rank has the same gradients,
+  /// coalesced; one that no rank has stays undefined. `weight` is this rank's in the mean.
+  /// Collective.
   void average(double weight) const;
 
  private:

@@ -115,8 +115,8 @@ void GradientSync::State::find_limited_embeddings() {
 
 // Note [Limited embeddings]: Embedding(max_norm) shortens the rows that a forward looks up, in
 // place. On each rank these would be other rows, and replicas would drift apart, as they do in
-// PyTorch. So all rows are shortened before every forward, on all ranks alike: the lookup then finds
-// nothing to do. A row is as long when it is looked up as it would be in one process.
+// PyTorch. So all rows are shortened before every forward, on all ranks alike: the lookup then
+// finds nothing to do. A row is as long when it is looked up as it would be in one process.
 void GradientSync::State::limit_embeddings() {
   const torch::NoGradGuard no_grad;
   for (auto& [weight, max_norm, norm_type] : limited_embeddings) {

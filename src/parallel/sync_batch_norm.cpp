@@ -91,8 +91,7 @@ struct NormalizeOverRanks : torch::autograd::Function<NormalizeOverRanks> {
     const auto mean = batch.mean.to(type);
     const auto inverse = (batch.variance + eps).rsqrt().to(type);
     context->save_for_backward({input, weight, mean, inverse, batch.count.to(type)});
-    context->saved_data["ranks"] =
-        c10::IValue::make_capsule(c10::make_intrusive<KeptRanks>(ranks));
+    context->saved_data["ranks"] = c10::IValue::make_capsule(c10::make_intrusive<KeptRanks>(ranks));
     auto scale = inverse;
     if (weight.defined()) scale = scale * weight.to(type);
     auto output = (input.to(type) - along_features(mean, input)).mul_(along_features(scale, input));
@@ -105,7 +104,8 @@ struct NormalizeOverRanks : torch::autograd::Function<NormalizeOverRanks> {
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& gradients) {
     if (torch::GradMode::is_enabled()) {
-      throw Error(Code::kEngine, "SyncBatchNorm cannot be differentiated twice (create_graph = true)",
+      throw Error(Code::kEngine,
+                  "SyncBatchNorm cannot be differentiated twice (create_graph = true)",
                   "use a plain BatchNorm for the part that needs second derivatives");
     }
     const auto saved = context->get_saved_variables();
@@ -181,11 +181,11 @@ void SyncBatchNormImpl::reset_running_stats() {
 
 void SyncBatchNormImpl::require_input(const torch::Tensor& input) const {
   if (input.dim() >= 2 && input.dim() <= 5 && input.size(1) == options.num_features()) return;
-  throw Error(Code::kTensorMismatch,
-              fmt::format("SyncBatchNorm of {} features got an input of shape {}",
-                          options.num_features(), shape_text(input.sizes())),
-              fmt::format("an input is [rows, {}, ...], of 2 to 5 dimensions",
-                          options.num_features()));
+  throw Error(
+      Code::kTensorMismatch,
+      fmt::format("SyncBatchNorm of {} features got an input of shape {}", options.num_features(),
+                  shape_text(input.sizes())),
+      fmt::format("an input is [rows, {}, ...], of 2 to 5 dimensions", options.num_features()));
 }
 
 // How much this batch counts in the running statistics: the momentum, or without one as much as
@@ -217,9 +217,10 @@ torch::Tensor SyncBatchNormImpl::forward(const torch::Tensor& input) {
 }
 
 void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
-  stream << fmt::format("lockstep::SyncBatchNorm({}, eps={}, affine={}, track_running_stats={}, {} ranks)",
-                        options.num_features(), options.eps(), options.affine(),
-                        options.track_running_stats(), ranks_->size());
+  stream << fmt::format(
+      "lockstep::SyncBatchNorm({}, eps={}, affine={}, track_running_stats={}, {} ranks)",
+      options.num_features(), options.eps(), options.affine(), options.track_running_stats(),
+      ranks_->size());
 }
 
 /// Which batch norms a module tree has, and where.

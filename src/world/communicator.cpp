@@ -122,14 +122,15 @@ TensorCall all_gather_call(const CommState& state, const torch::Tensor& output,
   require_defined("all_gather", {input, output});
   require_blocks("all_gather", output, input, state.size());
   const int64_t others_bytes = bytes_of(input) * (state.size() - 1);
-  return {.operation = "all_gather",
-          .input = input,
-          .output = output,
-          .shown_bytes = bytes_of(output),
-          .sent_bytes = others_bytes,
-          .received_bytes = others_bytes,
-          .begin = [](Backend& backend, const ConstBuffer& from, const Buffer& to,
-                      const CallContext& context) { return backend.all_gather(from, to, context); }};
+  return {
+      .operation = "all_gather",
+      .input = input,
+      .output = output,
+      .shown_bytes = bytes_of(output),
+      .sent_bytes = others_bytes,
+      .received_bytes = others_bytes,
+      .begin = [](Backend& backend, const ConstBuffer& from, const Buffer& to,
+                  const CallContext& context) { return backend.all_gather(from, to, context); }};
 }
 
 // The rendezvous of ranks that are threads is that of processes: all come at the same time.
@@ -421,8 +422,7 @@ std::vector<torch::Tensor> Communicator::all_gather(const torch::Tensor& input,
   for (int peer = 0; peer < size(); ++peer) {
     const auto* numbers = shapes.data_ptr<int64_t>() + peer * (kMostDimensions + 1);
     const int64_t count = counts[static_cast<size_t>(peer)];
-    parts.push_back(
-        all.narrow(0, offset, count).view(torch::IntArrayRef(numbers + 1, numbers[0])));
+    parts.push_back(all.narrow(0, offset, count).view(torch::IntArrayRef(numbers + 1, numbers[0])));
     offset += count;
   }
   return parts;
@@ -469,8 +469,7 @@ void Communicator::all_to_all(const torch::Tensor& output, const torch::Tensor& 
                             dtype_text(output.scalar_type())),
                 fmt::format("both tensors hold {} blocks of the same size and dtype", size()));
   }
-  const auto blocks =
-      BlockExchange::all_to_all(state_->host->group(), input.numel() / size());
+  const auto blocks = BlockExchange::all_to_all(state_->host->group(), input.numel() / size());
   run_call(state_, exchange_call(*state_, "all_to_all", output, input, blocks), options);
 }
 
@@ -551,8 +550,8 @@ std::vector<std::string> Communicator::gather_text(std::string_view text, int ro
   run_call(state_, exchange_call(*state_, "gather", all, text_as_tensor(text), blocks), options);
   std::vector<std::string> texts;
   for (int peer = 0; rank() == root && peer < size(); ++peer) {
-    texts.push_back(tensor_as_text(
-        all.narrow(0, blocks.taken_offset(peer), taken[static_cast<size_t>(peer)])));
+    texts.push_back(
+        tensor_as_text(all.narrow(0, blocks.taken_offset(peer), taken[static_cast<size_t>(peer)])));
   }
   return texts;
 }

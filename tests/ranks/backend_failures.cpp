@@ -236,8 +236,9 @@ TEST_P(BackendFailures, MessagesThatDoNotMatchAreAnErrorOnBothSides) {
       const auto before = elements.bytes();
       const auto caught = catch_error([&] {
         if (rank.rank == 0) {
-          rank.comm->send({elements->buffer().data, sent.count, sent.dtype}, 1, sent.tag,
-                          rank.in_time())->wait();
+          rank.comm
+              ->send({elements->buffer().data, sent.count, sent.dtype}, 1, sent.tag, rank.in_time())
+              ->wait();
           rank.comm->barrier(rank.in_time());  // where the send was done before it was seen
         } else {
           rank.comm->recv({elements->buffer().data, 10, Dtype::kF32}, 0, 7, rank.in_time())->wait();

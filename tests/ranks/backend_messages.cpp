@@ -121,8 +121,8 @@ TEST_P(BackendMessages, MessagesInFlightNeitherWaitForEachOtherNorLoseTheirOrder
     for (int peer = 0; peer < rank.size; ++peer) {
       if (peer == rank.rank) continue;
       for (int round = 0; round < 4; ++round) {
-        EXPECT_EQ(received[next++]->first_wrong([&](int64_t i) { return value_of(peer, i, round); }),
-                  -1)
+        EXPECT_EQ(
+            received[next++]->first_wrong([&](int64_t i) { return value_of(peer, i, round); }), -1)
             << "rank " << rank.rank << ", from " << peer << ", round " << round;
       }
     }

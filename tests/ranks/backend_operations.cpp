@@ -267,7 +267,8 @@ TEST_P(BackendOperations, ExchangeMovesBlocksOfAnyCounts) {
       const auto memory = rank.comm->allocate(
           static_cast<int64_t>(rank.size) * 3 * (scale + 1) * dtype_bytes(dtype), rank.in_time());
       const OwnElements own(blocks.given_count(), dtype);
-      const Elements input = registered ? Elements(memory->data(), blocks.given_count(), dtype) : *own;
+      const Elements input =
+          registered ? Elements(memory->data(), blocks.given_count(), dtype) : *own;
       const OwnElements output(blocks.taken_count(), dtype);
       int to = 0;
       input.fill([&](int64_t i) {
@@ -306,11 +307,11 @@ TEST_P(BackendOperations, GatherAndScatterAndAllGatherOfDifferentCounts) {
         const OwnElements blocks(is_root ? count * rank.size : 0, Dtype::kF32);
         block->fill([&](int64_t i) { return colored(rank.rank, i); });
         exchange(*block, *blocks, BlockExchange::gather(rank.comm->group(), count, root));
-        EXPECT_EQ(blocks->first_wrong([&](int64_t i) {
-          return colored(static_cast<int>(i / count), i % count);
-        }),
+        EXPECT_EQ(blocks->first_wrong(
+                      [&](int64_t i) { return colored(static_cast<int>(i / count), i % count); }),
                   -1);
-        if (is_root) blocks->fill([&](int64_t i) { return colored(static_cast<int>(i / count), i); });
+        if (is_root)
+          blocks->fill([&](int64_t i) { return colored(static_cast<int>(i / count), i); });
         exchange(*blocks, *block, BlockExchange::scatter(rank.comm->group(), count, root));
         EXPECT_EQ(block->first_wrong(
                       [&](int64_t i) { return colored(rank.rank, rank.rank * count + i); }),

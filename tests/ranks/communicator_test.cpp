@@ -207,9 +207,8 @@ TEST(Communicator, DifferentSizesOfAnExchangeAreNamedOnEveryRank) {
         << outcome.text();
   }
   const auto comm = Communicator::self();
-  expect_error(Code::kTensorMismatch, {"all_to_all", "[2]", "[3]"}, [&] {
-    comm.all_to_all(torch::ones({3}), torch::ones({3}), {3}, {2});
-  });
+  expect_error(Code::kTensorMismatch, {"all_to_all", "[2]", "[3]"},
+               [&] { comm.all_to_all(torch::ones({3}), torch::ones({3}), {3}, {2}); });
   expect_error(Code::kTensorMismatch, {"gather", "undefined"},
                [&] { comm.gather(torch::Tensor(), torch::ones({3}), 0); });
 }
@@ -318,11 +317,13 @@ TEST(MeanOverRanks, WeighsEachRankByItsRowsInOneCollective) {
 
 TEST(MeanOverRanks, RefusesWhatHasNoMean) {
   const auto comm = Communicator::self();
-  expect_error(Code::kUsage, {"mean of loss", "zero"},
-               [&] { mean_over_ranks(comm, {{"loss", 1.0}}, 0); });
+  expect_error(Code::kUsage, {"mean of loss", "zero"}, [&] {
+    mean_over_ranks(comm, {{"loss", 1.0}}, 0);
+  });
   expect_error(Code::kUsage, {"-1"}, [&] { mean_over_ranks(comm, {{"loss", 1.0}}, -1); });
-  expect_error(Code::kTensorMismatch, {"[2]"},
-               [&] { mean_over_ranks(comm, {{"loss", torch::ones({2})}}); });
+  expect_error(Code::kTensorMismatch, {"[2]"}, [&] {
+    mean_over_ranks(comm, {{"loss", torch::ones({2})}});
+  });
   const auto outcomes = outcomes_of_ranks(2, [](const Communicator& ranks) {
     mean_over_ranks(ranks, {{ranks.rank() == 0 ? "loss" : "accuracy", 1.0}});
   });

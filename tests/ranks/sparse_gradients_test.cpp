@@ -16,11 +16,12 @@ constexpr int64_t kWidth = 4;
 struct WordsImpl : torch::nn::Module {
   explicit WordsImpl(bool sparse)
       : table(register_module(
-            "table", torch::nn::Embedding(torch::nn::EmbeddingOptions(kWords, kWidth).sparse(sparse)))),
-        bag(register_module("bag",
-                            torch::nn::EmbeddingBag(torch::nn::EmbeddingBagOptions(kWords, kWidth)
-                                                        .sparse(sparse)
-                                                        .mode(torch::kSum)))),
+            "table",
+            torch::nn::Embedding(torch::nn::EmbeddingOptions(kWords, kWidth).sparse(sparse)))),
+        bag(register_module(
+            "bag",
+            torch::nn::EmbeddingBag(
+                torch::nn::EmbeddingBagOptions(kWords, kWidth).sparse(sparse).mode(torch::kSum)))),
         head(register_module("head", torch::nn::Linear(kWidth, 1))) {
     torch::manual_seed(7);
     for (const auto& parameter : parameters()) {
@@ -41,7 +42,11 @@ TORCH_MODULE(Words);
 // Sentences of a rank: rows of different numbers of words, some twice, and for rank 2 all the same.
 torch::Tensor sentences(int rank, int step) {
   if (rank == 2) return torch::full({3, 2}, 5, torch::kInt64);
-  return torch::arange(3 * (rank + 1), torch::kInt64).mul_(2 + step).add_(rank).remainder_(kWords).view({3, -1});
+  return torch::arange(3 * (rank + 1), torch::kInt64)
+      .mul_(2 + step)
+      .add_(rank)
+      .remainder_(kWords)
+      .view({3, -1});
 }
 
 torch::Tensor target(int rank) {

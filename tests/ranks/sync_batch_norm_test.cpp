@@ -22,7 +22,8 @@ void expect_near(const torch::Tensor& got, const torch::Tensor& wanted, const st
                  double tolerance = kTolerance) {
   ASSERT_EQ(got.sizes(), wanted.sizes()) << what;
   if (got.numel() == 0) return;
-  const double off = (got.to(torch::kFloat64) - wanted.to(torch::kFloat64)).abs().max().item<double>();
+  const double off =
+      (got.to(torch::kFloat64) - wanted.to(torch::kFloat64)).abs().max().item<double>();
   EXPECT_LE(off, tolerance) << what;
 }
 
@@ -87,8 +88,8 @@ void expect_parity_with_one_process(int size, int64_t dims, const BatchNormOptio
     expect_near(output.detach(), rows_of(one.output.detach(), rows, comm.rank()), "output", 1e-10);
     expect_near(x.grad(), rows_of(one.input_grad, rows, comm.rank()), "gradient of the input",
                 1e-10);
-    for (const auto& [mine, whole_grad] : {std::pair(synced->weight, norm->weight),
-                                           std::pair(synced->bias, norm->bias)}) {
+    for (const auto& [mine, whole_grad] :
+         {std::pair(synced->weight, norm->weight), std::pair(synced->bias, norm->bias)}) {
       if (!mine.defined()) continue;
       comm.all_reduce(mine.grad());
       expect_near(mine.grad(), whole_grad.grad(), "gradient of weight or bias", 1e-9);
@@ -109,10 +110,12 @@ TEST(SyncBatchNorm, IsTheBatchNormOfAllRows) {
   for (const int size : {1, 2, 3, 5}) {
     SCOPED_TRACE(size);
     expect_parity_with_one_process<torch::nn::BatchNorm1d>(size, 2, BatchNormOptions(4));
-    expect_parity_with_one_process<torch::nn::BatchNorm1d>(size, 3, BatchNormOptions(4).momentum(0.3));
-    expect_parity_with_one_process<torch::nn::BatchNorm2d>(size, 4,
-                                                           BatchNormOptions(4).momentum(c10::nullopt));
-    expect_parity_with_one_process<torch::nn::BatchNorm3d>(size, 5, BatchNormOptions(4).affine(false));
+    expect_parity_with_one_process<torch::nn::BatchNorm1d>(size, 3,
+                                                           BatchNormOptions(4).momentum(0.3));
+    expect_parity_with_one_process<torch::nn::BatchNorm2d>(
+        size, 4, BatchNormOptions(4).momentum(c10::nullopt));
+    expect_parity_with_one_process<torch::nn::BatchNorm3d>(size, 5,
+                                                           BatchNormOptions(4).affine(false));
     expect_parity_with_one_process<torch::nn::BatchNorm2d>(
         size, 4, BatchNormOptions(4).track_running_stats(false).eps(1e-3));
   }

@@ -139,58 +139,58 @@ std::unique_ptr<Backend::Work> GlooBackend::all_reduce(const Buffer& buffer, Red
   check_reduce(buffer, op, weight);
   const Fingerprint what =
       make_reduce_fingerprint(Operation::kAllReduce, buffer.dtype, buffer.count, op, weight);
-  return begin(what, context, [this, buffer, op](const GlooCore::Task& task,
-                                                 std::span<const Fingerprint> calls) {
-    const auto factors = mean_factors(calls);
-    if (buffer.count == 0 || size() == 1) return;
-    if (op == ReduceOp::kMean) scale(buffer, factors[static_cast<size_t>(rank())]);
-    Reduction how{buffer.dtype, op == ReduceOp::kMean ? ReduceOp::kSum : op};
-    core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
-      return api.all_reduce(gloo, buffer.data, static_cast<size_t>(buffer.count),
-                            static_cast<size_t>(dtype_bytes(buffer.dtype)), reduce_two, &how,
-                            &call);
-    });
-  });
+  return begin(what, context,
+               [this, buffer, op](const GlooCore::Task& task, std::span<const Fingerprint> calls) {
+                 const auto factors = mean_factors(calls);
+                 if (buffer.count == 0 || size() == 1) return;
+                 if (op == ReduceOp::kMean) scale(buffer, factors[static_cast<size_t>(rank())]);
+                 Reduction how{buffer.dtype, op == ReduceOp::kMean ? ReduceOp::kSum : op};
+                 core_->transfer(
+                     task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
+                       return api.all_reduce(gloo, buffer.data, static_cast<size_t>(buffer.count),
+                                             static_cast<size_t>(dtype_bytes(buffer.dtype)),
+                                             reduce_two, &how, &call);
+                     });
+               });
 }
 
 // The others' values must stay: they are reduced in a copy.
 std::unique_ptr<Backend::Work> GlooBackend::reduce(const Buffer& buffer, int root, ReduceOp op,
                                                    double weight, const CallContext& context) {
   check_rooted_reduce(group(), buffer, root, op, weight);
-  return begin(make_rooted_reduce_fingerprint(buffer, root, op, weight), context,
-               [this, buffer, root, op](const GlooCore::Task& task,
-                                        std::span<const Fingerprint> calls) {
-                 const auto factors = mean_factors(calls);
-                 if (buffer.count == 0 || size() == 1) return;
-                 std::vector<std::byte> copy;
-                 void* data = buffer.data;
-                 if (rank() != root) {
-                   const auto* first = static_cast<const std::byte*>(buffer.data);
-                   copy.assign(first, first + buffer.bytes());
-                   data = copy.data();
-                 }
-                 const Buffer reduced{data, buffer.count, buffer.dtype};
-                 if (op == ReduceOp::kMean) scale(reduced, factors[static_cast<size_t>(rank())]);
-                 Reduction how{buffer.dtype, op == ReduceOp::kMean ? ReduceOp::kSum : op};
-                 core_->transfer(
-                     task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
-                       return api.reduce(gloo, data, static_cast<size_t>(buffer.count),
-                                         static_cast<size_t>(dtype_bytes(buffer.dtype)), root,
-                                         reduce_two, &how, &call);
-                     });
-               });
+  return begin(
+      make_rooted_reduce_fingerprint(buffer, root, op, weight), context,
+      [this, buffer, root, op](const GlooCore::Task& task, std::span<const Fingerprint> calls) {
+        const auto factors = mean_factors(calls);
+        if (buffer.count == 0 || size() == 1) return;
+        std::vector<std::byte> copy;
+        void* data = buffer.data;
+        if (rank() != root) {
+          const auto* first = static_cast<const std::byte*>(buffer.data);
+          copy.assign(first, first + buffer.bytes());
+          data = copy.data();
+        }
+        const Buffer reduced{data, buffer.count, buffer.dtype};
+        if (op == ReduceOp::kMean) scale(reduced, factors[static_cast<size_t>(rank())]);
+        Reduction how{buffer.dtype, op == ReduceOp::kMean ? ReduceOp::kSum : op};
+        core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
+          return api.reduce(gloo, data, static_cast<size_t>(buffer.count),
+                            static_cast<size_t>(dtype_bytes(buffer.dtype)), root, reduce_two, &how,
+                            &call);
+        });
+      });
 }
 
 std::unique_ptr<Backend::Work> GlooBackend::exchange(const ConstBuffer& input, const Buffer& output,
                                                      const BlockExchange& blocks,
                                                      const CallContext& context) {
   check_exchange(group(), input, output, blocks);
-  return begin(make_exchange_fingerprint(input.dtype, blocks), context,
-               [this, input, output, blocks](const GlooCore::Task& task,
-                                             std::span<const Fingerprint>) {
-                 compare_counts(task, blocks);
-                 move_blocks(task, input, output, blocks);
-               });
+  return begin(
+      make_exchange_fingerprint(input.dtype, blocks), context,
+      [this, input, output, blocks](const GlooCore::Task& task, std::span<const Fingerprint>) {
+        compare_counts(task, blocks);
+        move_blocks(task, input, output, blocks);
+      });
 }
 
 // Every rank sees the counts of all, and so finds the same mismatch by itself.
@@ -282,35 +282,36 @@ std::unique_ptr<Backend::Work> GlooBackend::reduce_scatter(const ConstBuffer& in
   check_reduce_scatter(group(), input, output, op, weight);
   const Fingerprint what =
       make_reduce_fingerprint(Operation::kReduceScatter, output.dtype, output.count, op, weight);
-  return begin(what, context, [this, input, output, op](const GlooCore::Task& task,
-                                                        std::span<const Fingerprint> calls) {
-    const auto factors = mean_factors(calls);
-    if (output.count == 0) return;
-    const auto block = static_cast<size_t>(output.bytes());
-    std::vector<std::byte> blocks(block * calls.size());
-    move_blocks(task, input, {blocks.data(), input.count, input.dtype},
-                BlockExchange::all_to_all(group(), output.count));
-    std::vector<const void*> inputs;
-    for (size_t peer = 0; peer < calls.size(); ++peer) inputs.push_back(&blocks[peer * block]);
-    const std::array outputs = {output.data};
-    lockstep::reduce(output.dtype, op, inputs, factors, outputs, output.count);
-  });
+  return begin(
+      what, context,
+      [this, input, output, op](const GlooCore::Task& task, std::span<const Fingerprint> calls) {
+        const auto factors = mean_factors(calls);
+        if (output.count == 0) return;
+        const auto block = static_cast<size_t>(output.bytes());
+        std::vector<std::byte> blocks(block * calls.size());
+        move_blocks(task, input, {blocks.data(), input.count, input.dtype},
+                    BlockExchange::all_to_all(group(), output.count));
+        std::vector<const void*> inputs;
+        for (size_t peer = 0; peer < calls.size(); ++peer) inputs.push_back(&blocks[peer * block]);
+        const std::array outputs = {output.data};
+        lockstep::reduce(output.dtype, op, inputs, factors, outputs, output.count);
+      });
 }
 
 std::unique_ptr<Backend::Work> GlooBackend::all_gather(const ConstBuffer& input,
                                                        const Buffer& output,
                                                        const CallContext& context) {
   check_all_gather(group(), input, output);
-  return begin(
-      make_fingerprint(Operation::kAllGather, input.dtype, input.count), context,
-      [this, input, output](const GlooCore::Task& task, std::span<const Fingerprint>) {
-        if (input.count == 0) return;
-        const auto bytes = static_cast<size_t>(input.bytes());
-        if (size() == 1) std::memmove(output.data, input.data, bytes);
-        core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
-          return api.all_gather(gloo, input.data, bytes, output.data, &call);
-        });
-      });
+  return begin(make_fingerprint(Operation::kAllGather, input.dtype, input.count), context,
+               [this, input, output](const GlooCore::Task& task, std::span<const Fingerprint>) {
+                 if (input.count == 0) return;
+                 const auto bytes = static_cast<size_t>(input.bytes());
+                 if (size() == 1) std::memmove(output.data, input.data, bytes);
+                 core_->transfer(
+                     task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
+                       return api.all_gather(gloo, input.data, bytes, output.data, &call);
+                     });
+               });
 }
 
 std::unique_ptr<Backend> GlooBackend::split(int color, int key, std::string_view group_name,

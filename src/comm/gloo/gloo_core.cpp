@@ -175,8 +175,7 @@ void GlooCore::begin(Task& task) {
 void GlooCore::begin_message(Task& task) {
   const std::lock_guard lock(mutex_);
   const bool sends = task.call.operation == Operation::kSend;
-  task.call.sequence =
-      sends ? session_.next_sent(task.peer) : session_.next_received(task.peer);
+  task.call.sequence = sends ? session_.next_sent(task.peer) : session_.next_received(task.peer);
   Lane& lane = (sends ? sends_ : receives_)[task.peer];
   if (!lane.thread.joinable()) {
     lane.thread = start_quiet_thread([this, &lane] { work(lane); });

@@ -176,7 +176,8 @@ class NcclBackend final : public Backend {
  private:
   std::unique_ptr<Work> begin(const Fingerprint& what, const CallContext& context,
                               NcclCore::Body body) {
-    return std::make_unique<NcclWork<NcclCore::Task>>(core_, core_->begin(what, context, std::move(body)));
+    return std::make_unique<NcclWork<NcclCore::Task>>(core_,
+                                                      core_->begin(what, context, std::move(body)));
   }
 
   std::shared_ptr<NcclCore> core_;

@@ -309,8 +309,10 @@ void NcclTransfer::exchange(const ConstBuffer& input, const Buffer& output,
       gpu_copy(to, from, blocks.given[at] * element_bytes, stream_);
       continue;
     }
-    all.push_back({.sends = true, .data = from, .bytes = blocks.given[at] * element_bytes, .peer = peer});
-    all.push_back({.sends = false, .data = to, .bytes = blocks.taken[at] * element_bytes, .peer = peer});
+    all.push_back(
+        {.sends = true, .data = from, .bytes = blocks.given[at] * element_bytes, .peer = peer});
+    all.push_back(
+        {.sends = false, .data = to, .bytes = blocks.taken[at] * element_bytes, .peer = peer});
   }
   messages(all);
 }

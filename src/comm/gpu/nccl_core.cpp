@@ -4,12 +4,12 @@
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 #include <algorithm>
-#include <utility>
 #include <atomic>
 #include <chrono>
 #include <exception>
 #include <iterator>
 #include <thread>
+#include <utility>
 
 #include "base/process.hpp"
 #include "base/running_clock.hpp"
@@ -32,7 +32,8 @@ NcclPeers::NcclPeers(Backend& host, int64_t deadline_ns) : group_(host.group()) 
   std::vector<ProcessHome> homes(static_cast<size_t>(host.size()));
   const auto bytes = static_cast<int64_t>(sizeof own);
   host.all_gather({&own, bytes, Dtype::kU8}, {homes.data(), bytes * host.size(), Dtype::kU8},
-                  {.deadline_ns = deadline_ns, .label = "processes of the ranks"})->wait();
+                  {.deadline_ns = deadline_ns, .label = "processes of the ranks"})
+      ->wait();
   for (int group_rank = 0; group_rank < host.size(); ++group_rank) {
     const ProcessHome& theirs = homes[static_cast<size_t>(group_rank)];
     if (!own.numbers_as(theirs) || theirs.pid == own.pid) continue;
@@ -255,8 +256,10 @@ Ids agree_on_ids(GpuControl& control, int64_t deadline_ns) {
     check_nccl(ncclGetUniqueId(&ids.collectives), nullptr, "ncclGetUniqueId");
     check_nccl(ncclGetUniqueId(&ids.messages), nullptr, "ncclGetUniqueId");
   }
-  control.channel(kSenders).broadcast({&ids, sizeof ids, Dtype::kU8}, 0,
-                                      {.deadline_ns = deadline_ns, .label = "NCCL's id"})->wait();
+  control.channel(kSenders)
+      .broadcast({&ids, sizeof ids, Dtype::kU8}, 0,
+                 {.deadline_ns = deadline_ns, .label = "NCCL's id"})
+      ->wait();
   return ids;
 }
 

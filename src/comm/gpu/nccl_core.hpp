@@ -222,7 +222,7 @@ class NcclCore {
   GpuSelfMessages own_messages_;
   std::deque<std::shared_ptr<Task>> queue_;  // begun and not launched
   std::deque<std::shared_ptr<MessageTask>> message_queue_;
-  std::optional<NcclWatch> watch_;           // last: uses all of the above
+  std::optional<NcclWatch> watch_;  // last: uses all of the above
 };
 
 }  // namespace lockstep

@@ -479,9 +479,9 @@ bool ShmExchange::move_direct() {
       BlockExchange theirs = blocks_;
       theirs.given = given_[static_cast<size_t>(peer)];
       if (from[static_cast<size_t>(peer)] == nullptr) continue;
-      take_block(peer, 0, extent_,
-                 from[static_cast<size_t>(peer)] +
-                     theirs.given_offset(engine_.rank()) * element_bytes_);
+      take_block(
+          peer, 0, extent_,
+          from[static_cast<size_t>(peer)] + theirs.given_offset(engine_.rank()) * element_bytes_);
     }
   }
   return end_of_direct_reads();

@@ -197,8 +197,8 @@ class ShmExchange final : public ChunkedCollective {
   ConstBuffer input_;
   Buffer output_;
   BlockExchange blocks_;
-  int64_t head_bytes_;    // of the counts in a ring entry
-  int64_t inline_count_;  // elements of a block that fit behind them
+  int64_t head_bytes_;          // of the counts in a ring entry
+  int64_t inline_count_;        // elements of a block that fit behind them
   ExchangedCounts given_ = {};  // [from][to], of all ranks, once they have arrived
   bool read_ = false;           // in the direct way
 };

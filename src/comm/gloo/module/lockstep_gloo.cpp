@@ -497,8 +497,8 @@ void destroy(LockstepGlooContext* context) {
 }
 
 constexpr LockstepGlooApi kApi = {
-    LOCKSTEP_GLOO_ABI, create,     address, connect, all_reduce, broadcast,
-    all_gather,        reduce,     exchange, send,   recv,       abort,     destroy};
+    LOCKSTEP_GLOO_ABI, create, address, connect, all_reduce, broadcast, all_gather, reduce,
+    exchange,          send,   recv,    abort,   destroy};
 
 }  // namespace
 }  // namespace lockstep::gloo_module

@@ -75,8 +75,8 @@ typedef struct LockstepGlooApi {
                                    void* output, const LockstepGlooCall* call);
   /* In place on every rank: the root's data becomes the result, the others' is of no more use. */
   LockstepGlooStatus (*reduce)(LockstepGlooContext* context, void* data, size_t count,
-                               size_t element_bytes, int root, LockstepGlooReduce reduce, void* user,
-                               const LockstepGlooCall* call);
+                               size_t element_bytes, int root, LockstepGlooReduce reduce,
+                               void* user, const LockstepGlooCall* call);
   /* given[r] of the input goes to rank r, and taken[r] of the output comes from it; this rank's own
    * blocks are not moved. */
   LockstepGlooStatus (*exchange)(LockstepGlooContext* context, const void* input,
