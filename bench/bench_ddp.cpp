@@ -31,22 +31,25 @@ double resident_mib() {
   return 0;
 }
 
+template <class Linear>
 torch::nn::Sequential make_net(const nlohmann::json& settings) {
   const auto dim = settings.at("dim").get<int64_t>();
   const auto hidden = settings.at("hidden").get<int64_t>();
-  torch::nn::Sequential net(torch::nn::Linear(dim, hidden), torch::nn::ReLU());
+  torch::nn::Sequential net(Linear(dim, hidden), torch::nn::ReLU());
   for (int i = 0; i < settings.at("depth").get<int>(); ++i) {
-    net->push_back(torch::nn::Linear(hidden, hidden));
+    net->push_back(Linear(hidden, hidden));
     net->push_back(torch::nn::ReLU());
   }
-  net->push_back(torch::nn::Linear(hidden, dim));
+  net->push_back(Linear(hidden, dim));
   return net;
 }
 
 // A wrapper of Sequential, whose own forward is a template that DDP cannot name.
 struct Net : torch::nn::Module {
   explicit Net(const nlohmann::json& settings)
-      : layers(register_module("layers", make_net(settings))) {}
+      : layers(register_module("layers", settings.value("kernels", true)
+                                             ? make_net<lockstep::Linear>(settings)
+                                             : make_net<torch::nn::Linear>(settings))) {}
   torch::Tensor forward(const torch::Tensor& x) { return layers->forward(x); }
   torch::nn::Sequential layers;
 };
@@ -72,8 +75,17 @@ int train(int, char** argv) {
   torch::manual_seed(0);
   const auto net = std::make_shared<Net>(settings);
   std::optional<lockstep::DistributedDataParallel<Net>> ddp;
-  if (!settings.value("bare", false)) ddp.emplace(net, world.comm());
-  lockstep::Sgd optimizer(net->parameters(), {.lr = 1e-2});
+  std::optional<lockstep::FullyShardedDataParallel<Net>> shared;  // one copy of the weights
+  if (settings.value("shared", false)) {
+    shared.emplace(net, world.comm(),
+                   lockstep::ShardOptions{.stage = lockstep::ShardStage::kOptimizer});
+  } else if (!settings.value("bare", false)) {
+    ddp.emplace(net, world.comm());
+  }
+  const auto forward = [&](const torch::Tensor& rows) {
+    return shared ? shared->forward(rows) : ddp ? ddp->forward(rows) : net->forward(rows);
+  };
+  lockstep::Sgd optimizer(shared ? shared->parameters() : net->parameters(), {.lr = 1e-2});
   const int64_t rows = settings.at("batch").get<int64_t>() / world.size();
   const auto x = torch::randn({rows, settings.at("dim").get<int64_t>()});
   const auto y = torch::sin(x);
@@ -98,7 +110,7 @@ int train(int, char** argv) {
       torch::Tensor loss;
       {
         const lockstep::Autocast amp(torch::kCPU, torch::kBFloat16, bf16);
-        loss = torch::mse_loss(ddp ? ddp->forward(x) : net->forward(x), y);
+        loss = torch::mse_loss(forward(x), y);
       }
       look();
       loss.backward();

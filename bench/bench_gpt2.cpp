@@ -46,50 +46,17 @@ struct Sizes {
   int64_t batch;
 };
 
-struct Block : torch::nn::Module {
-  explicit Block(const Sizes& sizes)
-      : ln1(register_module("ln1", norm(sizes))),
-        qkv(register_module("qkv", torch::nn::Linear(sizes.width, 3 * sizes.width))),
-        proj(register_module("proj", torch::nn::Linear(sizes.width, sizes.width))),
-        ln2(register_module("ln2", norm(sizes))),
-        fc(register_module("fc", torch::nn::Linear(sizes.width, 4 * sizes.width))),
-        out(register_module("out", torch::nn::Linear(4 * sizes.width, sizes.width))),
-        heads(sizes.heads) {}
-
-  static torch::nn::LayerNorm norm(const Sizes& sizes) {
-    return torch::nn::LayerNorm(torch::nn::LayerNormOptions({sizes.width}));
-  }
-
-  // {x, branch} of the block before -> those of this block. The branch is added to x by the next
-  // norm.
-  std::pair<Tensor, Tensor> forward(const Tensor& x, const Tensor& branch) {
-    const auto [before, normed] = lockstep::add_layer_norm(x, branch, ln1->weight, ln1->bias);
-    const auto mixed =
-        lockstep::causal_self_attention(lockstep::linear(normed, qkv->weight, qkv->bias), heads);
-    const auto projected = lockstep::linear(mixed, proj->weight, proj->bias);
-    const auto [between, again] =
-        lockstep::add_layer_norm(before, projected, ln2->weight, ln2->bias);
-    return {between, lockstep::multi_layer(again, {fc->weight, out->weight}, {fc->bias, out->bias},
-                                           lockstep::Activation::kGeluTanh)};
-  }
-
-  torch::nn::LayerNorm ln1;
-  torch::nn::Linear qkv;
-  torch::nn::Linear proj;
-  torch::nn::LayerNorm ln2;
-  torch::nn::Linear fc;
-  torch::nn::Linear out;
-  int64_t heads;
-};
-
 struct Gpt2 : torch::nn::Module {
   explicit Gpt2(const Sizes& sizes)
       : wte(register_module("wte", torch::nn::Embedding(sizes.padded, sizes.width))),
         wpe(register_module("wpe", torch::nn::Embedding(sizes.positions, sizes.width))),
-        lnf(register_module("lnf", Block::norm(sizes))),
+        lnf(register_module("lnf",
+                            torch::nn::LayerNorm(torch::nn::LayerNormOptions({sizes.width})))),
         vocabulary(sizes.vocabulary) {
     for (int64_t i = 0; i < sizes.layers; ++i) {
-      blocks.push_back(register_module(fmt::format("h{}", i), std::make_shared<Block>(sizes)));
+      blocks.emplace_back(
+          lockstep::TransformerBlockOptions{.width = sizes.width, .heads = sizes.heads});
+      register_module(fmt::format("h{}", i), blocks.back());
     }
   }
 
@@ -97,7 +64,7 @@ struct Gpt2 : torch::nn::Module {
   Tensor forward(const Tensor& tokens, const Tensor& targets) {
     Tensor x = torch::embedding(wte->weight, tokens) + wpe->weight;
     Tensor branch;
-    for (const auto& block : blocks) std::tie(x, branch) = block->forward(x, branch);
+    for (auto& block : blocks) std::tie(x, branch) = block->forward_branch(x, branch);
     const auto normed = std::get<1>(lockstep::add_layer_norm(x, branch, lnf->weight, lnf->bias));
     return lockstep::linear_cross_entropy(normed.view({-1, normed.size(-1)}), wte->weight,
                                           targets.view({-1}), vocabulary);
@@ -106,7 +73,7 @@ struct Gpt2 : torch::nn::Module {
   torch::nn::Embedding wte;  // also the head
   torch::nn::Embedding wpe;
   torch::nn::LayerNorm lnf;
-  std::vector<std::shared_ptr<Block>> blocks;
+  std::vector<lockstep::TransformerBlock> blocks;
   int64_t vocabulary;
 };
 

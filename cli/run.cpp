@@ -13,6 +13,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
+#include "base/number_list.hpp"
 #include "base/process.hpp"
 #include "cli/child.hpp"
 #include "cli/nvml.hpp"
@@ -241,7 +242,7 @@ CLI::App* add_slurm_script_command(CLI::App& app, SlurmScriptOptions& options) {
   command->footer(format_examples(kSlurmExamples));
   command->add_option("--nodes", options.nodes, "hosts")
       ->capture_default_str()
-      ->check(in_range(1, 4096))
+      ->check(in_range(1, kMostHosts))
       ->type_name("N");
   command->add_option("-n,--nproc-per-node", options.ranks, "ranks per host; auto: one per GPU")
       ->capture_default_str()

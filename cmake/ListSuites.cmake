@@ -12,7 +12,7 @@ foreach(suite ${suites})
   string(REGEX REPLACE "\\.$" "" test "${name}.${suite}")
   string(APPEND text "add_test([==[${test}]==] [==[${executable}]==] [==[--gtest_filter=${suite}*]==]"
     " [==[--gtest_output=xml:${results}/${file}]==])\n"
-    "set_tests_properties([==[${test}]==] PROPERTIES LABELS ${label} TIMEOUT 600")
+    "set_tests_properties([==[${test}]==] PROPERTIES LABELS ${label} TIMEOUT ${timeout}")
   if(environment)
     string(APPEND text " ENVIRONMENT [==[${environment}]==]")
   endif()

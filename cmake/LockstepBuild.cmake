@@ -73,7 +73,7 @@ if(LOCKSTEP_ASSERTIONS)
 endif()
 if(LOCKSTEP_SANITIZE)
   target_compile_options(lockstep_flags INTERFACE
-    "-fsanitize=${LOCKSTEP_SANITIZE}" -fno-omit-frame-pointer -fno-sanitize-recover=all -O1)
+    "-fsanitize=${LOCKSTEP_SANITIZE}" -fno-omit-frame-pointer -fno-sanitize-recover=all)
   target_link_options(lockstep_flags INTERFACE "-fsanitize=${LOCKSTEP_SANITIZE}")
 endif()
 

@@ -37,7 +37,7 @@ std::vector<torch::Tensor> train(const lockstep::World& world, const std::string
   lockstep::Checkpoint checkpoint(folder, world.comm(), {.every = 10});
   checkpoint.add("model", *net).add("optimizer", optimizer, *net).add("sampler", sampler);
   for (int64_t step = checkpoint.resume() + 1; step <= steps; ++step) {
-    const auto chosen = torch::tensor(sampler.next(16), torch::kInt64);
+    const auto chosen = torch::tensor(sampler.next_batch(16), torch::kInt64);
     const auto x = rows.index_select(0, chosen).to(world.device().torch_device());
     const auto loss = torch::mse_loss(ddp(x), torch::sin(3 * x));
     loss.backward();

@@ -4,12 +4,7 @@
 // learn.
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <cstdio>
-#include <memory>
-#include <optional>
-#include <utility>
-#include <vector>
 
 #include "lockstep/lockstep.hpp"
 
@@ -26,41 +21,6 @@ struct Points : torch::data::Dataset<Points> {
 
   torch::Tensor x;
   torch::Tensor y;
-};
-
-// DistributedSampler for torch::data: every iteration over a loader takes this rank's rows of the
-// epoch that was set last.
-class RankSampler : public torch::data::samplers::Sampler<> {
- public:
-  explicit RankSampler(std::shared_ptr<const lockstep::DistributedSampler> rows)
-      : rows_(std::move(rows)) {}
-
-  void reset(torch::optional<size_t> = torch::nullopt) override {
-    const auto indices = rows_->indices();
-    indices_.assign(indices.begin(), indices.end());
-    next_ = 0;
-  }
-  torch::optional<std::vector<size_t>> next(size_t batch_size) override {
-    if (next_ == indices_.size()) return torch::nullopt;
-    const auto first = indices_.begin() + static_cast<int64_t>(next_);
-    const auto count = std::min(batch_size, indices_.size() - next_);
-    next_ += count;
-    return std::vector<size_t>(first, first + static_cast<int64_t>(count));
-  }
-  void save(torch::serialize::OutputArchive& archive) const override {
-    archive.write("next", torch::tensor(static_cast<int64_t>(next_)));
-  }
-  void load(torch::serialize::InputArchive& archive) override {
-    torch::Tensor next;
-    archive.read("next", next);
-    reset();
-    next_ = static_cast<size_t>(next.item<int64_t>());
-  }
-
- private:
-  std::shared_ptr<const lockstep::DistributedSampler> rows_;
-  std::vector<size_t> indices_;
-  size_t next_ = 0;  // in indices_
 };
 
 struct Metrics {
@@ -108,28 +68,21 @@ int train(int argc, char** argv) {
   lockstep::DistributedDataParallel ddp(net, world.comm());  // rank 0's weights go to all
   lockstep::AdamW optimizer(ddp.parameters(), {.lr = 3e-3});
 
-  const auto sampler = std::make_shared<lockstep::DistributedSampler>(
-      points.x.size(0), world.size(), world.rank(), lockstep::SamplerOptions{.seed = kSeed});
-  const auto loader = torch::data::make_data_loader(
-      points.map(torch::data::transforms::Stack<>()), RankSampler(sampler),
+  lockstep::DistributedSampler sampler(points.x.size(0), world.size(), world.rank(),
+                                       {.seed = kSeed});
+  const auto loader = lockstep::make_data_loader(
+      points.map(torch::data::transforms::Stack<>()), sampler,
       torch::data::DataLoaderOptions().batch_size(kBatch).drop_last(true));
-  const int64_t batches = sampler->size() / kBatch;  // of an epoch; the same on every rank
 
   Metrics metrics;
   for (int64_t epoch = 0; epoch < kEpochs; ++epoch) {
-    sampler->set_epoch(epoch);  // another order, the same on all ranks
-    int64_t micro = 0;
-    for (auto& batch : *loader) {
-      const int64_t window_begin = micro / kAccumSteps * kAccumSteps;
-      const int64_t window = std::min(kAccumSteps, batches - window_begin);
-      const bool last = micro + 1 == window_begin + window;
-      std::optional<lockstep::NoSync> no_sync;
-      if (!last) no_sync.emplace(ddp);  // gradients stay on this rank
+    sampler.set_epoch(epoch);  // another order, the same on all ranks
+    for (auto [batch, steps, is_last] :
+         lockstep::accumulate(sampler.batches(*loader), kAccumSteps, ddp)) {
       const auto out = ddp(batch.data.to(device));
       const auto loss = torch::cross_entropy_loss(out, batch.target.to(device));
-      (loss / window).backward();
-      if (last) optimizer.step({.max_norm = 1.0, .zero_grad = true});
-      ++micro;
+      (loss / steps).backward();
+      if (is_last) optimizer.step({.max_norm = 1.0, .zero_grad = true});
     }
     metrics = evaluate(world, net, test);
     if (world.rank() == 0) {

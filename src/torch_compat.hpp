@@ -2,6 +2,7 @@
 
 // Everything that differs between libtorch 1.13 and 2.x, and between builds of either.
 
+#include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <c10/core/Allocator.h>
 #include <torch/csrc/autograd/function.h>
@@ -116,6 +117,18 @@ inline void enable_cpu_autocast(bool enabled) {
 /// Whether CPU operations can be computed in fp16 under autocast: 2.5 is the first that promises
 /// it.
 inline constexpr bool kCpuAutocastHalf = LOCKSTEP_TORCH_AT_LEAST(2, 5);
+
+/// Causal attention of [batch, heads, positions, head width] without a tensor of all weights; none
+/// where libtorch has no such operation.
+inline std::optional<at::Tensor> causal_attention([[maybe_unused]] const at::Tensor& query,
+                                                  [[maybe_unused]] const at::Tensor& key,
+                                                  [[maybe_unused]] const at::Tensor& value) {
+#if LOCKSTEP_TORCH_AT_LEAST(2, 1)
+  return at::scaled_dot_product_attention(query, key, value, {}, 0.0, /*is_causal=*/true);
+#else
+  return std::nullopt;
+#endif
+}
 
 /// Whether somebody listens to the gradients that arrive at this node.
 inline bool has_pre_hooks(torch::autograd::Node& node) {

@@ -104,11 +104,11 @@ def cut_network(bench, found):
 
     def try_peer(peer):
         with TwoHosts() as hosts, jobs.Scratch() as place, peer.torchrun("exit:0"):
-            flags = ["--nnodes", "2", "--master-addr", hosts.ADDRESSES[0], "--master-port", "29479"]
+            flags = ["--nnodes", "2", "--master_addr", hosts.ADDRESSES[0], "--master_port", "29479"]
             started = [
                 hosts.on(
                     host,
-                    peer.command(1, [*flags, "--node-rank", str(host)],
+                    peer.command(1, [*flags, "--node_rank", str(host)],
                                  [f"meet:{timeout_s}", f"all-reduce:{place.file('pids')}"]), {
                                      "OMP_NUM_THREADS": "1",
                                      "GLOO_SOCKET_IFNAME": hosts.names[host]

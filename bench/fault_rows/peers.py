@@ -19,15 +19,24 @@ class Peer:
             raise NotRun(f"{python} has no torch")
         self.name = f"PyTorch {found.stdout.strip()}"
         self._works = None
+        self._streams = []
 
     def torchrun(self, *words, ranks=2, flags=("--standalone", ), variables=None):
         """The script under torchrun."""
         if self._works is None:
-            self._works = subprocess.run(self.command(1, ("--standalone", ), ["exit:0"]),
-                                         capture_output=True).returncode == 0
+            self._works = self._starts()
         if not self._works:
             raise NotRun("its torchrun does not start")
         return jobs.Job(self.command(ranks, flags, words), {"OMP_NUM_THREADS": "1", **(variables or {})})
+
+    def _starts(self):
+        """Whether torchrun starts, with the flags that this takes."""
+        # PyTorch 1.13 on Python 3.11 does not understand its own default of --redirects.
+        for self._streams in ([], ["--redirects", "1", "--tee", "1"]):
+            command = self.command(1, ("--standalone", ), ["exit:0"])
+            if subprocess.run(command, capture_output=True).returncode == 0:
+                return True
+        return False
 
     def ranks(self, *words, ranks=2, port=29511):
         """The script under torchrun; where that does not start, as ranks that a shell starts and waits for."""
@@ -44,7 +53,8 @@ class Peer:
             })
 
     def command(self, ranks, flags, words):
-        return [self.python, "-m", "torch.distributed.run", *flags, "--nproc-per-node", str(ranks), SCRIPT, *words]
+        run = [self.python, "-m", "torch.distributed.run", *self._streams, *flags]
+        return [*run, "--nproc_per_node", str(ranks), SCRIPT, *words]  # 1.13 knows no --nproc-per-node
 
 
 def outcome(job, limit_s, since=None):

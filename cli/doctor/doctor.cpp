@@ -11,8 +11,10 @@
 #include <optional>
 #include <set>
 #include <sstream>
+#include <type_traits>
 #include <vector>
 
+#include "base/json_text.hpp"
 #include "base/machine.hpp"
 #include "cli/doctor/facts.hpp"
 #include "lockstep/cli_parse.hpp"
@@ -31,7 +33,11 @@ std::optional<T> fact(const json& facts, const char* pointer) {
   const json::json_pointer where(pointer);
   if (!facts.contains(where) || facts.at(where).is_null()) return std::nullopt;
   try {
-    return facts.at(where).get<T>();
+    if constexpr (std::is_same_v<T, int64_t>) {
+      return whole_number_in(facts.at(where), INT64_MIN, INT64_MAX);
+    } else {
+      return facts.at(where).get<T>();
+    }
   } catch (const json::exception&) {
     return std::nullopt;
   }

@@ -26,6 +26,11 @@ int64_t number_of(const std::string& flag, const std::string& text, int64_t most
               "write a number such as 4; if it is from lab.json, run the lab again");
 }
 
+[[noreturn]] void fail_missing(const std::string& run) {
+  throw Error(Code::kRecord, fmt::format("the lab has no run of {}", run),
+              "its lab.json does not name all runs that the report needs: run the lab again");
+}
+
 }  // namespace
 
 std::string LabOptions::text(const std::string& flag) const {
@@ -74,18 +79,20 @@ const std::vector<RunSet>& LabRuns::all(const std::string& what) const {
   return found == sets.end() ? kNone : found->second;
 }
 
+const std::vector<RunSet>& LabRuns::some(const std::string& what) const {
+  if (all(what).empty()) fail_missing(fmt::format("\"{}\"", what));
+  return all(what);
+}
+
 const RunSet& LabRuns::of(const std::string& what) const {
-  if (all(what).empty()) {
-    throw Error(Code::kInternal, fmt::format("the lab has no run of \"{}\"", what));
-  }
-  return all(what).front();
+  return some(what).front();
 }
 
 const RunSet& LabRuns::of(const std::string& what, int64_t size) const {
   for (const auto& set_up : all(what)) {
     if (set_up.size == size) return set_up;
   }
-  throw Error(Code::kInternal, fmt::format("the lab has no run of \"{}\" at {}", what, size));
+  fail_missing(fmt::format("\"{}\" at {}", what, size));
 }
 
 }  // namespace lockstep::cli

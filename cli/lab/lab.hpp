@@ -96,7 +96,10 @@ struct LabRuns {
   /// All set-ups that vary this; none where nothing did.
   const std::vector<RunSet>& all(const std::string& what) const;
 
-  /// The smallest of them, or the one of this size. A missing one is an internal Error.
+  /// The same, but if there is none, the folder of the lab is incomplete: an Error.
+  const std::vector<RunSet>& some(const std::string& what) const;
+
+  /// The smallest of them, or the one of this size. A missing one is an Error, too.
   const RunSet& of(const std::string& what) const;
   const RunSet& of(const std::string& what, int64_t size) const;
 };

@@ -13,8 +13,8 @@ struct AnswerContext {
   const LabRuns& runs;
   const RunSet& single = runs.of("single");
   const RunSet& base = runs.of("base");
-  const std::vector<RunSet>& micro_batches = runs.all("micro_batches");  ///< with the base
-  const std::vector<RunSet>& batches = runs.all("batch");                ///< with the base
+  const std::vector<RunSet>& micro_batches = runs.some("micro_batches");  ///< with the base
+  const std::vector<RunSet>& batches = runs.some("batch");                ///< with the base
   const RunSet& one_process = runs.of("one_process");
   const RunSet& same_device = runs.of("same_device");
   // In one process, repeated in turns.

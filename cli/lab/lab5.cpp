@@ -88,7 +88,7 @@ struct AnswerContext {
   explicit AnswerContext(const LabRuns& of)
       : runs(of),
         single(of.of("single")),
-        full(of.all("dp").back()),
+        full(of.some("dp").back()),
         devices(full.devices),
         comparison(compare(single, full)),
         alone(merged_devices(single)),

@@ -77,9 +77,9 @@ LabPlan plan(const LabOptions& options, const Hardware& hardware) {
 
 // The number of devices to look at closely: the most ranks that each have hardware of their own,
 // or the most of all if no several ranks do.
-int64_t focus_of(const std::vector<RunSet>& distributed) {
-  int64_t best = distributed.back().size;
-  for (const auto& set_up : distributed) {
+int64_t focus_of(const LabRuns& runs) {
+  int64_t best = runs.some("ddp").back().size;
+  for (const auto& set_up : runs.all("ddp")) {
     if (set_up.devices > 1 && sharing(set_up) == 1) best = set_up.size;
   }
   return best;
@@ -102,17 +102,16 @@ struct AnswerContext {
   explicit AnswerContext(const LabRuns& of)
       : runs(of),
         single(of.of("single")),
-        dp(of.of("dp", focus_of(of.all("ddp")))),
-        ddp(of.of("ddp", focus_of(of.all("ddp")))),
+        dp(of.of("dp", focus_of(of))),
+        ddp(of.of("ddp", focus_of(of))),
         ranks(ddp.devices),
         comparison(compare(dp, ddp)),
         communication(communication_of(ddp)),
         dp_devices(merged_devices(dp)),
         ddp_devices(merged_devices(ddp)),
         record(ddp.first()),
-        warning(times_warning(
-            disturbance_of(of, {"single", "dp", "ddp"}),
-            {comparison, compare(of.all("dp").front(), dp), compare(of.all("ddp").front(), ddp)})) {
+        warning(times_warning(disturbance_of(of, {"single", "dp", "ddp"}),
+                              {comparison, compare(of.of("dp"), dp), compare(of.of("ddp"), ddp)})) {
   }
 
   bool one_rank() const { return ranks < 2; }
@@ -157,7 +156,7 @@ Table aspects_table(const AnswerContext& context) {
   }
   add("scaling: step time", step_with_deviation);
   add("… speed-up", [&](const RunSet& set_up) {
-    return format_speedup(compare(context.runs.all(is_dp(set_up) ? "dp" : "ddp").front(), set_up));
+    return format_speedup(compare(context.runs.of(is_dp(set_up) ? "dp" : "ddp"), set_up));
   });
   table.add_note(fmt::format(
       "Busy: share of the time in which devices computed.{} Speed-up: against the same method on "
@@ -495,8 +494,8 @@ std::string growth(const std::vector<RunSet>& sets) {
 
 std::string answer_scales(const AnswerContext& context) {
   if (context.one_rank()) return kOneRank;
-  const Comparison dp = compare(context.runs.all("dp").front(), context.dp);
-  const Comparison ddp = compare(context.runs.all("ddp").front(), context.ddp);
+  const Comparison dp = compare(context.runs.of("dp"), context.dp);
+  const Comparison ddp = compare(context.runs.of("ddp"), context.ddp);
   const std::string figures = fmt::format(
       "Against itself on one device DDP reached {} times on {} ({} of proportional) and "
       "DataParallel {} times ({}).",
@@ -516,7 +515,7 @@ std::string answer_scales(const AnswerContext& context) {
     text += fmt::format(" On all numbers of devices, DDP reached {}; DataParallel {}.",
                         growth(context.runs.all("ddp")), growth(context.runs.all("dp")));
   }
-  const RunSet& largest = context.runs.all("ddp").back();
+  const RunSet& largest = context.runs.some("ddp").back();
   if (sharing(largest) > 1) {
     text += fmt::format(
         " The {} ranks of the largest run shared this machine's cores, so they show correctness, "

@@ -224,12 +224,12 @@ Table stages_table(const std::vector<SetRow>& rows) {
 // The options that all runs have in common; those that differ are in the runs' names or records.
 LabFacts common_options(const std::vector<SetRow>& rows) {
   LabFacts facts;
-  for (const auto& [name, value] : rows.front().first().options) {
-    const bool common = std::all_of(rows.begin(), rows.end(), [&](const SetRow& row) {
-      const auto found = row.first().options.find(name);
-      return found != row.first().options.end() && found->second == value;
+  for (const auto& option : rows.front().first().options) {
+    const bool common = std::all_of(rows.begin(), rows.end(), [&option](const SetRow& row) {
+      const auto found = row.first().options.find(option.first);
+      return found != row.first().options.end() && found->second == option.second;
     });
-    if (common && !value.empty()) facts.emplace_back(name, value);
+    if (common && !option.second.empty()) facts.push_back(option);
   }
   return facts;
 }

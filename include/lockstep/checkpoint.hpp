@@ -16,8 +16,10 @@
 #include "lockstep/distributed_sampler.hpp"
 #include "lockstep/fully_sharded_data_parallel.hpp"
 #include "lockstep/grad_scaler.hpp"
+#include "lockstep/lr_schedule.hpp"
 #include "lockstep/master_weights.hpp"
 #include "lockstep/pipeline.hpp"
+#include "lockstep/weight_average.hpp"
 
 namespace lockstep {
 
@@ -105,11 +107,17 @@ class Checkpoint {
     return add(name, masters, fsdp.sharded());
   }
 
+  /// How many updates it has seen, and the groups' base rates.
+  Checkpoint& add(const std::string& name, LrScheduler& scheduler);
+
+  /// The averages, under the names of what they are of, and how many updates they have seen.
+  Checkpoint& add(const std::string& name, WeightAverage& average);
+
   /// How many steps it has done. Rates are the optimizer's. A scheduler with more state of its own
   /// needs the functions below.
   Checkpoint& add(const std::string& name, torch::optim::LRScheduler& scheduler);
 
-  /// Epoch and position: the rows that next() will give.
+  /// Epoch and position: the rows that next_batch(), or the next loop over a loader, will give.
   Checkpoint& add(const std::string& name, DistributedSampler& sampler);
 
   /// The program's own values. If ranks have different ones, each gets its own back; with another

@@ -1,15 +1,14 @@
 #include "lockstep/device_plan.hpp"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 #include <sched.h>
 
-#include <charconv>
 #include <cstdlib>
 #include <map>
 #include <numeric>
 #include <thread>
 
+#include "base/number_list.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -23,12 +22,10 @@ constexpr const char* kGrammar = "write cpu:4, cuda, cuda:0,1 or cuda:0*4";
   throw Error(Code::kDeviceSpec, fmt::format("--devices \"{}\": {}", spec, reason), help);
 }
 
-// Parses a non-negative decimal number. Returns nothing for anything else, overflow included.
+// A non-negative decimal number.
 std::optional<int> parse_number(std::string_view text) {
-  int value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size() || value < 0) return std::nullopt;
-  return value;
+  const auto number = parse_whole_number(text);
+  return number && *number >= 0 ? number : std::nullopt;
 }
 
 int parse_count(std::string_view spec, std::string_view text) {
@@ -128,32 +125,17 @@ std::vector<SlotPlan> plan_cuda(std::string_view spec, const std::vector<GpuItem
 }  // namespace
 
 std::string format_cores(const std::vector<int>& cores) {
-  std::vector<std::string> parts;
-  for (size_t begin = 0; begin < cores.size();) {
-    size_t end = begin;
-    while (end + 1 < cores.size() && cores[end + 1] == cores[end] + 1) ++end;
-    parts.push_back(begin == end ? std::to_string(cores[begin])
-                                 : fmt::format("{}-{}", cores[begin], cores[end]));
-    begin = end + 1;
-  }
-  return fmt::format("{}", fmt::join(parts, ","));
+  return format_number_list(cores);
 }
 
 std::vector<int> parse_cores(std::string_view text) {
-  std::vector<int> cores;
-  for (std::string_view rest = text; !rest.empty();) {
-    const std::string_view part = rest.substr(0, rest.find(','));
-    const size_t dash = part.find('-');
-    const auto first = parse_number(part.substr(0, dash));
-    const auto last = dash == std::string_view::npos ? first : parse_number(part.substr(dash + 1));
-    if (!first || !last || *first > *last || *last >= CPU_SETSIZE) {
-      throw Error(Code::kUsage, fmt::format("\"{}\" is not a list of cores", text),
-                  "write numbers and ranges, such as 0-3,8");
-    }
-    for (int core = *first; core <= *last; ++core) cores.push_back(core);
-    rest.remove_prefix(std::min(rest.size(), part.size() + 1));
+  if (text.empty()) return {};
+  auto cores = parse_number_list(text);
+  if (!cores || cores->back() >= CPU_SETSIZE) {
+    throw Error(Code::kUsage, fmt::format("\"{}\" is not a list of cores", text),
+                "write numbers and ranges, such as 0-3,8");
   }
-  return cores;
+  return std::move(*cores);
 }
 
 Hardware Hardware::detect(int gpus) {

@@ -31,7 +31,7 @@ bool has_avx512() {
 Instructions detect_instructions() {
 #ifdef __x86_64__
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && has_f16c()) {
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c()) {
     return has_avx512() ? Instructions::kAvx512 : Instructions::kAvx2;
   }
 #endif

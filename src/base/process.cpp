@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <charconv>
 #include <cstdio>
@@ -30,6 +31,8 @@
 
 namespace lockstep {
 namespace {
+
+std::atomic<int64_t> steps_before = 0;  // of the run, when this process resumed it
 
 // Guard: a write to a pipe without a reader does not raise SIGPIPE in this thread.
 class PipeSignalBlock {
@@ -165,6 +168,14 @@ std::string find_in_path(const std::string& name, const char* path) {
 uint64_t pid_namespace() {
   struct stat status {};
   return ::stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
+}
+
+void set_resumed_steps(int64_t steps) {
+  steps_before = steps;
+}
+
+int64_t resumed_steps() {
+  return steps_before;
 }
 
 void reserve_standard_descriptors() {

@@ -36,6 +36,11 @@ std::string find_in_path(const std::string& name, const char* path);
 /// Containers on one host number their processes independently.
 uint64_t pid_namespace();
 
+/// Steps that the run had made before this process resumed it. Messages add them to the steps that
+/// the process counts itself.
+void set_resumed_steps(int64_t steps);
+int64_t resumed_steps();
+
 /// Starts a thread that takes no signals; those are for the program's own threads.
 template <class Body>
 std::thread start_quiet_thread(Body&& body) {

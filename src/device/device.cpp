@@ -323,6 +323,7 @@ void Device::post(const char* name, std::shared_ptr<Task> task) {
   require_not_capturing(
       fmt::format("work for {}, which has a thread and a stream of its own,", this->name()),
       "run a step with DataParallel, Pipeline or Device::run without capture");
+  RepeatableScope::require_none(this->name());
   const std::lock_guard lock(state_->submit_mutex);
   const auto under_guards = [name](Device& self, Task& work, const CallerState& caller,
                                    uint64_t seed) {

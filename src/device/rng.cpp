@@ -5,6 +5,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <fmt/format.h>
 #include <torch/library.h>
 
 #define XXH_INLINE_ALL
@@ -15,6 +16,9 @@
 #include <bit>
 #include <memory>
 #include <mutex>
+#include <utility>
+
+#include "lockstep/error.hpp"
 
 namespace lockstep {
 namespace {
@@ -24,6 +28,7 @@ namespace {
 constexpr auto kModeKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
 thread_local DeviceRng* current_rng = nullptr;
+thread_local int repeatable_scopes = 0;
 
 bool takes_generator(const c10::FunctionSchema& schema) {
   for (const auto& argument : schema.arguments()) {
@@ -140,12 +145,22 @@ DeviceRng::Mark marked(at::Generator generator, DeviceRng::Mark& last) {
   return last;
 }
 
+at::Generator copy_of(at::Generator generator) {
+  const std::lock_guard lock(generator.mutex());
+  return generator.clone();
+}
+
 }  // namespace
 
 DeviceRng::DeviceRng(c10::Device device, int index)
     : index_(index), cpu_(at::detail::createCPUGenerator()) {
   install_interception();
   if (device.is_cuda()) cuda_ = at::globalContext().defaultGenerator(device).clone();
+}
+
+DeviceRng::DeviceRng(at::Generator cpu, std::optional<at::Generator> cuda)
+    : index_(0), cpu_(std::move(cpu)), cuda_(std::move(cuda)) {
+  install_interception();
 }
 
 DeviceRng::Mark DeviceRng::mark_of_thread() {
@@ -192,6 +207,51 @@ std::map<std::string, at::Generator> generators_of_thread(const std::vector<c10:
                                                  : at::globalContext().defaultGenerator(gpu));
   }
   return generators;
+}
+
+RepeatableScope::RepeatableScope() {
+  ++repeatable_scopes;
+}
+
+RepeatableScope::~RepeatableScope() {
+  --repeatable_scopes;
+}
+
+void RepeatableScope::require_none(const std::string& device) {
+  if (repeatable_scopes == 0) return;
+  throw Error(Code::kUsage,
+              fmt::format("a function under checkpoint_activations gave work to {}", device),
+              "call checkpoint_activations inside the module that DataParallel replicates or "
+              "Pipeline runs, not around it");
+}
+
+RecordedRng::RecordedRng(std::optional<c10::Device> gpu) {
+  const auto generators =
+      generators_of_thread(gpu ? std::vector<c10::Device>{*gpu} : std::vector<c10::Device>{});
+  cpu_ = copy_of(generators.at("cpu"));
+  if (!gpu) return;
+  cuda_ = copy_of(generators.at(gpu->str()));
+  if (current_rng == nullptr) default_gpu_ = gpu;
+}
+
+RecordedRng::Replay::Replay(const RecordedRng& recorded)
+    : borrowed_(recorded.default_gpu_
+                    ? std::optional(at::globalContext().defaultGenerator(*recorded.default_gpu_))
+                    : std::nullopt),
+      rng_(copy_of(recorded.cpu_), borrowed_        ? borrowed_
+                                   : recorded.cuda_ ? std::optional(copy_of(*recorded.cuda_))
+                                                    : std::nullopt),
+      use_(rng_) {
+  if (!borrowed_) return;
+  const std::lock_guard lock(borrowed_->mutex());
+  borrowed_state_ = borrowed_->get_state();
+  borrowed_->set_state(recorded.cuda_->get_state());
+}
+
+RecordedRng::Replay::~Replay() {
+  if (!borrowed_) return;
+  const std::lock_guard lock(borrowed_->mutex());
+  borrowed_->set_state(borrowed_state_);
 }
 
 UseRng::UseRng(DeviceRng& rng)

@@ -46,6 +46,9 @@ class DeviceRng {
 
   const at::Generator& generator_for(c10::DeviceType type) const;
 
+  /// Draws from these.
+  DeviceRng(at::Generator cpu, std::optional<at::Generator> cuda);
+
   /// What next_seed() last wrote into a generator.
   struct Mark {
     uint64_t number = 0;       ///< counts all marks of the process; 0 if there is none yet
@@ -69,6 +72,20 @@ class DeviceRng {
 /// these GPUs, such as "cuda:0".
 std::map<std::string, at::Generator> generators_of_thread(const std::vector<c10::Device>& gpus);
 
+/// The random numbers that this thread is about to draw, so that they can be drawn once more.
+class RecordedRng {
+ public:
+  /// Those of the CPU and, if given, of this GPU.
+  explicit RecordedRng(std::optional<c10::Device> gpu);
+
+  class Replay;
+
+ private:
+  at::Generator cpu_;
+  std::optional<at::Generator> cuda_;
+  std::optional<c10::Device> default_gpu_;  // if cuda_ is of libtorch's generator of that GPU
+};
+
 /// Guard: random operations of this thread draw from `rng`.
 class UseRng {
  public:
@@ -80,6 +97,36 @@ class UseRng {
  private:
   DeviceRng* previous_;
   bool was_included_;
+};
+
+/// Guard: this thread runs a function that will be run once more with the same random numbers.
+/// Tasks for logical devices draw their own, which cannot be repeated, so they are refused.
+class RepeatableScope {
+ public:
+  RepeatableScope();
+  ~RepeatableScope();
+  RepeatableScope(const RepeatableScope&) = delete;
+  RepeatableScope& operator=(const RepeatableScope&) = delete;
+
+  /// Throws inside such a scope; `device` is the name of the task's.
+  static void require_none(const std::string& device);
+};
+
+/// Guard: random operations of this thread draw the recorded numbers. They come from generators of
+/// the guard's own, since other threads may draw from libtorch's meanwhile. Only a GPU's default
+/// generator is used itself, and put back: some of libtorch's kernels know no other.
+class RecordedRng::Replay {
+ public:
+  explicit Replay(const RecordedRng& recorded);
+  ~Replay();
+  Replay(const Replay&) = delete;
+  Replay& operator=(const Replay&) = delete;
+
+ private:
+  std::optional<at::Generator> borrowed_;  // a GPU's default generator
+  at::Tensor borrowed_state_;              // what it goes back to
+  DeviceRng rng_;
+  UseRng use_;
 };
 
 }  // namespace lockstep

@@ -131,11 +131,14 @@ torch::Tensor GradientBuckets::view(size_t parameter) const {
       .detach();
 }
 
+bool GradientBuckets::holds(size_t parameter, const torch::Tensor& gradient) const {
+  if (!gradient.defined() || gradient.layout() != torch::kStrided) return false;
+  return gradient.data_ptr() == locations_[parameter].memory.data_ptr() &&
+         gradient.strides() == torch::IntArrayRef(strides_[parameter]);
+}
+
 bool GradientBuckets::holds_grad(size_t parameter) const {
-  const torch::Tensor& grad = parameters_[parameter].tensor.grad();
-  if (!grad.defined() || grad.layout() != torch::kStrided) return false;
-  return grad.data_ptr() == locations_[parameter].memory.data_ptr() &&
-         grad.strides() == torch::IntArrayRef(strides_[parameter]);
+  return holds(parameter, parameters_[parameter].tensor.grad());
 }
 
 void GradientBuckets::adopt_grad(size_t parameter) {

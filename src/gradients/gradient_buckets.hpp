@@ -52,7 +52,10 @@ class GradientBuckets {
   /// Claims the memory of all parameters. A grad that was a view of it becomes a copy.
   void claim_all();
 
-  /// Whether the parameter's grad is a view of its bucket.
+  /// Whether this gradient is a view of the parameter's part of its bucket.
+  bool holds(size_t parameter, const torch::Tensor& gradient) const;
+
+  /// Whether the parameter's grad is.
   bool holds_grad(size_t parameter) const;
 
   /// Copies a grad from elsewhere into its bucket and makes the view the parameter's grad.

@@ -252,4 +252,8 @@ Deviation largest_deviation(const Communicator& comm, const std::vector<NamedTen
   return deviation;
 }
 
+void call_mismatch(const Communicator& comm) {
+  comm.all_reduce(torch::zeros({1}), ReduceOp::kSum, {.label = "injected mismatch"});
+}
+
 }  // namespace lockstep

@@ -55,4 +55,7 @@ struct Deviation {
 /// The largest deviation over all ranks and tensors; every rank gets the same answer. Collective.
 Deviation largest_deviation(const Communicator& comm, const std::vector<NamedTensor>& tensors);
 
+/// Calls a collective that the other ranks do not: what `lockstep run --inject mismatch` asks for.
+void call_mismatch(const Communicator& comm);
+
 }  // namespace lockstep

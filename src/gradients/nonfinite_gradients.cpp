@@ -148,7 +148,8 @@ void NonfiniteGradients::report(size_t parameter, int64_t step) {
   const bool weights_finite = !target.tensor.is_cpu() || all_finite(target.tensor.detach());
   const int rank = comm_.world_ranks().at(static_cast<size_t>(comm_.rank()));
   const std::string message = fmt::format(
-      "rank {}, step {}: {}the gradient of {} is not finite{}", rank, step, prefix_, target.name,
+      "rank {}, step {}: {}the gradient of {} is not finite{}", rank, resumed_steps() + step,
+      prefix_, target.name,
       weights_finite ? "" : ", and neither are its weights: an earlier step spoiled them");
   if (answer_ != Nonfinite::kStop) return warn(message, weights_finite);
   comm_.abort(message);

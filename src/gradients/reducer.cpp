@@ -12,6 +12,7 @@
 #include "base/fault.hpp"
 #include "device/capture.hpp"
 #include "device/parameter_map.hpp"
+#include "gradients/model_sync.hpp"
 #include "lockstep/clock.hpp"
 
 namespace lockstep {
@@ -28,9 +29,7 @@ void inject_faults(const Communicator& comm, const torch::Tensor& gradients) {
   if (faults.take(FaultKind::kNan)) {
     gradients.view(-1).narrow(0, 0, 1).fill_(std::numeric_limits<double>::quiet_NaN());
   }
-  if (faults.take(FaultKind::kMismatch)) {
-    comm.all_reduce(torch::zeros({1}), ReduceOp::kSum, {.label = "injected mismatch"});
-  }
+  if (faults.take(FaultKind::kMismatch)) call_mismatch(comm);
 }
 
 // If the parameters in use change from step to step, so does the order in which they are ready.
@@ -81,6 +80,7 @@ Reducer::Reducer(std::vector<TrainedParameter> parameters, const Communicator& c
   if (has_work(comm_, options_)) {
     buckets_.emplace(comm_, parameters_, order_.expected(),
                      BucketLimits{options_.first_bucket_bytes, options_.bucket_cap_bytes});
+    offer_gradient_memory();
   }
   hooks_.emplace(parameters_, *this);
 }
@@ -133,6 +133,7 @@ torch::Tensor Reducer::gradient_computed(size_t parameter, const torch::Tensor& 
   // A first gradient is written straight into its bucket, and autograd adopts the view; a further
   // one is added to it.
   if (target.tensor.grad().defined() || is_shared(parameter)) return gradient;
+  if (buckets_->holds(parameter, gradient)) return gradient;  // see offer_gradient_memory()
   torch::Tensor in_bucket = buckets_->claim(parameter);
   in_bucket.copy_(gradient);
   return in_bucket;
@@ -167,6 +168,17 @@ void Reducer::gradient_accumulated(size_t parameter) {
 bool Reducer::concerns(size_t parameter) const {
   if (phase_ == Phase::kBackward || !is_shared(parameter)) return true;
   return end_is_queued_ || (phase_ == Phase::kForwarded && !outputs_watched_);
+}
+
+// Lets layers compute a first gradient in its bucket, so that nothing is copied.
+void Reducer::offer_gradient_memory() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    claims_.push_back(std::make_shared<const ClaimGradientMemory>([this, i] {
+      const bool is_first = !parameters_[i].tensor.grad().defined() && !is_shared(i);
+      return is_first ? buckets_->claim(i) : torch::Tensor();
+    }));
+    note_gradient_memory(parameters_[i].tensor, claims_.back());
+  }
 }
 
 void Reducer::put_into_bucket(size_t parameter) {

@@ -9,6 +9,7 @@
 
 #include "buckets/bucket_order.hpp"
 #include "buckets/ready_tracker.hpp"
+#include "device/gradient_memory.hpp"
 #include "gradients/gradient_buckets.hpp"
 #include "gradients/gradient_hooks.hpp"
 #include "gradients/in_flight_buckets.hpp"
@@ -119,6 +120,7 @@ class Reducer final : public GradientListener {
   bool passive() const { return !buckets_; }  // one rank without a hook averages nothing
   bool is_shared(size_t parameter) const { return *owners_[parameter] > 1; }
   bool concerns(size_t parameter) const;
+  void offer_gradient_memory();
   void put_into_bucket(size_t parameter);
   void copy_back_shared();
 
@@ -154,6 +156,7 @@ class Reducer final : public GradientListener {
   const Communicator comm_;
   const DdpOptions options_;
   std::optional<GradientBuckets> buckets_;  // none if this Reducer is passive
+  std::vector<std::shared_ptr<const ClaimGradientMemory>> claims_;  // [parameter] or empty
 
   Phase phase_ = Phase::kIdle;
   bool synchronise_ = true;        // outside any NoSync

@@ -5,10 +5,8 @@
 #include <array>
 #include <charconv>
 #include <cmath>
-#include <set>
 
-#include "base/split_list.hpp"
-#include "lockstep/device_plan.hpp"
+#include "base/number_list.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -107,9 +105,6 @@ constexpr std::array kFlags = {
              "PET_NUMA_BINDING"},
 };
 
-constexpr int kLongestRange = 4096;       // more cores or ranks than any host has
-constexpr size_t kMostNumbers = 1 << 20;  // more ranks than any job has
-
 bool switch_is_on(const Setting& setting) {
   if (setting.text == "1" || setting.text == "true") return true;
   if (setting.text == "0" || setting.text == "false") return false;
@@ -143,29 +138,6 @@ Settings collect_settings(const std::map<std::string, std::string>& given,
   return settings;
 }
 
-std::string format_number_list(const std::vector<int>& numbers) {
-  return format_cores(numbers);
-}
-
-std::optional<std::vector<int>> parse_number_list(std::string_view text) {
-  std::set<int> numbers;
-  for (const std::string_view item : split_list(text, ',')) {
-    const size_t dash = item.find('-', 1);
-    const auto first = parse_whole_number(item.substr(0, dash));
-    const auto last =
-        dash == std::string_view::npos ? first : parse_whole_number(item.substr(dash + 1));
-    if (!first || !last || *first < 0 || *last < *first || *last - *first > kLongestRange) {
-      return std::nullopt;
-    }
-    // int64_t, since the last number may be the largest int.
-    for (int64_t number = *first; number <= *last; ++number) {
-      numbers.insert(static_cast<int>(number));
-    }
-    if (numbers.size() > kMostNumbers) return std::nullopt;
-  }
-  return std::vector<int>(numbers.begin(), numbers.end());
-}
-
 std::optional<HostCount> parse_host_count(std::string_view text) {
   const size_t colon = text.find(':');
   const auto least = parse_whole_number(text.substr(0, colon));
@@ -181,13 +153,6 @@ std::string HostCount::text() const {
 
 std::string HostCount::words() const {
   return elastic() ? fmt::format("{} to {}", least, most) : std::to_string(most);
-}
-
-std::optional<int> parse_whole_number(std::string_view text) {
-  int value = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-  return value;
 }
 
 std::optional<double> parse_finite_number(std::string_view text) {

@@ -41,12 +41,6 @@ using VariableLookup = std::function<const char*(const char* name)>;  ///< as st
 Settings collect_settings(const std::map<std::string, std::string>& given,
                           const VariableLookup& lookup);
 
-/// "0-3,8" for {0,1,2,3,8}; "" for none.
-std::string format_number_list(const std::vector<int>& numbers);
-
-/// The numbers of "0,2-5", ascending and without duplicates; nullopt if the text is no such list.
-std::optional<std::vector<int>> parse_number_list(std::string_view text);
-
 /// The most hosts of a job.
 inline constexpr int kMostHosts = 2048;
 
@@ -65,9 +59,6 @@ struct HostCount {
 
 /// "3" or "1:3"; nullopt for anything else, and for more than kMostHosts.
 std::optional<HostCount> parse_host_count(std::string_view text);
-
-/// A decimal integer; nullopt for anything else, including overflow.
-std::optional<int> parse_whole_number(std::string_view text);
 
 /// A finite decimal number; nullopt for anything else.
 std::optional<double> parse_finite_number(std::string_view text);

@@ -268,8 +268,8 @@ int launch(const LaunchPlan& plan, const std::string& program) {
       return result.exit_code;
     }
     logs.keep();
-    console.message(
-        fmt::format("lockstep: {}; restart {} of {}", result.line, attempt + 1, plan.max_restarts));
+    console.message(fmt::format("lockstep: {}; restart {} of {}; logs in {}", result.line,
+                                attempt + 1, plan.max_restarts, logs.attempt_folder(attempt)));
     try {
       hosts.begin_next_attempt();
     } catch (const Error& error) {

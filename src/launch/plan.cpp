@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "base/number_list.hpp"
 #include "base/split_list.hpp"
 #include "launch/plan_hosts.hpp"
 #include "launch/plan_reader.hpp"

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "base/number_list.hpp"
 #include "base/split_list.hpp"
 #include "lockstep/error.hpp"
 #include "net/socket.hpp"

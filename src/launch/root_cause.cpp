@@ -9,6 +9,7 @@
 #include <array>
 #include <set>
 
+#include "base/number_list.hpp"
 #include "launch/flags.hpp"
 #include "launch/stall.hpp"
 #include "lockstep/detail/board.hpp"

@@ -4,6 +4,7 @@
 
 #include <map>
 
+#include "base/number_list.hpp"
 #include "launch/flags.hpp"
 
 namespace lockstep {

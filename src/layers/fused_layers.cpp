@@ -7,6 +7,7 @@
 #include <limits>
 #include <string>
 
+#include "layers/cpu_linear.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
 #include "torch_compat.hpp"
@@ -102,6 +103,44 @@ bool fit_kernels(at::TensorList tensors) {
 
 #endif
 
+void require_heads(const char* who, const torch::Tensor& qkv, int64_t heads) {
+  if (qkv.dim() == 3 && heads >= 1 && qkv.size(2) % (3 * heads) == 0) return;
+  throw Error(Code::kTensorMismatch,
+              fmt::format("{}: {} cannot be queries, keys and values of {} heads", who,
+                          shape_text(qkv.sizes()), heads),
+              "pass [batch, positions, 3 * width] with a width that the heads divide");
+}
+
+// Queries, keys and values: [3][batch, heads, positions, head width].
+std::vector<torch::Tensor> split_heads(const torch::Tensor& qkv, int64_t heads) {
+  return qkv.view({qkv.size(0), qkv.size(1), 3, heads, qkv.size(2) / (3 * heads)})
+      .permute({2, 0, 3, 1, 4})
+      .unbind(0);
+}
+
+torch::Tensor merge_heads(const torch::Tensor& mixed) {
+  return mixed.transpose(1, 2).reshape({mixed.size(0), mixed.size(2), -1});
+}
+
+// Attention in which the last query sees all keys, and each before it one less.
+torch::Tensor attend(const torch::Tensor& query, const torch::Tensor& key,
+                     const torch::Tensor& value,
+                     const std::function<torch::Tensor(const torch::Tensor&)>& drop) {
+  const int64_t queries = query.size(2);
+  const int64_t keys = key.size(2);
+  auto scores = torch::matmul(query * (1.0 / std::sqrt(static_cast<double>(query.size(3)))),
+                              key.transpose(2, 3));
+  if (queries > 1) {
+    const auto later =
+        torch::ones({queries, keys}, torch::device(query.device()).dtype(torch::kBool))
+            .triu(1 + keys - queries);
+    scores = scores.masked_fill(later, -std::numeric_limits<double>::infinity());
+  }
+  auto weights = torch::softmax(scores, -1);
+  if (drop) weights = drop(weights);
+  return torch::matmul(weights.to(value.scalar_type()), value);
+}
+
 torch::Tensor activate(const torch::Tensor& x, Activation activation) {
   switch (activation) {
     case Activation::kRelu:
@@ -116,6 +155,19 @@ torch::Tensor activate(const torch::Tensor& x, Activation activation) {
 
 int64_t width_of(const torch::Tensor& x) {
   return x.dim() < 1 ? 0 : x.size(-1);
+}
+
+torch::Tensor product(const torch::Tensor& x, const torch::Tensor& weight,
+                      const torch::Tensor& bias) {
+  const auto autocast = compat::AutocastSwitch::get(at::kCPU);
+  // The kernels round weights themselves. Other dtypes of Autocast have none.
+  const bool rounds = autocast.enabled && autocast.dtype == torch::kBFloat16 && x.is_cpu() &&
+                      x.scalar_type() == torch::kFloat;
+  const torch::Tensor rows = rounds ? x.to(torch::kBFloat16) : x;
+  const bool as_is = !autocast.enabled || autocast.dtype == rows.scalar_type();
+  return as_is && layers::cpu_linear_fits(rows, weight, bias)
+             ? layers::cpu_linear(rows, weight, bias)
+             : torch::linear(x, weight, bias);
 }
 
 torch::Tensor linear_chain(const torch::Tensor& x, const std::vector<torch::Tensor>& weights,
@@ -141,7 +193,7 @@ torch::Tensor linear_chain(const torch::Tensor& x, const std::vector<torch::Tens
   torch::Tensor out = x;
   for (size_t i = 0; i < weights.size(); ++i) {
     const bool last = i + 1 == weights.size();
-    out = activate(torch::linear(out, weights[i], biases[i]), last ? after : between);
+    out = activate(product(out, weights[i], biases[i]), last ? after : between);
   }
   return out;
 }
@@ -152,6 +204,23 @@ torch::Tensor linear(const torch::Tensor& x, const torch::Tensor& weight, const 
                      Activation activation) {
   require_linear_shapes("linear", width_of(x), weight, bias);
   return linear_chain(x, {weight}, {bias}, Activation::kNone, activation);
+}
+
+LinearImpl::LinearImpl(const torch::nn::LinearOptions& options) : options(options) {
+  reset();
+}
+
+void LinearImpl::reset() {
+  const torch::nn::Linear initial(options);
+  weight = register_parameter("weight", initial->weight.detach());
+  bias = register_parameter("bias", options.bias() ? initial->bias.detach() : torch::Tensor(),
+                            /*requires_grad=*/options.bias());
+}
+
+void LinearImpl::pretty_print(std::ostream& stream) const {
+  stream << "lockstep::Linear(in_features=" << options.in_features()
+         << ", out_features=" << options.out_features() << ", bias=" << std::boolalpha
+         << options.bias() << ")";
 }
 
 torch::Tensor multi_layer(const torch::Tensor& x, const std::vector<torch::Tensor>& weights,
@@ -193,32 +262,33 @@ std::tuple<torch::Tensor, torch::Tensor> add_layer_norm(const torch::Tensor& x,
   return {sum, at::layer_norm(sum, {sum.size(-1)}, as_sum(weight), as_sum(bias), eps)};
 }
 
-torch::Tensor causal_self_attention(const torch::Tensor& qkv, int64_t heads) {
-  if (qkv.dim() != 3 || heads < 1 || qkv.size(2) % (3 * heads) != 0) {
-    throw Error(Code::kTensorMismatch,
-                fmt::format("causal_self_attention: {} cannot be queries, keys and values of {} "
-                            "heads",
-                            shape_text(qkv.sizes()), heads),
-                "pass [batch, positions, 3 * width] with a width that the heads divide");
-  }
+torch::Tensor causal_self_attention(
+    const torch::Tensor& qkv, int64_t heads,
+    const std::function<torch::Tensor(const torch::Tensor&)>& drop) {
+  require_heads("causal_self_attention", qkv, heads);
 #if LOCKSTEP_CUDA
   const auto cast = as_autocast(qkv);
-  if (fit_kernels({cast})) return layers::cuda_causal_self_attention(cast, heads);
+  if (!drop && fit_kernels({cast})) return layers::cuda_causal_self_attention(cast, heads);
 #endif
-  const int64_t positions = qkv.size(1);
-  const int64_t head_width = qkv.size(2) / (3 * heads);
-  // [3][batch, heads, positions, head_width]
-  const auto parts =
-      qkv.view({qkv.size(0), positions, 3, heads, head_width}).permute({2, 0, 3, 1, 4}).unbind(0);
-  const auto scores = torch::matmul(parts[0] * (1.0 / std::sqrt(static_cast<double>(head_width))),
-                                    parts[1].transpose(2, 3));
-  const auto later =
-      torch::ones({positions, positions}, torch::device(qkv.device()).dtype(torch::kBool)).triu(1);
-  const auto weights =
-      torch::softmax(scores.masked_fill(later, -std::numeric_limits<double>::infinity()), -1);
-  return torch::matmul(weights.to(parts[2].scalar_type()), parts[2])
-      .transpose(1, 2)
-      .reshape({qkv.size(0), positions, heads * head_width});
+  const auto parts = split_heads(qkv, heads);
+  if (!drop) {
+    if (const auto fused = compat::causal_attention(parts[0], parts[1], parts[2])) {
+      return merge_heads(*fused);
+    }
+  }
+  return merge_heads(attend(parts[0], parts[1], parts[2], drop));
+}
+
+torch::Tensor cached_self_attention(const torch::Tensor& qkv, int64_t heads, KeyValueCache& cache) {
+  require_heads("cached_self_attention", qkv, heads);
+  const torch::NoGradGuard no_grad;
+  const auto parts = split_heads(qkv, heads);
+  const auto join = [](const torch::Tensor& seen, const torch::Tensor& more) {
+    return seen.defined() ? torch::cat({seen, more}, 2) : more.contiguous();
+  };
+  cache.keys = join(cache.keys, parts[1]);
+  cache.values = join(cache.values, parts[2]);
+  return merge_heads(attend(parts[0], cache.keys, cache.values, {}));
 }
 
 torch::Tensor mean_squared_error(const torch::Tensor& x, const torch::Tensor& target) {

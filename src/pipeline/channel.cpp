@@ -58,11 +58,11 @@ class LocalChannel final : public StageChannel {
  public:
   LocalChannel(Mailbox& mailbox, Device& device) : mailbox_(mailbox), device_(device) {}
 
-  void send(const MessageTag& tag, const torch::Tensor& tensor, int64_t) override {
+  void send(const MessageTag& tag, const torch::Tensor& tensor, const MicroBatchShape&) override {
     mailbox_.put(tag, {tensor, StreamOrder::now(device_), &device_});
   }
 
-  torch::Tensor receive(const MessageTag& tag, int64_t) override {
+  torch::Tensor receive(const MessageTag& tag, const MicroBatchShape&) override {
     const auto [tensor, order, from] = mailbox_.take(tag);
     if (from == &device_) return tensor;
     order.hold_back(device_);
@@ -84,8 +84,6 @@ class LocalChannel final : public StageChannel {
   LinkStats stats_;  // of what arrived here
 };
 
-constexpr size_t kMaxDimensions = 10;
-
 std::string label_of(const MessageTag& tag) {
   return fmt::format("{} of stage {}, micro-batch {}",
                      tag.payload == Payload::kActivation ? "output" : "input gradient",
@@ -101,8 +99,8 @@ struct TensorShape {
 };
 
 // One end of a one-way link between two ranks: what one stage sends to another. The ends agree on
-// the shape with the first message of each number of rows, separately inside and outside Autocast;
-// later messages are bare data.
+// the shape with the first message of each shape of the input, separately inside and outside
+// Autocast; later messages are bare data.
 //
 // Note [A sender thread for each link]
 // A send may have to wait for its receiver, which may be about to send in the opposite direction
@@ -119,13 +117,13 @@ class RankLink {
   RankLink& operator=(const RankLink&) = delete;
 
   // Throws the error of an earlier send.
-  void send(const MessageTag& tag, const torch::Tensor& tensor, int64_t rows);
-  torch::Tensor receive(const MessageTag& tag, int64_t rows);
+  void send(const MessageTag& tag, const torch::Tensor& tensor, const MicroBatchShape& input);
+  torch::Tensor receive(const MessageTag& tag, const MicroBatchShape& input);
   void abort(const std::string& reason) const { pair_.abort(reason); }
   const LinkStats& stats() const { return stats_; }
 
  private:
-  using ShapeKey = std::pair<int64_t, int>;  // rows, and Autocast's dtype or -1
+  using ShapeKey = std::pair<MicroBatchShape, int>;  // and Autocast's dtype or -1
   struct QueuedSend {
     torch::Tensor tensor;
     StreamOrder order;  // when the tensor is ready
@@ -135,7 +133,7 @@ class RankLink {
   };
 
   int peer() const { return 1 - pair_.rank(); }
-  ShapeKey key_of(int64_t rows) const;
+  ShapeKey key_of(const MicroBatchShape& input) const;
   void run_sender();
   void send_shape(const torch::Tensor& tensor, const std::string& label) const;
   TensorShape receive_shape(const std::string& label) const;
@@ -165,19 +163,21 @@ RankLink::~RankLink() {
 }
 
 // The ranks of an axis step inside the same Autocast or outside any, so both ends get the same key.
-RankLink::ShapeKey RankLink::key_of(int64_t rows) const {
+RankLink::ShapeKey RankLink::key_of(const MicroBatchShape& input) const {
   const auto autocast = compat::AutocastSwitch::get(device_.torch_device().type());
-  return {rows, autocast.enabled ? static_cast<int>(autocast.dtype) : -1};
+  return {input, autocast.enabled ? static_cast<int>(autocast.dtype) : -1};
 }
 
-void RankLink::send(const MessageTag& tag, const torch::Tensor& tensor, int64_t rows) {
+void RankLink::send(const MessageTag& tag, const torch::Tensor& tensor,
+                    const MicroBatchShape& input) {
   const TensorShape shape{tensor.scalar_type(), tensor.sizes().vec()};
-  const auto [known, is_new] = shapes_.emplace(key_of(rows), shape);
+  const auto [known, is_new] = shapes_.emplace(key_of(input), shape);
   if (known->second != shape) {
     throw Error(Code::kStageMismatch,
-                fmt::format("the {} is {}; for {} rows it was {} before", label_of(tag),
-                            shape.text(), rows, known->second.text()),
-                "between ranks a stage's output must keep its shape and dtype in every step");
+                fmt::format("the {} is {}; for {} rows of the same shape it was {} before",
+                            label_of(tag), shape.text(), input.rows, known->second.text()),
+                "between ranks the shape and dtype of a stage's output must follow from those of "
+                "the step's input");
   }
   {
     const std::lock_guard lock(mutex_);
@@ -245,9 +245,9 @@ TensorShape RankLink::receive_shape(const std::string& label) const {
   return {static_cast<torch::ScalarType>(values[0]), {values + 2, values + 2 + values[1]}};
 }
 
-torch::Tensor RankLink::receive(const MessageTag& tag, int64_t rows) {
+torch::Tensor RankLink::receive(const MessageTag& tag, const MicroBatchShape& input) {
   const std::string label = label_of(tag);
-  const ShapeKey key = key_of(rows);
+  const ShapeKey key = key_of(input);
   auto known = shapes_.find(key);
   if (known == shapes_.end()) known = shapes_.emplace(key, receive_shape(label)).first;
   const auto& [dtype, sizes] = known->second;
@@ -283,14 +283,15 @@ class RankChannel final : public StageChannel {
  public:
   RankChannel(const Communicator& axis, const Schedule& schedule, Device& device);
 
-  void send(const MessageTag& tag, const torch::Tensor& tensor, int64_t rows) override {
+  void send(const MessageTag& tag, const torch::Tensor& tensor,
+            const MicroBatchShape& shape) override {
     RankLink* link = find(tag);
-    link != nullptr ? link->send(tag, tensor, rows) : local_.send(tag, tensor, rows);
+    link != nullptr ? link->send(tag, tensor, shape) : local_.send(tag, tensor, shape);
   }
 
-  torch::Tensor receive(const MessageTag& tag, int64_t rows) override {
+  torch::Tensor receive(const MessageTag& tag, const MicroBatchShape& shape) override {
     RankLink* link = find(tag);
-    return link != nullptr ? link->receive(tag, rows) : local_.receive(tag, rows);
+    return link != nullptr ? link->receive(tag, shape) : local_.receive(tag, shape);
   }
 
   void abort(const std::string& reason) override {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "device/streams.hpp"
 #include "lockstep/communicator.hpp"
@@ -26,16 +27,30 @@ struct MessageTag {
   auto operator<=>(const MessageTag&) const = default;
 };
 
+/// What decides the shapes of a micro-batch's messages: how many rows it has, and what a row of the
+/// step's input is.
+struct MicroBatchShape {
+  int64_t rows = 0;
+  std::vector<int64_t> row;  ///< sizes of the input's other dimensions
+  torch::ScalarType dtype = torch::kFloat;
+
+  auto operator<=>(const MicroBatchShape&) const = default;
+};
+
+/// Between ranks a tensor may have at most so many dimensions.
+inline constexpr size_t kMaxDimensions = 10;
+
 /// How one pipeline rank exchanges tensors with the stages around its own.
 class StageChannel {
  public:
   virtual ~StageChannel() = default;
 
-  /// Does not wait for the receiver. `rows` are those of the micro-batch.
-  virtual void send(const MessageTag& tag, const torch::Tensor& tensor, int64_t rows) = 0;
+  /// Does not wait for the receiver.
+  virtual void send(const MessageTag& tag, const torch::Tensor& tensor,
+                    const MicroBatchShape& shape) = 0;
 
   /// Returns the tensor on this rank's device, ready for its current stream.
-  virtual torch::Tensor receive(const MessageTag& tag, int64_t rows) = 0;
+  virtual torch::Tensor receive(const MessageTag& tag, const MicroBatchShape& shape) = 0;
 
   /// Releases every rank that waits for this one.
   virtual void abort(const std::string& reason) = 0;

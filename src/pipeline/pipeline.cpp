@@ -134,7 +134,7 @@ class Pipeline::State {
   void continue_backward(const torch::Tensor& x, const torch::Tensor& y, const StepPlan& plan);
   torch::Tensor share_loss(const torch::Tensor& mine) const;
   const Device& last_device() const;
-  int stage_to_spoil() const;
+  StepFaults inject_faults() const;
   void run_on_workers(const char* name, const std::function<void(PipelineRank&)>& work);
   void run_here(const std::function<void(PipelineRank&)>& work);
 
@@ -273,26 +273,39 @@ const Device& Pipeline::State::last_device() const {
   return ranks_[ranks_.size() == 1 ? 0 : last]->device();
 }
 
-// The stage in whose gradient `lockstep run --inject nan` puts a NaN in this step; -1 if in none.
-int Pipeline::State::stage_to_spoil() const {
-  FaultInjector& faults = FaultInjector::of_process();
-  faults.begin_backward();
-  if (!faults.take(FaultKind::kNan)) return -1;
-  for (const int stage : local_stages) {
-    if (!local(stage).stage.module()->parameters().empty()) return stage;
+// Provokes what `lockstep run --inject` asks for as a step begins; returns what comes later in it.
+StepFaults Pipeline::State::inject_faults() const {
+  FaultInjector& injector = FaultInjector::of_process();
+  injector.begin_backward();
+  const auto trained = std::find_if(local_stages.begin(), local_stages.end(), [this](int stage) {
+    return !local(stage).stage.module()->parameters().empty();
+  });
+  StepFaults faults;
+  if (trained == local_stages.end()) return faults;
+  if (injector.take(FaultKind::kNan)) faults.nan_stage = *trained;
+  if (injector.take(FaultKind::kMismatch)) {
+    if (axis_ && axis_->size() > 1) {
+      call_mismatch(*axis_);
+    } else {
+      faults.mismatch_stage = *trained;
+    }
   }
-  return -1;
+  return faults;
 }
 
 torch::Tensor Pipeline::State::step(const torch::Tensor& x, const torch::Tensor& y,
                                     const PipelineStep& how) {
   const bool accumulates = !how.synchronise || !last_step_synchronised_;
-  StepPlan plan = or_abort([&] { return planner_.plan_step(x, y, accumulates); });
+  StepPlan plan = or_abort([&] {
+    const StepFaults faults = how.synchronise ? inject_faults() : StepFaults();
+    StepPlan made = planner_.plan_step(x, y, accumulates);
+    made.faults = faults;
+    return made;
+  });
   plan.seed = seeds_.next_seed();
   plan.loss_factor = how.loss_factor;
   plan.synchronise = how.synchronise;
   plan.share_buffers = options_.broadcast_buffers && last_step_synchronised_;
-  if (how.synchronise) plan.nan_stage = stage_to_spoil();
   if (how.scaler != nullptr) {
     plan.loss_scale = how.scaler->scale(
         torch::ones({}, torch::TensorOptions().device(last_device().torch_device())));

@@ -85,22 +85,24 @@ void PipelineRank::run_action(const Action& action, const StepPlan& plan) {
   pass_on(action, plan, result);
   auto& left = backwards_left_[static_cast<size_t>(action.stage)];
   if (completes(action.kind) && --left == 0) {
-    if (action.stage == plan.nan_stage) spoil_gradient(*at(action.stage).stage.module());
+    if (action.stage == plan.faults.nan_stage) spoil_gradient(*at(action.stage).stage.module());
     auto& sync = at(action.stage).sync;
+    if (sync && action.stage == plan.faults.mismatch_stage) sync->call_mismatch();
     if (sync) sync->launch(plan.synchronise, plan.weight);
   }
 }
 
 torch::Tensor PipelineRank::input_of(const Action& action, const StepPlan& plan) {
-  const int64_t rows = plan.rows[static_cast<size_t>(action.micro_batch)];
   switch (action.kind) {
     case ActionKind::kForward:
       if (action.stage == 0) return rows_here(plan.x, plan, action.micro_batch);
-      return channel_->receive({Payload::kActivation, action.stage - 1, action.micro_batch}, rows);
+      return channel_->receive({Payload::kActivation, action.stage - 1, action.micro_batch},
+                               plan.shape_of(action.micro_batch));
     case ActionKind::kBackward:
     case ActionKind::kBackwardInput:
       if (is_last(action.stage)) return {};
-      return channel_->receive({Payload::kGradient, action.stage + 1, action.micro_batch}, rows);
+      return channel_->receive({Payload::kGradient, action.stage + 1, action.micro_batch},
+                               plan.shape_of(action.micro_batch));
     case ActionKind::kBackwardWeight:
       return {};
   }
@@ -162,7 +164,7 @@ void PipelineRank::pass_on(const Action& action, const StepPlan& plan,
   if (action.kind == ActionKind::kForward) {
     if (!is_last(action.stage)) {
       return channel_->send({Payload::kActivation, action.stage, action.micro_batch}, result,
-                            plan.rows[micro_batch]);
+                            plan.shape_of(action.micro_batch));
     }
     losses_.resize(plan.rows.size());
     losses_[micro_batch] = result;
@@ -170,7 +172,7 @@ void PipelineRank::pass_on(const Action& action, const StepPlan& plan,
     loss_ = loss_.defined() ? loss_ + share : share;
   } else if (action.kind != ActionKind::kBackwardWeight && action.stage > 0) {
     channel_->send({Payload::kGradient, action.stage, action.micro_batch}, result,
-                   plan.rows[micro_batch]);
+                   plan.shape_of(action.micro_batch));
   } else if (action.kind != ActionKind::kBackwardWeight && result.defined()) {
     input_gradients_.resize(plan.rows.size());
     input_gradients_[micro_batch] = result;
@@ -189,7 +191,7 @@ std::vector<torch::Tensor> PipelineRank::evaluate(const StepPlan& plan) {
       outputs[micro_batch] = output;
     } else {
       channel_->send({Payload::kActivation, action.stage, action.micro_batch}, output,
-                     plan.rows[micro_batch]);
+                     plan.shape_of(action.micro_batch));
     }
   }
   return outputs;

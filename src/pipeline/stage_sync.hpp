@@ -30,6 +30,9 @@ class StageSync {
   /// `synchronise`, as in all but the last of several steps whose gradients add up.
   void launch(bool synchronise, double weight);
 
+  /// Calls another collective than the other ranks, as `lockstep run --inject mismatch` asks.
+  void call_mismatch() const { lockstep::call_mismatch(comm_); }
+
   /// Finishes what is possible without waiting.
   void advance() { in_flight_.advance(); }
 

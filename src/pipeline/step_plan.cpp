@@ -61,39 +61,57 @@ StepPlan StepPlanner::plan_rows(const torch::Tensor& x, const torch::Tensor& y, 
     throw Error(Code::kStageMismatch, fmt::format("x has {} rows and y {}", x.size(0), y.size(0)),
                 "give every row its target");
   }
-  const int64_t rows = agree_on_rows(x.defined()   ? x.size(0)
-                                     : y.defined() ? y.size(0)
-                                                   : -1,
-                                     trains);
+  StepPlan plan;
+  plan.x = x;
+  plan.y = y;
+  const int64_t rows = agree_on_batch(plan,
+                                      x.defined()   ? x.size(0)
+                                      : y.defined() ? y.size(0)
+                                                    : -1,
+                                      trains);
   if (rows < schedule_.micro_batches) {
     throw Error(Code::kStageMismatch,
                 fmt::format("{} rows cannot make {} micro-batches", rows, schedule_.micro_batches),
                 "give a larger batch, or a schedule with fewer micro-batches");
   }
-  StepPlan plan;
-  plan.x = x;
-  plan.y = y;
   plan.rows = tensor_split_rows(rows, schedule_.micro_batches);
   return plan;
 }
 
-// The rank with stage 0 knows the batch; the other ranks must expect the same one. -1: not known.
-int64_t StepPlanner::agree_on_rows(int64_t rows, bool trains) const {
+// The rank with stage 0 knows the batch; the other ranks must expect the same one. `rows` -1: not
+// known. What a row is may change from step to step, as the length of sequences does.
+int64_t StepPlanner::agree_on_batch(StepPlan& plan, int64_t rows, bool trains) const {
   if (!axis_) return rows;
-  const auto told = torch::tensor({rows, static_cast<int64_t>(trains)}, torch::kInt64);
-  axis_->broadcast(told, schedule_.rank_of_stage.front(), {.label = "rows of a pipeline's step"});
-  if (told[1].item<int64_t>() != static_cast<int64_t>(trains)) {
+  constexpr size_t kHeader = 4;  // rows, trains, dtype, dimensions of a row
+  std::vector<int64_t> told(kHeader + kMaxDimensions, 0);
+  told[0] = rows;
+  told[1] = static_cast<int64_t>(trains);
+  if (has_stage(0)) {
+    const auto sizes = plan.x.sizes().slice(1);
+    if (sizes.size() >= kMaxDimensions) {
+      throw Error(Code::kStageMismatch, fmt::format("x has {} dimensions", plan.x.dim()),
+                  fmt::format("between ranks a tensor may have at most {}", kMaxDimensions));
+    }
+    told[2] = static_cast<int64_t>(plan.x.scalar_type());
+    told[3] = static_cast<int64_t>(sizes.size());
+    std::copy(sizes.begin(), sizes.end(), told.begin() + kHeader);
+  }
+  const auto header = torch::tensor(told, torch::kInt64);
+  axis_->broadcast(header, schedule_.rank_of_stage.front(), {.label = "rows of a pipeline's step"});
+  const int64_t* said = header.data_ptr<int64_t>();
+  if (said[1] != static_cast<int64_t>(trains)) {
     throw Error(Code::kStageMismatch, "one rank of the pipeline trains, another evaluates",
                 "call step() or evaluate() on all ranks of the axis");
   }
-  const int64_t first = told[0].item<int64_t>();
-  if (rows >= 0 && rows != first) {
+  if (rows >= 0 && rows != said[0]) {
     throw Error(
         Code::kStageMismatch,
-        fmt::format("this rank was given {} rows, the one with stage 0 has {}", rows, first),
+        fmt::format("this rank was given {} rows, the one with stage 0 has {}", rows, said[0]),
         "give all ranks of one pipeline the same batch");
   }
-  return first;
+  plan.dtype = static_cast<torch::ScalarType>(said[2]);
+  plan.row.assign(said + kHeader, said + kHeader + said[3]);
+  return said[0];
 }
 
 // Note [Weights of accumulated gradients]

@@ -8,15 +8,24 @@
 
 #include "lockstep/communicator.hpp"
 #include "lockstep/pipeline.hpp"
+#include "pipeline/channel.hpp"
 #include "pipeline/stage.hpp"
 
 namespace lockstep {
 
+/// Faults of `lockstep run --inject` that happen inside a step, each in a stage; -1: it does not.
+struct StepFaults {
+  int nan_stage = -1;       ///< a gradient of it becomes NaN
+  int mismatch_stage = -1;  ///< it calls another collective than the other ranks
+};
+
 /// What all pipeline ranks must know of a step.
 struct StepPlan {
-  torch::Tensor x;                  ///< undefined on ranks without stage 0
-  torch::Tensor y;                  ///< undefined on ranks without the last stage
-  std::vector<int64_t> rows;        ///< [micro-batch]
+  torch::Tensor x;                          ///< undefined on ranks without stage 0
+  torch::Tensor y;                          ///< undefined on ranks without the last stage
+  std::vector<int64_t> rows;                ///< [micro-batch]
+  std::vector<int64_t> row;                 ///< the sizes of x without its first; on every rank
+  torch::ScalarType dtype = torch::kFloat;  ///< of x; on every rank
   std::vector<double> loss_shares;  ///< [micro-batch] of the batch's loss, where the last stage is
   double loss_factor = 1;           ///< multiplies what goes backward, as do the next two
   double data_factor = 1;           ///< see Note [Weights of accumulated gradients]
@@ -24,11 +33,15 @@ struct StepPlan {
   uint64_t seed = 0;
   bool synchronise = true;
   bool share_buffers = true;
-  double weight = 1;   ///< of this rank on the data axis
-  int compared = -1;   ///< this micro-batch's loss is compared with the next one's; -1: none is
-  int nan_stage = -1;  ///< where --inject puts a NaN into a gradient; -1: nowhere
+  double weight = 1;  ///< of this rank on the data axis
+  int compared = -1;  ///< this micro-batch's loss is compared with the next one's; -1: none is
+  StepFaults faults;
 
   bool has_loss(int micro_batch) const { return loss_shares[static_cast<size_t>(micro_batch)] > 0; }
+
+  MicroBatchShape shape_of(int micro_batch) const {
+    return {rows[static_cast<size_t>(micro_batch)], row, dtype};
+  }
 
   /// The rows of a micro-batch, as a view of the batch's.
   torch::Tensor rows_of(const torch::Tensor& batch, size_t micro_batch) const;
@@ -59,7 +72,7 @@ class StepPlanner {
   bool has_stage(int stage) const;
   bool has_last() const { return has_stage(schedule_.stages() - 1); }
   StepPlan plan_rows(const torch::Tensor& x, const torch::Tensor& y, bool trains) const;
-  int64_t agree_on_rows(int64_t rows, bool trains) const;
+  int64_t agree_on_batch(StepPlan& plan, int64_t rows, bool trains) const;
   void weigh_micro_batches(StepPlan& plan, bool accumulates) const;
   std::vector<double> read_loss_weights(const StepPlan& plan) const;
   void warn_of_ignored_targets(const StepPlan& plan);

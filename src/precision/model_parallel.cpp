@@ -31,6 +31,11 @@ Axes& pipeline_stages() {
   return map;
 }
 
+ParameterMap<bool>& noted_copies() {
+  static ParameterMap<bool> map;
+  return map;
+}
+
 std::shared_ptr<const Communicator> usable(const std::weak_ptr<const Communicator>& noted) {
   auto axis = noted.lock();
   return axis != nullptr && axis->size() > 1 ? axis : nullptr;
@@ -64,6 +69,10 @@ void note_pipeline_stage(const torch::Tensor& parameter,
   pipeline_stages().set(parameter, axis);
 }
 
+void note_copy(const torch::Tensor& parameter) {
+  noted_copies().set(parameter, true);
+}
+
 ModelParallelGroup::ModelParallelGroup(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                        const std::optional<Communicator>& others) {
   if (others && others->size() > 1) others_ = others;
@@ -78,6 +87,10 @@ ModelParallelGroup::ModelParallelGroup(const std::vector<torch::optim::Optimizer
       }
       if (const auto axis = axis_in(tensor_shards(), whole)) axes.push_back(find_axis(*axis));
       if (!axes.empty()) part_[parameter.unsafeGetTensorImpl()] = find_part(axes);
+      if (noted_copies().get(whole)) {
+        part_[parameter.unsafeGetTensorImpl()] = kCopies;
+        has_copies_ = true;
+      }
       if (pipeline_) continue;
       if (const auto axis = axis_in(pipeline_stages(), whole)) pipeline_ = *axis;
     }
@@ -102,12 +115,13 @@ size_t ModelParallelGroup::find_part(const std::vector<size_t>& axes) {
 
 size_t ModelParallelGroup::part_of(const torch::Tensor& parameter) const {
   const auto found = part_.find(parameter.unsafeGetTensorImpl());
-  return found == part_.end() ? 0 : found->second;
+  if (found == part_.end()) return 0;
+  return found->second == kCopies ? parts() - 1 : found->second;
 }
 
 torch::Tensor ModelParallelGroup::sum(std::vector<torch::Tensor> parts) const {
   torch::Tensor total = parts[0];
-  for (size_t i = 1; i < parts.size(); ++i) {
+  for (size_t i = 1; i < parts_.size(); ++i) {
     for (const size_t axis : parts_[i]) add_up(axes_[axis].comm, parts[i]);
     total = total + parts[i];
   }

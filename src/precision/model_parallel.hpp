@@ -28,6 +28,10 @@ void note_data_shard(const torch::Tensor& shard, const torch::Tensor& parameter,
 void note_pipeline_stage(const torch::Tensor& parameter,
                          const std::shared_ptr<const Communicator>& axis);
 
+/// Notes that this parameter is a copy of one that another rank of the model has: the norm of the
+/// whole model counts it there.
+void note_copy(const torch::Tensor& parameter);
+
 /// The ranks that hold the other parts of the model that an optimizer updates. They must agree on
 /// what concerns the whole model: the norm of its gradients, and whether a step is skipped. Slices
 /// and stages that lockstep has made are known; `others` are further ranks, named by the user.
@@ -42,10 +46,11 @@ class ModelParallelGroup {
   bool alone() const { return axes_.empty() && !pipeline_ && !others_; }
 
   /// How many sums of squares this rank must compute: see part_of().
-  size_t parts() const { return parts_.size(); }
+  size_t parts() const { return parts_.size() + (has_copies_ ? 1 : 0); }
 
   /// Which of them the gradient of this parameter belongs to: 0 if this rank has all of the
-  /// parameter, and otherwise one for all parameters that are divided over the same axes.
+  /// parameter, the last if it is a copy, which sum() leaves out, and otherwise one for all
+  /// parameters that are divided over the same axes.
   size_t part_of(const torch::Tensor& parameter) const;
 
   /// Returns the sum over the whole model. `parts` are this rank's: double scalars on one device.
@@ -55,6 +60,8 @@ class ModelParallelGroup {
   int first_other(bool mine) const;
 
  private:
+  static constexpr size_t kCopies = static_cast<size_t>(-1);  // in part_: the last
+
   struct Axis {
     std::vector<int> ranks;  // in the world
     Communicator comm;
@@ -68,7 +75,8 @@ class ModelParallelGroup {
 
   std::vector<Axis> axes_;
   std::vector<std::vector<size_t>> parts_ = {{}};  // [part]: the axes that it is divided over
-  std::unordered_map<const c10::TensorImpl*, size_t> part_;  // of divided parameters
+  std::unordered_map<const c10::TensorImpl*, size_t> part_;  // of divided parameters and copies
+  bool has_copies_ = false;
   std::optional<Communicator> pipeline_;
   std::optional<Communicator> others_;
 };

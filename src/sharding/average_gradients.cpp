@@ -4,12 +4,26 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "sharding/sharded_state.hpp"
 
 // The gradients of a sharded model: from autograd's hooks to the shards' grads.
 
 namespace lockstep {
+
+// Lets layers compute a first gradient where it is averaged, so that nothing is copied.
+void ShardedModel::State::offer_gradient_memory() {
+  for (size_t i = 0; i < trained.size(); ++i) {
+    claims.push_back(std::make_shared<const ClaimGradientMemory>([this, i] {
+      if (trained[i].tensor.grad().defined()) return torch::Tensor();
+      const auto [unit, index] = location[i];
+      if (units[unit]->reducing) finish_reduce(*units[unit]);
+      return units[unit]->gradients->claim(index);
+    }));
+    note_gradient_memory(trained[i].tensor, claims.back());
+  }
+}
 
 torch::Tensor ShardedModel::State::gradient_computed(size_t parameter,
                                                      const torch::Tensor& gradient) {
@@ -40,7 +54,8 @@ void ShardedModel::State::gradient_accumulated(size_t parameter) {
   UnitGradients& gradients = *units[unit]->gradients;
   gradients.accumulated(index);
   if (!backward_averages || options.find_unused_parameters) return;
-  if (gradients.is_complete()) begin_reduce(*units[unit]);
+  if (complete != nullptr) begin_reduce(*std::exchange(complete, nullptr));
+  if (gradients.is_complete()) complete = units[unit].get();
   advance_reduces();
 }
 
@@ -60,6 +75,7 @@ void ShardedModel::State::finish_reduce(ShardedUnit& unit) {
 void ShardedModel::State::begin_backward() {
   phase = Phase::kBackward;
   backward_averages = no_sync_depth == 0;
+  complete = nullptr;
   if (!end_is_queued) at_end_of_backward([this] { end_backward(); });
   for (const auto& unit : units) {
     if (unit->gradients) unit->gradients->begin_backward();

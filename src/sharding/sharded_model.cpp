@@ -75,7 +75,9 @@ ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Commu
   marks->add_micro_step();
   streams.emplace(trained);
   hooks.emplace(trained, *this);
+  offer_gradient_memory();
   if (comm->size() > 1) watch_this_thread();
+  if (shares_memory()) see_updates();  // all ranks have written the initial values
 }
 
 // A module that outlives its wrapper has no valid parameters: empty ones are refused by every

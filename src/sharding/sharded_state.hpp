@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "device/gradient_memory.hpp"
 #include "device/storage_watch.hpp"
 #include "gradients/gradient_hooks.hpp"
 #include "gradients/trained_parameters.hpp"
@@ -86,6 +87,7 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   void rethrow_failure();
 
   // Gradients.
+  void offer_gradient_memory();
   torch::Tensor gradient_computed(size_t parameter, const torch::Tensor& gradient) override;
   void output_reached() override;
   void gradient_accumulated(size_t parameter) override;
@@ -119,6 +121,10 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   bool backward_averages = true;
   bool last_forward_averaged = true;  // only then are buffers sent before the next forward
   bool end_is_queued = false;
+
+  // The unit whose last gradient was the last to arrive. It is averaged when the next one arrives:
+  // until then autograd itself holds that gradient, as a user would who wants to keep it.
+  ShardedUnit* complete = nullptr;
   int gathered_guards = 0;
   double weight = 1;
   bool shown_nonzero = false;  // gradients of the open window, on this rank
@@ -131,6 +137,7 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   size_t last_group = kNoGroup;
 
   ShardStats stats;
+  std::vector<std::shared_ptr<const ClaimGradientMemory>> claims;  // [trained]
   std::optional<AccumulationWindow> window;
   std::optional<AccumulationWindow> marks;  // for Note [Fresh parameters]
   std::optional<GradientStreams> streams;

@@ -17,7 +17,8 @@ UnitGradients::UnitGradients(UnitPlan& unit, const Communicator& comm, const Sha
       present_(unit.parameters.size(), false),
       arrived_(unit.parameters.size(), false),
       origin_(unit.parameters.size(), Origin::kNone),
-      given_(unit.parameters.size()) {
+      given_(unit.parameters.size()),
+      claimed_(unit.parameters.size()) {
   if (resident_) whole_ = comm.allocate(unit.elements, unit.options);
 }
 
@@ -57,17 +58,37 @@ void UnitGradients::open() {
 
 // The memory of grads that were given out is about to be overwritten: see Note [Kept gradients].
 void UnitGradients::keep_given() {
-  for (torch::Tensor& given : given_) {
-    if (given.defined() && given.storage().use_count() > 1) move_to_own_memory(given);
-    given.reset();
+  keep(given_);
+  keep(claimed_);
+}
+
+void UnitGradients::keep(std::vector<torch::Tensor>& tensors) {
+  for (torch::Tensor& each : tensors) {
+    if (each.defined() && each.storage().use_count() > 1) move_to_own_memory(each);
+    each.reset();
   }
+}
+
+torch::Tensor UnitGradients::claim(size_t parameter) {
+  open();
+  if (present_[parameter] || claimed_[parameter].defined()) return {};
+  const UnitParameter& at = unit_.parameters[parameter];
+  claimed_[parameter] = part_with_own_storage(whole_, at.offset, at.whole.numel());
+  return claimed_[parameter].view(at.whole.sizes()).detach();
 }
 
 torch::Tensor UnitGradients::write(size_t parameter, const torch::Tensor& gradient) {
   open();
-  torch::Tensor memory = view(parameter);
-  memory.copy_(gradient);
   present_[parameter] = true;
+  torch::Tensor memory = view(parameter);
+  if (gradient.data_ptr() == memory.data_ptr() && gradient.strides() == memory.strides()) {
+    return gradient;
+  }
+  if (claimed_[parameter].defined()) {  // and is not this gradient, so somebody may keep it
+    if (claimed_[parameter].storage().use_count() > 1) move_to_own_memory(claimed_[parameter]);
+    claimed_[parameter].reset();
+  }
+  memory.copy_(gradient);
   return memory;
 }
 

@@ -20,8 +20,12 @@ class UnitGradients {
   /// Collective.
   UnitGradients(UnitPlan& unit, const Communicator& comm, const ShardOptions& options);
 
+  /// Returns the memory of a parameter's first gradient since the last average, for a layer to
+  /// write the gradient there; undefined if another has been given that memory already.
+  torch::Tensor claim(size_t parameter);
+
   /// Takes over a parameter's first gradient since the last average. Returns the memory that it was
-  /// copied to, for autograd to adopt as the grad of the module's parameter.
+  /// computed in or copied to, for autograd to adopt as the grad of the module's parameter.
   torch::Tensor write(size_t parameter, const torch::Tensor& gradient);
 
   /// The parameter's grad is complete for this backward; copies it here if it is elsewhere.
@@ -57,6 +61,7 @@ class UnitGradients {
 
   void open();
   void keep_given();
+  static void keep(std::vector<torch::Tensor>& tensors);
   torch::Tensor view(size_t parameter) const;
   torch::Tensor own_part(size_t parameter) const;
 
@@ -71,8 +76,10 @@ class UnitGradients {
   std::vector<bool> arrived_;  // [parameter] in this backward
   size_t arrived_count_ = 0;
   std::vector<Origin> origin_;  // [parameter]
-  std::vector<torch::Tensor>
-      given_;  // [parameter] shard's grad in whole_, for Note [Kept gradients]
+
+  // Tensors in whole_ that others may have kept: see Note [Kept gradients].
+  std::vector<torch::Tensor> given_;    // [parameter] the shard's grad
+  std::vector<torch::Tensor> claimed_;  // [parameter] what claim() returned since the last average
 };
 
 }  // namespace lockstep

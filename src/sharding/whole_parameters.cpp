@@ -104,8 +104,8 @@ class TransientParameters final : public WholeParameters {
   bool has_memory_ = true;
 };
 
-// Stage 3 on one host: all ranks use the same memory, and each writes its own part of it. There is
-// nothing to gather; who reads after a write must have passed a barrier.
+// On one host: all ranks use the same memory, and each writes its own part of it. There is nothing
+// to gather; who reads after a write must have passed a barrier.
 class SharedParameters final : public WholeParameters {
  public:
   SharedParameters(const UnitPlan& unit, const Communicator& comm)
@@ -136,11 +136,11 @@ std::unique_ptr<WholeParameters> make_whole_parameters(const UnitPlan& unit,
                                                        const Communicator& comm,
                                                        const ShardOptions& options) {
   const bool offloaded = offloads(unit, options);
+  const bool on_cpu = unit.options.device().is_cpu();
+  if (options.share_on_host && comm.size() > 1 && on_cpu && comm.can_share()) {
+    return std::make_unique<SharedParameters>(unit, comm);
+  }
   if (options.stage == ShardStage::kParameters && comm.size() > 1) {
-    const bool on_cpu = unit.options.device().is_cpu();
-    if (options.share_on_host && on_cpu && comm.can_share()) {
-      return std::make_unique<SharedParameters>(unit, comm);
-    }
     return std::make_unique<TransientParameters>(unit, comm, offloaded);
   }
   return std::make_unique<ResidentParameters>(unit, comm, offloaded);

@@ -179,6 +179,16 @@ Checkpoint& Checkpoint::add(const std::string& name, const MasterWeights& master
   return *this;
 }
 
+Checkpoint& Checkpoint::add(const std::string& name, LrScheduler& scheduler) {
+  state_->add(name, scheduler_part(scheduler));
+  return *this;
+}
+
+Checkpoint& Checkpoint::add(const std::string& name, WeightAverage& average) {
+  state_->add(name, average_part(average));
+  return *this;
+}
+
 Checkpoint& Checkpoint::add(const std::string& name, torch::optim::LRScheduler& scheduler) {
   state_->add(name, scheduler_part(scheduler));
   return *this;

@@ -55,6 +55,7 @@ int64_t Checkpoint::State::resume() {
     }
     if (reason.empty()) {
       load(*reader);
+      set_resumed_steps(reader->manifest().step);
       return reader->manifest().step;
     }
     refused.push_back(reason);
@@ -62,7 +63,10 @@ int64_t Checkpoint::State::resume() {
       print_error(fmt::format("lockstep: {} is damaged and passed over: {}\n", path, reason));
     }
   }
-  if (refused.empty()) return 0;
+  if (refused.empty()) {
+    set_resumed_steps(0);
+    return 0;
+  }
   throw Error(Code::kFileFormat, fmt::format("no checkpoint of {} is good", folder_),
               "remove or repair the folder; without any checkpoint the run starts anew", refused);
 }

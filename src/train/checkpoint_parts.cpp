@@ -141,6 +141,36 @@ class MastersPart final : public CheckpointPart {
   std::function<NamedParameters()> parameters_;
 };
 
+class AveragePart final : public CheckpointPart {
+ public:
+  explicit AveragePart(WeightAverage& average) : average_(average) {}
+
+  PartContents contents() override { return {items(), {{"updates", average_.updates()}}}; }
+
+  std::function<void()> load(SectionSource& source) override {
+    const json& value = source.value();
+    if (!value.is_object() || !value.contains("updates") || !value["updates"].is_number_integer()) {
+      source.fail("it does not tell the number of updates", kSameModelHelp);
+    }
+    const auto updates = value["updates"].get<int64_t>();
+    return [this, updates, copy = load_items(source, items())] {
+      copy();
+      average_.set_updates(updates);
+    };
+  }
+
+ private:
+  std::vector<PartContents::Item> items() const {
+    std::vector<PartContents::Item> items;
+    for (const auto& entry : average_.entries()) {
+      items.push_back({entry.name, entry.average, slice_of(entry.of)});
+    }
+    return items;
+  }
+
+  WeightAverage& average_;
+};
+
 class TensorPart final : public CheckpointPart {
  public:
   TensorPart(std::string section, torch::Tensor& tensor)
@@ -487,6 +517,29 @@ std::unique_ptr<CheckpointPart> scaler_part(GradScaler& scaler) {
         value.at("backoff_factor").get<double>(), value.at("growth_interval").get<int64_t>(),
         value.at("_growth_tracker").get<int64_t>()};
     return [&scaler, state] { scaler.load_state_dict(state); };
+  };
+  return std::make_unique<ValuePart>(save, load);
+}
+
+std::unique_ptr<CheckpointPart> average_part(WeightAverage& average) {
+  return std::make_unique<AveragePart>(average);
+}
+
+std::unique_ptr<CheckpointPart> scheduler_part(LrScheduler& scheduler) {
+  const auto save = [&scheduler]() -> json {
+    return {{"updates", scheduler.state().updates}, {"base_lrs", scheduler.state().base_lrs}};
+  };
+  const auto load = [&scheduler](const SectionSource& source,
+                                 const json& value) -> std::function<void()> {
+    const LrScheduler::State state{value.at("updates").get<int64_t>(),
+                                   value.at("base_lrs").get<std::vector<double>>()};
+    const size_t groups = scheduler.state().base_lrs.size();
+    if (state.base_lrs.size() != groups) {
+      source.fail(fmt::format("it has rates of {} groups, and this run's optimizer has {}",
+                              state.base_lrs.size(), groups),
+                  kSameModelHelp);
+    }
+    return [&scheduler, state] { scheduler.load(state); };
   };
   return std::make_unique<ValuePart>(save, load);
 }

@@ -98,7 +98,9 @@ std::unique_ptr<CheckpointPart> masters_part(const MasterWeights& masters,
                                              const torch::nn::Module& module);
 std::unique_ptr<CheckpointPart> masters_part(const MasterWeights& masters,
                                              const ShardedModel& model);
+std::unique_ptr<CheckpointPart> scheduler_part(LrScheduler& scheduler);
 std::unique_ptr<CheckpointPart> scheduler_part(torch::optim::LRScheduler& scheduler);
+std::unique_ptr<CheckpointPart> average_part(WeightAverage& average);
 std::unique_ptr<CheckpointPart> sampler_part(DistributedSampler& sampler);
 std::unique_ptr<CheckpointPart> tensor_part(const std::string& section, torch::Tensor& tensor);
 std::unique_ptr<CheckpointPart> value_part(int64_t& value);

@@ -2,17 +2,40 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <fmt/format.h>
+#include <torch/serialize/archive.h>
 #include <torch/types.h>
 
 #include <algorithm>
+#include <deque>
+#include <optional>
 
 #include "lockstep/error.hpp"
 
 namespace lockstep {
 
+// What the copies of a sampler share.
+struct DistributedSampler::State {
+  int64_t rows;
+  int ranks;
+  int rank;
+  SamplerOptions options;
+  int64_t size = 0;
+
+  int64_t epoch = 0;
+  int64_t position = 0;             // rows that have reached the training loop
+  bool went_there = false;          // by seek(): the next loop begins at the position
+  std::vector<int64_t> order = {};  // indices() of this epoch, once they are needed
+
+  // Of the loop over a loader that reset() began.
+  int64_t taken = 0;                    // rows up to which the loader has asked
+  std::deque<int64_t> on_the_way = {};  // [batch] rows that have not reached the loop yet
+  bool counted = false;                 // by batches()
+
+  bool loader_is_ahead() const { return !counted && !on_the_way.empty(); }
+};
+
 DistributedSampler::DistributedSampler(int64_t rows, int ranks, int rank,
-                                       const SamplerOptions& options)
-    : rows_(rows), ranks_(ranks), rank_(rank), options_(options) {
+                                       const SamplerOptions& options) {
   if (rows < 0) {
     throw Error(Code::kSplit, fmt::format("a data set cannot have {} rows", rows),
                 "give the number of its rows");
@@ -21,47 +44,157 @@ DistributedSampler::DistributedSampler(int64_t rows, int ranks, int rank,
     throw Error(Code::kSplit, fmt::format("there is no rank {} of {}", rank, ranks),
                 "give world.size() and world.rank(), in this order");
   }
-  size_ = options.drop_last ? rows / ranks : (rows + ranks - 1) / ranks;
+  const int64_t size = options.drop_last ? rows / ranks : (rows + ranks - 1) / ranks;
+  state_ = std::make_shared<State>(State{rows, ranks, rank, options, size});
+}
+
+int64_t DistributedSampler::epoch() const {
+  return state_->epoch;
+}
+
+int64_t DistributedSampler::size() const {
+  return state_->size;
+}
+
+int64_t DistributedSampler::rows() const {
+  return state_->rows;
+}
+
+int DistributedSampler::ranks() const {
+  return state_->ranks;
+}
+
+const SamplerOptions& DistributedSampler::options() const {
+  return state_->options;
 }
 
 std::vector<int64_t> DistributedSampler::indices() const {
+  const State& state = *state_;
   torch::Tensor order;  // int64, all rows
-  if (options_.shuffle) {
-    const auto seed = static_cast<uint64_t>(options_.seed) + static_cast<uint64_t>(epoch_);
-    order = torch::randperm(rows_, at::detail::createCPUGenerator(seed), torch::kInt64);
+  if (state.options.shuffle) {
+    const auto seed =
+        static_cast<uint64_t>(state.options.seed) + static_cast<uint64_t>(state.epoch);
+    order = torch::randperm(state.rows, at::detail::createCPUGenerator(seed), torch::kInt64);
   } else {
-    order = torch::arange(rows_, torch::kInt64);
+    order = torch::arange(state.rows, torch::kInt64);
   }
   const auto* rows = order.data_ptr<int64_t>();
   std::vector<int64_t> mine;
-  mine.reserve(static_cast<size_t>(size_));
+  mine.reserve(static_cast<size_t>(state.size));
   // After the last row the order starts again at its beginning: that is the padding.
-  for (int64_t i = 0; i < size_; ++i) mine.push_back(rows[(i * ranks_ + rank_) % rows_]);
+  for (int64_t i = 0; i < state.size; ++i) {
+    mine.push_back(rows[(i * state.ranks + state.rank) % state.rows]);
+  }
   return mine;
 }
 
-std::vector<int64_t> DistributedSampler::next(int64_t count) {
+void DistributedSampler::set_epoch(int64_t epoch) {
+  if (state_->went_there && state_->epoch == epoch) return;
+  seek(epoch, 0);
+}
+
+std::vector<int64_t> DistributedSampler::next_batch(int64_t count) {
+  State& state = *state_;
   if (count < 1) {
     throw Error(Code::kSplit, fmt::format("a batch cannot have {} rows", count),
                 "ask for one row or more");
   }
-  if (size_ > 0 && position_ == size_) seek(epoch_ + 1, 0);
-  if (order_.empty()) order_ = indices();
-  const int64_t end = std::min(position_ + count, size_);
-  const std::vector<int64_t> batch(order_.begin() + position_, order_.begin() + end);
-  position_ = end;
+  if (state.size > 0 && state.position == state.size) seek(state.epoch + 1, 0);
+  state.went_there = false;
+  if (state.order.empty()) state.order = indices();
+  const int64_t end = std::min(state.position + count, state.size);
+  const std::vector<int64_t> batch(state.order.begin() + state.position, state.order.begin() + end);
+  state.position = end;
   return batch;
 }
 
+int64_t DistributedSampler::position() const {
+  if (state_->loader_is_ahead()) {
+    throw Error(Code::kUsage,
+                fmt::format("a loader has taken {} rows of this DistributedSampler, and nobody "
+                            "counts how many have reached the training loop",
+                            state_->taken),
+                "loop over sampler.batches(*loader) instead of *loader");
+  }
+  return state_->position;
+}
+
 void DistributedSampler::seek(int64_t epoch, int64_t position) {
-  if (position < 0 || position > size_) {
+  State& state = *state_;
+  if (position < 0 || position > state.size) {
     throw Error(Code::kSplit,
-                fmt::format("position {} is not in an epoch of {} rows", position, size_),
+                fmt::format("position {} is not in an epoch of {} rows", position, state.size),
                 "give a position that position() has returned");
   }
-  epoch_ = epoch;
-  position_ = position;
-  order_.clear();
+  state.epoch = epoch;
+  state.position = position;
+  state.went_there = true;
+  state.order.clear();
+  state.on_the_way.clear();
+}
+
+void DistributedSampler::reset(torch::optional<size_t> new_size) {
+  State& state = *state_;
+  if (new_size && static_cast<int64_t>(*new_size) != state.rows) {
+    throw Error(Code::kSplit,
+                fmt::format("a DistributedSampler of {} rows cannot become one of {}", state.rows,
+                            *new_size),
+                "make another sampler and another loader");
+  }
+  // Without set_epoch() a further loop repeats the epoch, as PyTorch's does.
+  if (!std::exchange(state.went_there, false)) state.position = 0;
+  state.order = indices();
+  state.taken = state.position;
+  state.on_the_way.clear();
+  state.counted = false;
+}
+
+torch::optional<std::vector<size_t>> DistributedSampler::next(size_t batch_size) {
+  State& state = *state_;
+  const int64_t count = std::min(static_cast<int64_t>(batch_size), state.size - state.taken);
+  if (count == 0) return torch::nullopt;
+  const auto first = state.order.begin() + state.taken;
+  state.taken += count;
+  state.on_the_way.push_back(count);
+  return std::vector<size_t>(first, first + count);
+}
+
+void DistributedSampler::begin_counting(bool in_order) {
+  if (!in_order) {
+    throw Error(Code::kUsage,
+                "a loader without enforce_ordering does not tell which rows have reached the loop",
+                "leave enforce_ordering on in its options");
+  }
+  state_->counted = true;
+}
+
+void DistributedSampler::count_batch() {
+  State& state = *state_;
+  if (state.on_the_way.empty()) {
+    throw Error(Code::kUsage, "the loader takes its rows from another sampler",
+                "give this DistributedSampler to make_data_loader");
+  }
+  state.position += state.on_the_way.front();
+  state.on_the_way.pop_front();
+}
+
+int64_t DistributedSampler::batches_left(size_t batch_size, bool drop_last) const {
+  const int64_t left = state_->went_there ? state_->size - state_->position : state_->size;
+  const auto each = static_cast<int64_t>(batch_size);
+  return drop_last ? left / each : (left + each - 1) / each;
+}
+
+void DistributedSampler::save(torch::serialize::OutputArchive& archive) const {
+  archive.write("epoch", torch::tensor(epoch()));
+  archive.write("position", torch::tensor(position()));
+}
+
+void DistributedSampler::load(torch::serialize::InputArchive& archive) {
+  torch::Tensor epoch;
+  torch::Tensor position;
+  archive.read("epoch", epoch);
+  archive.read("position", position);
+  seek(epoch.item<int64_t>(), position.item<int64_t>());
 }
 
 }  // namespace lockstep

@@ -54,7 +54,7 @@ Weights train_ddp(int ranks, const std::string& folder, int64_t until, uint64_t 
       checkpoint.add("model", *net).add("optimizer", optimizer, *net).add("sampler", sampler);
       checkpoint.add("seen", seen);
       for (int64_t step = checkpoint.resume() + 1; step <= until; ++step) {
-        const auto [x, y] = rows.at(sampler.next(4));
+        const auto [x, y] = rows.at(sampler.next_batch(4));
         mse(ddp(x), y).backward();
         optimizer.step(StepExtras{.zero_grad = true});
         seen += comm.rank();

@@ -44,7 +44,7 @@ Weights train(const Recipe& recipe, const std::string& folder, int64_t until, ui
   for (int64_t step = checkpoint.resume() + 1; step <= until; ++step) {
     optimizer->zero_grad();
     for (int micro = 0; micro < recipe.accumulate; ++micro) {
-      const auto [x, y] = rows.at(sampler.next(6));
+      const auto [x, y] = rows.at(sampler.next_batch(6));
       torch::Tensor loss;
       {
         const Autocast amp(torch::kCPU, torch::kBFloat16, recipe.amp || recipe.masters);
@@ -288,18 +288,18 @@ TEST(Checkpoint, ASignalSavesAndStops) {
 TEST(Sampler, NextGoesThroughTheEpochs) {
   DistributedSampler sampler(7, 2, 1);
   const auto first = sampler.indices();
-  auto rows = sampler.next(3);
-  const auto rest = sampler.next(3);
+  auto rows = sampler.next_batch(3);
+  const auto rest = sampler.next_batch(3);
   rows.insert(rows.end(), rest.begin(), rest.end());
   EXPECT_EQ(rows, first);
   EXPECT_EQ(rest.size(), 1U);
-  const auto second = sampler.next(4);
+  const auto second = sampler.next_batch(4);
   EXPECT_EQ(sampler.epoch(), 1);
   EXPECT_EQ(second, sampler.indices());
   sampler.seek(0, 3);
-  EXPECT_EQ(sampler.next(9), rest);
+  EXPECT_EQ(sampler.next_batch(9), rest);
   test::expect_error(Code::kSplit, {"position 5"}, [&] { sampler.seek(0, 5); });
-  test::expect_error(Code::kSplit, {"0 rows"}, [&] { sampler.next(0); });
+  test::expect_error(Code::kSplit, {"0 rows"}, [&] { sampler.next_batch(0); });
 }
 
 }  // namespace

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/number_list.hpp"
 #include "fuzz.hpp"
-#include "launch/flags.hpp"
 #include "lockstep/device_plan.hpp"
 
 namespace lockstep::fuzz {

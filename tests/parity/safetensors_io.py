@@ -5,7 +5,7 @@ import struct
 
 import torch
 
-_DTYPES = {"F32": torch.float32, "I64": torch.int64}
+_DTYPES = {"F32": torch.float32, "F64": torch.float64, "I64": torch.int64}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 

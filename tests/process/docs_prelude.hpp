@@ -43,10 +43,19 @@ extern lockstep::DistributedDataParallel<NetImpl> ddp, d, g;
 extern lockstep::Sgd optimizer, d_optimizer, g_optimizer;
 extern lockstep::GradScaler scaler;
 
+extern torch::Tensor tokens, next_tokens, copy;
 extern torch::Tensor x, y, z, real, branch, loss, my_rows, my_targets;
 extern const int64_t heads, k, accum_steps, dataset_size, epochs, steps;
 extern std::vector<std::pair<torch::Tensor, torch::Tensor>> batches;
 extern std::vector<torch::data::Example<>>* loader;
+struct Points : torch::data::datasets::BatchDataset<Points, torch::data::Example<>> {
+  torch::data::Example<> get_batch(torch::ArrayRef<size_t> rows) override;
+  torch::optional<size_t> size() const override;
+};
+extern Points dataset;
+extern std::vector<torch::nn::Sequential> blocks;
+extern lockstep::Checkpoint checkpoint;
+extern const int64_t start;
 
 torch::Tensor rows(int64_t micro);
 torch::Tensor targets(int64_t micro);
@@ -55,3 +64,4 @@ torch::Tensor g_loss(const torch::Tensor& out);
 torch::Tensor criterion(const torch::Tensor& out, const torch::Tensor& target);
 void step(const torch::data::Example<>& batch);
 void use(int64_t row);
+double accuracy_of(Net& trained);

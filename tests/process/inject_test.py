@@ -5,8 +5,9 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import unittest
+
+from scratch import ScratchTest
 
 BIN = ""  # set by main
 STEPS = 30
@@ -26,15 +27,7 @@ def bytes_of(path):
         return file.read()
 
 
-class Injected(unittest.TestCase):
-    def setUp(self):
-        scratch = tempfile.TemporaryDirectory()
-        self.addCleanup(scratch.cleanup)
-        self.folder = scratch.name
-
-    def path(self, name):
-        return os.path.join(self.folder, name)
-
+class Injected(ScratchTest):
     def record(self, program, *launcher):
         done = on_two_ranks([*program, "--json", self.path("job.json")], *launcher)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
@@ -60,6 +53,21 @@ class Injected(unittest.TestCase):
                 self.assertRegex(done.stderr, r"error\[LS0032\]: rank 1, step 7: .*is not finite")
                 self.assertNotIn("rank 1: rank 1", done.stderr)
                 self.assertFalse(os.path.exists(self.path("spoiled.safetensors")))
+
+    def test_a_mismatch_is_refused_in_pipelines_too(self):
+        for program in (["practical10_hybrid", *SIZES, "--place", "ranks"], ["practical10_hybrid", *SIZES, "--devices", "cpu:4"]):
+            with self.subTest(program=program[-1]):
+                done = on_two_ranks(program, "--inject", "mismatch@rank=1,step=7")
+                self.assertEqual(done.returncode, 1, done.stderr)
+                self.assertRegex(done.stderr, r"error\[LS\d+\]: .*different")
+                self.assertIn("injected mismatch", done.stderr)
+
+    def test_a_resumed_run_names_its_own_step(self):
+        program = ["practical6_ddp", *SIZES, "--checkpoint", self.path("run"), "--checkpoint-every", "5"]
+        done = on_two_ranks(program, "--inject", "kill@rank=1,step=13")
+        self.assertEqual(done.returncode, 137, done.stderr)
+        done = on_two_ranks(program, "--inject", "nan@rank=1,step=17")
+        self.assertIn("warning[LS0032]: rank 1, step 17", done.stderr)
 
     def test_a_warning_names_rank_and_step(self):
         record, said = self.record(["practical6_ddp", *SIZES], "--inject", "nan@rank=1,step=7")

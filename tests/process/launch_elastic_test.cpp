@@ -3,6 +3,8 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
+
 #include "checkpoint/store.hpp"
 #include "launch_support.hpp"
 #include "net/socket.hpp"
@@ -40,6 +42,23 @@ class LaunchElastic : public LaunchTest {
     return {worker(), "env:WORLD_SIZE", "pid:" + file("pids"), "sleep-first-attempt:600"};
   }
 
+  /// The launchers of hosts a, b and so on, once this many of their ranks are busy.
+  template <size_t Count>
+  std::array<pid_t, Count> busy_hosts(const Texts& flags, size_t ranks = Count) const {
+    std::array<pid_t, Count> hosts;
+    for (size_t i = 0; i < Count; ++i) {
+      hosts[i] = host(std::string(1, static_cast<char>('a' + i)), std::to_string(i), flags,
+                      busy_at_first());
+    }
+    pids_in(file("pids"), ranks);
+    return hosts;
+  }
+
+  void lose(pid_t pid, const std::string& name) const {
+    ::kill(pid, SIGKILL);
+    EXPECT_EQ(finish(pid, name).exit_code, 128 + SIGKILL);
+  }
+
   void expect_goes_on(pid_t pid, const std::string& name, const std::string& world_size) const {
     const JobResult result = finish(pid, name);
     EXPECT_EQ(result.exit_code, 0) << name << ": " << result.errors;
@@ -53,12 +72,8 @@ class LaunchElastic : public LaunchTest {
 
 TEST_F(LaunchElastic, GoesOnWithoutALostHost) {
   const Texts flags = {"--nnodes", "2:3", "--max-restarts", "1", "--last-call", "1", "-n", "2"};
-  const pid_t a = host("a", "0", flags, busy_at_first());
-  const pid_t b = host("b", "1", flags, busy_at_first());
-  const pid_t c = host("c", "2", flags, busy_at_first());
-  pids_in(file("pids"), 6);
-  ::kill(c, SIGKILL);
-  EXPECT_EQ(finish(c, "c").exit_code, 128 + SIGKILL);
+  const auto [a, b, c] = busy_hosts<3>(flags, 6);
+  lose(c, "c");
   expect_goes_on(a, "a", "4");
   expect_goes_on(b, "b", "4");
   const std::string errors = read_bytes(file("a.err"));
@@ -76,12 +91,8 @@ TEST_F(LaunchElastic, AReplacementJoinsWhileTheOthersWait) {
     std::filesystem::remove(file("pids"));
     // Nobody but a third host can end the wait.
     const Texts flags = {"--nnodes", nnodes, "--max-restarts", "1", "--last-call", "200"};
-    const pid_t a = host("a", "0", flags, busy_at_first());
-    const pid_t b = host("b", "1", flags, busy_at_first());
-    const pid_t c = host("c", "2", flags, busy_at_first());
-    pids_in(file("pids"), 3);
-    ::kill(c, SIGKILL);
-    finish(c, "c");
+    const auto [a, b, c] = busy_hosts<3>(flags);
+    lose(c, "c");
     EXPECT_TRUE(says("a", "restart 1 of 1"));
     EXPECT_TRUE(says("a", "hosts are here; waiting for"));
     const pid_t replacement = host("d", "2", flags, busy_at_first());
@@ -95,11 +106,8 @@ TEST_F(LaunchElastic, AReplacementJoinsWhileTheOthersWait) {
 TEST_F(LaunchElastic, TooFewHostsEndTheJobByName) {
   const Texts flags = {"--nnodes",    "2:3", "--max-restarts", "1",
                        "--last-call", "1",   "--join-timeout", "6"};
-  const pid_t a = host("a", "0", flags, busy_at_first());
-  const pid_t b = host("b", "1", flags, busy_at_first());
-  pids_in(file("pids"), 2);
-  ::kill(b, SIGKILL);
-  finish(b, "b");
+  const auto [a, b] = busy_hosts<2>(flags);
+  lose(b, "b");
   const JobResult result = finish(a, "a");
   EXPECT_EQ(result.exit_code, 1) << result.errors;
   for (const char* part : {"error[LS0019]: no restart: 1 of at least 2 hosts", "before: host ",
@@ -119,12 +127,11 @@ TEST_F(LaunchElastic, TooFewHostsAtTheStartAreARefusal) {
 
 TEST_F(LaunchElastic, ALateHostWaitsForTheNextAttempt) {
   const Texts flags = {"--nnodes", "2:3", "--max-restarts", "1", "--last-call", "1"};
-  const pid_t a = host("a", "0", flags, busy_at_first());
-  const pid_t b = host("b", "1", flags, busy_at_first());
-  const auto ranks = pids_in(file("pids"), 2);
+  const auto [a, b] = busy_hosts<2>(flags);
+  const pid_t rank = pids_in(file("pids"), 2)[1];
   const pid_t late = host("c", "2", flags, busy_at_first());
   EXPECT_TRUE(says("c", "the job runs on 2 hosts now; this host waits for its next attempt"));
-  ::kill(ranks[1], SIGKILL);
+  ::kill(rank, SIGKILL);
   expect_goes_on(a, "a", "3");
   expect_goes_on(b, "b", "3");
   expect_goes_on(late, "c", "3");
@@ -148,11 +155,8 @@ TEST_F(LaunchElastic, ALateHostThatWasNotNeededEndsWell) {
 
 TEST_F(LaunchElastic, TheCoordinatorsHostIsTheJob) {
   const Texts flags = {"--nnodes", "1:3", "--max-restarts", "9", "--last-call", "1"};
-  const pid_t a = host("a", "0", flags, busy_at_first());
-  const pid_t b = host("b", "1", flags, busy_at_first());
-  pids_in(file("pids"), 2);
-  ::kill(a, SIGKILL);
-  finish(a, "a");
+  const auto [a, b] = busy_hosts<2>(flags);
+  lose(a, "a");
   const JobResult result = finish(b, "b");
   EXPECT_EQ(result.exit_code, 1) << result.errors;
   EXPECT_NE(result.errors.find("(node 0), which coordinates the job, was lost"), std::string::npos)
@@ -162,9 +166,7 @@ TEST_F(LaunchElastic, TheCoordinatorsHostIsTheJob) {
 
 TEST_F(LaunchElastic, AHostThatIsAskedToStopLeavesTheJob) {
   const Texts flags = {"--nnodes", "1:3", "--max-restarts", "1", "--last-call", "1"};
-  const pid_t a = host("a", "0", flags, busy_at_first());
-  const pid_t b = host("b", "1", flags, busy_at_first());
-  pids_in(file("pids"), 2);
+  const auto [a, b] = busy_hosts<2>(flags);
   ::kill(b, SIGTERM);
   EXPECT_EQ(finish(b, "b").exit_code, 128 + SIGTERM);
   expect_goes_on(a, "a", "1");
@@ -175,11 +177,8 @@ TEST_F(LaunchElastic, AHostThatIsAskedToStopLeavesTheJob) {
 
 TEST_F(LaunchElastic, WithoutRestartsALostHostIsTheEnd) {
   const Texts flags = {"--nnodes", "1:2", "--last-call", "200"};
-  const pid_t a = host("a", "0", flags, busy_at_first());
-  const pid_t b = host("b", "1", flags, busy_at_first());
-  pids_in(file("pids"), 2);
-  ::kill(b, SIGKILL);
-  finish(b, "b");
+  const auto [a, b] = busy_hosts<2>(flags);
+  lose(b, "b");
   const JobResult result = finish(a, "a");
   EXPECT_EQ(result.exit_code, 1) << result.errors;
   EXPECT_NE(result.errors.find("(node 1) was lost"), std::string::npos) << result.errors;
@@ -193,8 +192,7 @@ TEST_F(LaunchElastic, TrainingResumesOnFewerHostsAndEndsAtTheLastStep) {
   const pid_t b = host("b", "1", flags, program);
   const pid_t c = host("c", "2", flags, program);
   EXPECT_TRUE(eventually([&] { return list_checkpoints(folder).size() >= 2; }));
-  ::kill(c, SIGKILL);
-  finish(c, "c");
+  lose(c, "c");
   const auto before = list_checkpoints(folder);
   for (const auto& [pid, name] : {std::pair(a, "a"), std::pair(b, "b")}) {
     const JobResult result = finish(pid, name);

@@ -542,7 +542,9 @@ TEST_F(LaunchFailure, RestartsStartAllRanksAgain) {
       run({"-n", "2", "--max-restarts", "2", "--ranks", "all", worker(), "env:LOCKSTEP_SESSION",
            "env:TORCHELASTIC_RESTART_COUNT", "1:exit-first-attempt:3", "0:sleep:0.2"});
   EXPECT_EQ(again.exit_code, 0) << again.errors;
-  EXPECT_NE(again.errors.find("rank 1 ended with exit code 3; restart 1 of 2"), std::string::npos)
+  EXPECT_NE(again.errors.find("rank 1 ended with exit code 3; restart 1 of 2; logs in " +
+                              file("tmp") + "/lockstep-"),
+            std::string::npos)
       << again.errors;
   const test::Texts lines = test::split_lines(again.output);
   std::map<std::string, int> seen;

@@ -12,8 +12,9 @@ import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 import unittest
+
+from scratch import ScratchTest
 
 BUILD = pathlib.Path(sys.argv[1]).resolve()
 BIN = BUILD / "bin"
@@ -26,12 +27,7 @@ def run(*command, **more):
     return subprocess.run([str(word) for word in command], capture_output=True, text=True, **more)
 
 
-class Scratch(unittest.TestCase):
-    def setUp(self):
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = pathlib.Path(folder.name)
-
+class OwnPrograms(ScratchTest):
     def lockstep(self, *words):
         return run(LOCKSTEP, *words, cwd=self.folder)
 
@@ -56,7 +52,7 @@ class Scratch(unittest.TestCase):
             return list(csv.DictReader(file))
 
 
-class NewProgram(Scratch):
+class NewProgram(OwnPrograms):
     """From `lockstep new` to the first report. The folder is the same each time, for ccache."""
 
     def test_it_builds_trains_and_is_reported(self):
@@ -122,7 +118,7 @@ class NewProgram(Scratch):
         self.assertFalse((self.folder / "mine").exists())
 
 
-class Compare(Scratch):
+class Compare(OwnPrograms):
     def test_programs_with_records(self):
         program = [BIN / "practical5_dp", "--devices", "cpu:2", *TINY, "--quiet"]
         said = self.done(self.lockstep(
@@ -172,7 +168,7 @@ class Compare(Scratch):
         self.assertFalse((self.folder / "ran").exists())
 
 
-class Report(Scratch):
+class Report(OwnPrograms):
     def test_a_lab_is_reported_again(self):
         self.done(self.lockstep("lab", "5", "--out", "lab", "--quick", "--devices", "cpu:2", *TINY))
         before = (self.folder / "lab" / "report.html").read_bytes()

@@ -14,6 +14,8 @@ import tempfile
 import time
 import unittest
 
+from scratch import ScratchTest
+
 BIN = ""  # set by main
 KILLS = int(os.environ.get("LOCKSTEP_KILLS", "3"))
 SEED = int(os.environ.get("LOCKSTEP_SEED", str(random.randrange(1 << 31))))
@@ -71,15 +73,7 @@ def bytes_of(path):
         return file.read()
 
 
-class Resume(unittest.TestCase):
-    def setUp(self):
-        scratch = tempfile.TemporaryDirectory()
-        self.addCleanup(scratch.cleanup)
-        self.folder = scratch.name
-
-    def path(self, name):
-        return os.path.join(self.folder, name)
-
+class Resume(ScratchTest):
     def saving(self, program, name):
         return [*program, *EVERY, "--checkpoint", self.path(name), "--save", self.path(name + ".safetensors")]
 

@@ -11,9 +11,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import unittest
+
+from scratch import ScratchTest
 
 BIN = pathlib.Path(sys.argv.pop(1))
 NAMES = (f"ls{os.getpid()}a", f"ls{os.getpid()}b")
@@ -49,10 +50,9 @@ def on_host(host, program, token, *flags, ranks=2, nnodes="2"):
                             env=dict(os.environ, LOCKSTEP_TOKEN=token), start_new_session=True)
 
 
-class TwoHosts(unittest.TestCase):
+class TwoHosts(ScratchTest):
     def setUp(self):
-        self.folder = tempfile.TemporaryDirectory()
-        self.addCleanup(self.folder.cleanup)
+        super().setUp()
         self.jobs = []
         self.addCleanup(self.stop)
 
@@ -72,9 +72,6 @@ class TwoHosts(unittest.TestCase):
             out, err = job.communicate(timeout=90)
             results.append((job.returncode, out, err))
         return results
-
-    def path(self, name):
-        return os.path.join(self.folder.name, name)
 
     def test_the_numbers_are_those_of_one_process(self):
         jobs = self.start([str(BIN / "practical6_ddp"), *TRAIN, "--json", self.path("ddp.json")])

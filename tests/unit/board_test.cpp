@@ -17,12 +17,8 @@
 #include "lockstep/clock.hpp"
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::board_test {
 namespace {
-
-using test::BoardTest;
-using test::expect_error;
-using test::in_child;
 
 TEST_F(BoardTest, ANewBoardIsEmpty) {
   const int64_t before = monotonic_ns();
@@ -535,4 +531,4 @@ TEST_F(BoardTest, AKilledWriterLeavesWholeTexts) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::board_test

@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-namespace lockstep {
+namespace lockstep::test::bucket_order_test {
 namespace {
 
 using Order = std::vector<size_t>;
@@ -88,4 +88,4 @@ TEST(BucketOrder, ProposesNothingWhereItDoesNotLearn) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::bucket_order_test

@@ -4,7 +4,7 @@
 
 #include <numeric>
 
-namespace lockstep {
+namespace lockstep::test::bucket_plan_test {
 namespace {
 
 std::vector<ParameterSize> floats(std::initializer_list<int64_t> counts) {
@@ -100,4 +100,4 @@ TEST(BucketPlan, TheOrderGivenIsTheOrderOfLaunch) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::bucket_plan_test

@@ -6,11 +6,8 @@
 
 #include "net_support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::channel_test {
 namespace {
-
-using test::expect_error;
-using test::kToken;
 
 // The channel by itself: every byte of the greeting and of a frame counts.
 std::pair<Channel, Channel> greeted(const std::string& token = kToken, size_t max_payload = 1000) {
@@ -175,4 +172,4 @@ TEST(Channel, RandomBytesNeverPassAndNeverCrash) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::channel_test

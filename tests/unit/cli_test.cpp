@@ -14,7 +14,7 @@
 #include "lockstep/cli_parse.hpp"
 #include "lockstep/device_plan.hpp"
 
-namespace lockstep::cli {
+namespace lockstep::cli::cli_test {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -297,4 +297,4 @@ TEST(SiblingPath, NamesTheMissingProgramAndItsPlace) {
 }
 
 }  // namespace
-}  // namespace lockstep::cli
+}  // namespace lockstep::cli::cli_test

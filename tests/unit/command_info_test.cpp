@@ -14,7 +14,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/table.hpp"
 
-namespace lockstep::cli {
+namespace lockstep::cli::command_info_test {
 namespace {
 
 bool has(const std::string& text, const std::string& part) {
@@ -146,4 +146,4 @@ TEST(ProgressLine, FitsEveryWidth) {
 }
 
 }  // namespace
-}  // namespace lockstep::cli
+}  // namespace lockstep::cli::command_info_test

@@ -8,10 +8,8 @@
 
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::device_plan_test {
 namespace {
-
-using test::expect_error;
 
 Hardware machine(int cores, int gpus = 0) {
   Hardware hardware;
@@ -238,4 +236,4 @@ TEST(Hardware, CoresAreThoseOfTheAffinityMask) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::device_plan_test

@@ -15,7 +15,7 @@
 #include "lockstep/units.hpp"
 #include "support.hpp"
 
-namespace lockstep::cli {
+namespace lockstep::cli::doctor_test {
 namespace {
 
 using nlohmann::json;
@@ -352,4 +352,4 @@ TEST(MachineFacts, AreCompleteOnThisMachine) {
 }
 
 }  // namespace
-}  // namespace lockstep::cli
+}  // namespace lockstep::cli::doctor_test

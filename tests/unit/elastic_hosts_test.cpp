@@ -4,20 +4,8 @@
 #include "launch/rendezvous.hpp"
 #include "rendezvous_support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::elastic_hosts_test {
 namespace {
-
-using test::expect_error;
-using test::expect_failure;
-using test::expect_finish;
-using test::free_port;
-using test::in_ms;
-using test::join_later;
-using test::Link;
-using test::offer_of;
-using test::options_for;
-using test::rejoin_all;
-using test::start_job;
 
 constexpr HostCount kTwoToThree{2, 3};
 
@@ -191,4 +179,4 @@ TEST(ElasticHosts, NoMoreThanTheMostMayJoin) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::elastic_hosts_test

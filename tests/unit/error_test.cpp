@@ -11,7 +11,7 @@
 
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::error_test {
 namespace {
 
 TEST(Error, BlockHoldsOneFactALine) {
@@ -207,4 +207,4 @@ TEST(DidYouMean, IsSilentWhereNothingIsClose) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::error_test

@@ -7,10 +7,8 @@
 #include "lockstep/error.hpp"
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::fault_test {
 namespace {
-
-using test::expect_error;
 
 TEST(Faults, AreReadAndWritten) {
   const std::string text =
@@ -112,4 +110,4 @@ TEST(Stacks, AreReadInnermostFirst) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::fault_test

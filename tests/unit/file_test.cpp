@@ -10,12 +10,8 @@
 
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::file_test {
 namespace {
-
-using test::expect_error;
-using test::read_bytes;
-using test::ScratchFolder;
 
 TEST(ReadTextFile, GivesEveryByte) {
   const ScratchFolder scratch;
@@ -149,4 +145,4 @@ TEST(WriteFile, ReadersSeeOneWholeVersionWhileThreadsWrite) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::file_test

@@ -5,10 +5,8 @@
 
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::fingerprint_test {
 namespace {
-
-using test::expect_error;
 
 Group world(int size) {
   Group group;
@@ -363,4 +361,4 @@ TEST(AbortRecord, SecondHandErrorsBlameTheFirstCulprit) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::fingerprint_test

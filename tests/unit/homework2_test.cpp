@@ -348,5 +348,9 @@ TEST(Homework2Report, HoldsAllParts) {
   EXPECT_EQ(lab_named("homework2").folder, "reports/homework2");
 }
 
+TEST(Homework2Report, NamesWhatAnIncompleteFolderLacks) {
+  kLab.expect_missing_runs_are_named(results_of());
+}
+
 }  // namespace
 }  // namespace lockstep::cli::homework2_test

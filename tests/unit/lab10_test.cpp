@@ -328,5 +328,9 @@ TEST(Lab10Report, HoldsAllParts) {
   EXPECT_EQ(lab_named("10").folder, "reports/lab10");
 }
 
+TEST(Lab10Report, NamesWhatAnIncompleteFolderLacks) {
+  kLab.expect_missing_runs_are_named(made_lab10());
+}
+
 }  // namespace
 }  // namespace lockstep::cli::lab10_test

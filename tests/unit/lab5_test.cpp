@@ -576,5 +576,9 @@ TEST(Lab5Report, HoldsStampTablesAnswersAndRecords) {
   }
 }
 
+TEST(Lab5Report, NamesWhatAnIncompleteFolderLacks) {
+  kLab.expect_missing_runs_are_named(results_of(2, 100, 60));
+}
+
 }  // namespace
 }  // namespace lockstep::cli::lab5_test

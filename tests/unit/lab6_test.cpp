@@ -463,5 +463,9 @@ TEST(Lab6Report, HoldsStampTablesAnswersAndRecords) {
   }
 }
 
+TEST(Lab6Report, NamesWhatAnIncompleteFolderLacks) {
+  kLab.expect_missing_runs_are_named(results_of(2, 100, 60, 50));
+}
+
 }  // namespace
 }  // namespace lockstep::cli::lab6_test

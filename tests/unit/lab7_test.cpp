@@ -592,5 +592,9 @@ TEST(Lab7Answers, ComparisonsFollowTheFigures) {
   EXPECT_TRUE(mentions(kLab.answer(large, "more memory"), "not even there did memory fall."));
 }
 
+TEST(Lab7Report, NamesWhatAnIncompleteFolderLacks) {
+  kLab.expect_missing_runs_are_named(made_lab7());
+}
+
 }  // namespace
 }  // namespace lockstep::cli::lab7_test

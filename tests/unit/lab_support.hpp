@@ -1,5 +1,7 @@
 #pragma once
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <limits>
 #include <string>
@@ -7,6 +9,7 @@
 
 #include "cli/lab/lab_command.hpp"
 #include "lockstep/device_plan.hpp"
+#include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
 
 namespace lockstep::test {
@@ -48,6 +51,26 @@ struct LabOf {
       if (mentions(answer.question, question_part)) return answer.text;
     }
     return "no such question";
+  }
+
+  /// Leaves out each kind of run in turn: the report is made without it or refused as incomplete,
+  /// and at least one kind is needed.
+  void expect_missing_runs_are_named(const cli::LabRuns& complete) const {
+    size_t refused = 0;
+    for (const auto& [what, set_ups] : complete.sets) {
+      SCOPED_TRACE(what);
+      cli::LabRuns incomplete = complete;
+      incomplete.sets.erase(what);
+      try {
+        report(incomplete);
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), Code::kRecord) << error.block();
+        EXPECT_TRUE(mentions(error.message(), "the lab has no run of \"" + what)) << error.block();
+        EXPECT_TRUE(mentions(error.help(), "run the lab again")) << error.block();
+        ++refused;
+      }
+    }
+    EXPECT_GT(refused, 0U);
   }
 };
 

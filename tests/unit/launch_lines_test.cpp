@@ -8,7 +8,7 @@
 #include "launch/output.hpp"
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::launch_lines_test {
 namespace {
 
 class Lines {
@@ -130,4 +130,4 @@ TEST(SlurmScript, RefusesWhatWouldBreakTheFile) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::launch_lines_test

@@ -5,13 +5,14 @@
 
 #include <map>
 
+#include "base/number_list.hpp"
 #include "launch/attempt.hpp"
 #include "launch/flags.hpp"
 #include "launch/plan.hpp"
 #include "launch/slurm.hpp"
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::launch_plan_test {
 namespace {
 
 using Words = std::map<std::string, std::string>;
@@ -315,6 +316,7 @@ TEST(NumberList, ReadsAndWrites) {
   EXPECT_EQ(*parse_number_list("3,0-1,1"), (std::vector<int>{0, 1, 3}));
   EXPECT_EQ(*parse_number_list("2147483646-2147483647"),
             (std::vector<int>{2147483646, 2147483647}));
+  EXPECT_EQ(parse_number_list("0-40000,40001-60000"), parse_number_list("0-60000"));
   for (const char* bad : {"", ",", "1,", "a", "-1", "3-1", "1-", "0-99999", "1 2"}) {
     EXPECT_FALSE(parse_number_list(bad)) << bad;
   }
@@ -493,4 +495,4 @@ TEST(LaunchPlan, FaultsAreCheckedAgainstTheJob) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::launch_plan_test

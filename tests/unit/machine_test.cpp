@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-namespace lockstep {
+namespace lockstep::test::machine_test {
 namespace {
 
 TEST(HiddenAmx, IsWhatIsAnnouncedAndNotDescribed) {
@@ -13,4 +13,4 @@ TEST(HiddenAmx, IsWhatIsAnnouncedAndNotDescribed) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::machine_test

@@ -13,22 +13,8 @@
 #include "net/store.hpp"
 #include "rendezvous_support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::node_link_test {
 namespace {
-
-using test::expect_error;
-using test::expect_failure;
-using test::expect_finish;
-using test::free_port;
-using test::in_ms;
-using test::kToken;
-using test::Link;
-using test::next_event;
-using test::offer_of;
-using test::options_for;
-using test::pause_ms;
-using test::rejoin_all;
-using test::start_job;
 
 TEST(NodeLink, TheFirstFailureIsToldToAll) {
   auto links = start_job(3);
@@ -384,4 +370,4 @@ TEST(NodeLink, LeavesNoThreadAndNoDescriptor) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::node_link_test

@@ -17,7 +17,7 @@
 #include "lockstep/clock.hpp"
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::process_test {
 namespace {
 
 TEST(FindInPath, TakesTheFirstFolderWithAnExecutableFile) {
@@ -122,4 +122,4 @@ TEST(RunningClock, DoesNotCountTheTimeInWhichTheProcessWasStopped) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::process_test

@@ -8,10 +8,9 @@
 
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::rank_environment_test {
 namespace {
 
-using test::expect_error;
 using Variables = std::map<std::string, std::string>;
 
 RankEnvironment read(const Variables& variables) {
@@ -260,4 +259,4 @@ TEST(RankEnvironment, ReadsTheProcessesOwnVariables) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::rank_environment_test

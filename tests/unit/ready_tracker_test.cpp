@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-namespace lockstep {
+namespace lockstep::test::ready_tracker_test {
 namespace {
 
 using Arrival = ReadyTracker::Arrival;
@@ -118,4 +118,4 @@ TEST(ReadyTracker, UseAddsUpOverAWindow) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::ready_tracker_test

@@ -8,7 +8,7 @@
 
 #include "support.hpp"
 
-namespace lockstep::test {
+namespace lockstep::test::record_test {
 namespace {
 
 using nlohmann::json;
@@ -558,4 +558,4 @@ TEST(Record, RefusesNumbersOfAPipelineThatAreOutOfRange) {
 }
 
 }  // namespace
-}  // namespace lockstep::test
+}  // namespace lockstep::test::record_test

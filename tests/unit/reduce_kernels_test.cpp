@@ -11,7 +11,7 @@
 
 #include "base/machine.hpp"
 
-namespace lockstep {
+namespace lockstep::test::reduce_kernels_test {
 namespace {
 
 using Bytes = std::vector<uint8_t>;
@@ -255,4 +255,4 @@ TEST(ReduceKernels, BitsDoNotDependOnPlaceOrAlignment) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::reduce_kernels_test

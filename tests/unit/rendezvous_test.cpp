@@ -6,22 +6,8 @@
 #include "net/store.hpp"
 #include "rendezvous_support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::rendezvous_test {
 namespace {
-
-using test::expect_error;
-using test::expect_failure;
-using test::expect_finish;
-using test::free_port;
-using test::in_ms;
-using test::join_later;
-using test::join_of;
-using test::kToken;
-using test::Link;
-using test::offer_of;
-using test::options_for;
-using test::pause_ms;
-using test::start_job;
 
 class Hosts : public testing::TestWithParam<int> {};
 
@@ -277,4 +263,4 @@ TEST(NodeMessages, ALayoutHasAsManyRanksAsCanBeCounted) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::rendezvous_test

@@ -9,13 +9,8 @@
 #include "report/svg.hpp"
 #include "report_support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::report_chart_test {
 namespace {
-
-using test::count_text;
-using test::expect_inside;
-using test::joined_texts;
-using test::xml_fault;
 
 std::vector<std::string> labels_of(const Axis& axis) {
   std::vector<std::string> labels;
@@ -308,4 +303,4 @@ TEST(ReportText, WrapsBetweenWordsAndInsideOfLongOnes) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::report_chart_test

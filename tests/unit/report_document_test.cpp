@@ -10,13 +10,8 @@
 #include "report/pages.hpp"
 #include "report_support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::report_document_test {
 namespace {
-
-using test::count_text;
-using test::expect_inside;
-using test::joined_texts;
-using test::xml_fault;
 
 constexpr std::time_t kDate = 1767323040;  // 2026-01-02 03:04 UTC
 
@@ -343,4 +338,4 @@ TEST(ReportFiles, AreWrittenOrRefusedByName) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::report_document_test

@@ -7,10 +7,8 @@
 #include "report_support.hpp"
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::report_notes_test {
 namespace {
-
-using test::expect_error;
 
 Document two_topics() {
   Document document{.title = "Practical 5"};
@@ -93,4 +91,4 @@ TEST(ReportZip, HasEveryFileWithItsChecksum) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::report_notes_test

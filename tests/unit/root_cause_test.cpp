@@ -9,7 +9,7 @@
 #include "launch/root_cause.hpp"
 #include "launch/stall.hpp"
 
-namespace lockstep {
+namespace lockstep::test::root_cause_test {
 namespace {
 
 RankView alive(int rank, char state = 'S') {
@@ -359,4 +359,4 @@ TEST(OomWatch, ReadsTheKernelsCounters) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::root_cause_test

@@ -12,11 +12,8 @@
 
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::safetensors_test {
 namespace {
-
-using test::expect_error;
-using test::write_bytes;
 
 /// Written by Python's safetensors 0.8.0: save_file({"w": [[1, -2.5], [0, 3]] as float32, "b": [1,
 /// -1] as int64, "mask": [True, False, True], "half": 1.5 as bfloat16, "none": zeros(0, 4)},
@@ -415,4 +412,4 @@ TEST_F(SafetensorsTest, MessagesShowForeignNamesOnOneShortLine) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::safetensors_test

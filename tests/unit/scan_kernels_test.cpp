@@ -10,7 +10,7 @@
 
 #include "base/machine.hpp"
 
-namespace lockstep {
+namespace lockstep::test::scan_kernels_test {
 namespace {
 
 struct Named {
@@ -126,4 +126,4 @@ TEST(ScanKernels, AValueThatWasFiniteMayOverflowWhenUnscaledByMoreThanOne) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::scan_kernels_test

@@ -4,7 +4,7 @@
 #include "lockstep/schedule.hpp"
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::schedule_builders_test {
 namespace {
 
 // "F0 F1 B0 B1" for one rank; with the stage where it has several: "F2.0".
@@ -145,4 +145,4 @@ TEST(ScheduleNames, TellWhatAnActionIs) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::schedule_builders_test

@@ -7,7 +7,7 @@
 #include "lockstep/schedule.hpp"
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::schedule_cuts_test {
 namespace {
 
 using Layers = std::vector<int64_t>;
@@ -111,4 +111,4 @@ TEST(Cuts, RefuseWhatCannotBeCut) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::schedule_cuts_test

@@ -5,7 +5,7 @@
 #include "lockstep/schedule.hpp"
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::schedule_grid_test {
 namespace {
 
 constexpr ActionKind F = ActionKind::kForward;
@@ -142,4 +142,4 @@ TEST(FormatGrid, RefusesWhatDoesNotFitTogether) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::schedule_grid_test

@@ -6,7 +6,7 @@
 #include "lockstep/schedule.hpp"
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::schedule_simulate_test {
 namespace {
 
 // Multiples of 1/8: sums of them are exact, so closed forms must hold to the last bit.
@@ -263,4 +263,4 @@ TEST(Simulate, LargeSchedulesAreQuick) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::schedule_simulate_test

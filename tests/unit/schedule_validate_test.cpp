@@ -3,7 +3,7 @@
 #include "lockstep/schedule.hpp"
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::schedule_validate_test {
 namespace {
 
 constexpr ActionKind F = ActionKind::kForward;
@@ -205,4 +205,4 @@ TEST(OnRanks, RefusesNumbersThatDoNotFit) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::schedule_validate_test

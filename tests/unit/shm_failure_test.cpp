@@ -1,13 +1,8 @@
 #include "shm_support.hpp"
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::shm_failure_test {
 namespace {
-
-using test::expect_error;
-using test::ForkedRanks;
-using test::run_threads;
-using test::within;
 
 // The action must throw an Error with this code and text; "" where it does.
 template <class Action>
@@ -274,4 +269,4 @@ TEST(ShmFailure, TooMuchMemoryIsAnErrorOnEveryRank) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::shm_failure_test

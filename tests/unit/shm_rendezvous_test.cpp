@@ -9,13 +9,8 @@
 #include "shm_support.hpp"
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::shm_rendezvous_test {
 namespace {
-
-using test::expect_error;
-using test::fresh_session;
-using test::in_seconds;
-using test::within;
 
 // A rank that joins in a thread of its own.
 std::future<std::string> join(const std::string& session, int rank, int size, double seconds) {
@@ -230,4 +225,4 @@ TEST(ShmMemory, OutlivesItsCommunicator) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::shm_rendezvous_test

@@ -5,12 +5,8 @@
 
 #include "shm_support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::shm_stress_test {
 namespace {
-
-using test::run_processes;
-using test::run_threads;
-using test::within;
 
 // Element i of rank r's data in step s: small whole numbers, so that sums are exact.
 float value(int rank, int64_t i, int step) {
@@ -210,4 +206,4 @@ TEST_P(ShmStress, SmallCallsInARow) {
 INSTANTIATE_TEST_SUITE_P(Worlds, ShmStress, ::testing::Values(1, 2, 3, 5));
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::shm_stress_test

@@ -6,10 +6,9 @@
 #include "base/slurm_lists.hpp"
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::slurm_test {
 namespace {
 
-using test::expect_error;
 using Variables = std::map<std::string, std::string>;
 using Texts = std::vector<std::string>;
 using Counts = std::vector<int>;
@@ -161,4 +160,4 @@ TEST(SlurmJob, ContradictionsAreNamed) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::slurm_test

@@ -6,7 +6,7 @@
 
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::split_test {
 namespace {
 
 using Rows = std::vector<int64_t>;
@@ -95,4 +95,4 @@ TEST(TensorSplitRows, RefusesWhatCannotBeDivided) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::split_test

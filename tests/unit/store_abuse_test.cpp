@@ -13,13 +13,8 @@
 #include "net/store.hpp"
 #include "net_support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::store_abuse_test {
 namespace {
-
-using test::expect_error;
-using test::in_ms;
-using test::kToken;
-using test::pause_ms;
 
 // What an unauthenticated peer does to a server's port while a healthy job uses it.
 struct Abuse {
@@ -234,4 +229,4 @@ TEST(StoreServer, DropsAKnownClientThatBreaksTheRules) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::store_abuse_test

@@ -12,15 +12,8 @@
 #include "net/socket.hpp"
 #include "net_support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::store_test {
 namespace {
-
-using test::expect_error;
-
-using test::in_ms;
-using test::kToken;
-using test::pause_ms;
-using test::unique_name;
 
 // One kind of store and how to get two views of the same one.
 struct Kind {
@@ -383,4 +376,4 @@ TEST(StoreAddressText, IsParsed) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::store_test

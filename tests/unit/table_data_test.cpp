@@ -4,7 +4,7 @@
 
 #include "base/table_data.hpp"
 
-namespace lockstep {
+namespace lockstep::test::table_data_test {
 namespace {
 
 std::string csv_of_column(const std::string& title, const std::vector<std::string>& cells) {
@@ -93,4 +93,4 @@ TEST(TableData, JsonHasNumbersTextsAndNothing) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::table_data_test

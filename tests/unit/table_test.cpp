@@ -10,7 +10,7 @@
 
 #include "lockstep/error.hpp"
 
-namespace lockstep {
+namespace lockstep::test::table_test {
 namespace {
 
 Table sample() {
@@ -251,4 +251,4 @@ TEST(WrapText, BreaksBetweenWordsAndIndents) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::table_test

@@ -10,10 +10,8 @@
 
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::token_test {
 namespace {
-
-using test::expect_error;
 
 // A home of this test's own, and no token in the variables.
 class Token : public testing::Test {
@@ -160,4 +158,4 @@ TEST_F(Token, MakersAtTheSameTimeAgree) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::token_test

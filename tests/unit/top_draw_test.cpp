@@ -6,7 +6,7 @@
 #include "lockstep/units.hpp"
 #include "top_support.hpp"
 
-namespace lockstep::cli {
+namespace lockstep::cli::top_draw_test {
 namespace {
 
 using test::joined;
@@ -159,4 +159,4 @@ TEST(TopDraw, SparklinesShowTheNewestAtTheRight) {
 }
 
 }  // namespace
-}  // namespace lockstep::cli
+}  // namespace lockstep::cli::top_draw_test

@@ -9,7 +9,7 @@
 #include "lockstep/units.hpp"
 #include "top_support.hpp"
 
-namespace lockstep::cli {
+namespace lockstep::cli::top_gpus_test {
 namespace {
 
 using test::joined;
@@ -125,4 +125,4 @@ TEST(Nvml, TellsOfTheGpusOfThisMachine) {
 }
 
 }  // namespace
-}  // namespace lockstep::cli
+}  // namespace lockstep::cli::top_gpus_test

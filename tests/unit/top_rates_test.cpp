@@ -7,7 +7,7 @@
 #include "lockstep/units.hpp"
 #include "top_support.hpp"
 
-namespace lockstep::cli {
+namespace lockstep::cli::top_rates_test {
 namespace {
 
 using test::first_rank;
@@ -162,4 +162,4 @@ TEST(TopRates, ACollectiveRunsUntilItHasFinished) {
 }
 
 }  // namespace
-}  // namespace lockstep::cli
+}  // namespace lockstep::cli::top_rates_test

@@ -8,7 +8,7 @@
 #include "lockstep/table.hpp"
 #include "top_support.hpp"
 
-namespace lockstep::cli {
+namespace lockstep::cli::top_screen_test {
 namespace {
 
 using test::plain;
@@ -202,4 +202,4 @@ TEST(TopScreen, NoRunIsAFriendlyLine) {
 }
 
 }  // namespace
-}  // namespace lockstep::cli
+}  // namespace lockstep::cli::top_screen_test

@@ -9,7 +9,7 @@
 #include "lockstep/units.hpp"
 #include "top_support.hpp"
 
-namespace lockstep::cli {
+namespace lockstep::cli::top_test {
 namespace {
 
 using test::expect_error;
@@ -123,4 +123,4 @@ TEST(TopJson, ALossBeforeTheFirstStepIsUnknown) {
 }
 
 }  // namespace
-}  // namespace lockstep::cli
+}  // namespace lockstep::cli::top_test

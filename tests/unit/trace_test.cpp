@@ -5,12 +5,10 @@
 
 #include "support.hpp"
 
-namespace lockstep {
+namespace lockstep::test::trace_test {
 namespace {
 
 using nlohmann::json;
-using test::expect_error;
-using test::ScratchFolder;
 
 json written(const Trace& trace) {
   const ScratchFolder scratch;
@@ -186,4 +184,4 @@ TEST(Trace, WriteErrorsAreErrors) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::trace_test

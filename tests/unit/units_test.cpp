@@ -5,7 +5,7 @@
 #include <cmath>
 #include <limits>
 
-namespace lockstep {
+namespace lockstep::test::units_test {
 namespace {
 
 TEST(Units, LiteralsArePowersOfTwo) {
@@ -63,4 +63,4 @@ TEST(Units, SecondsOfAnySignAndNonFinite) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::units_test

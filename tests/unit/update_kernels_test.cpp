@@ -10,7 +10,7 @@
 
 #include "base/machine.hpp"
 
-namespace lockstep {
+namespace lockstep::test::update_kernels_test {
 namespace {
 
 struct Named {
@@ -240,4 +240,4 @@ TEST(UpdateKernels, NanAndInfinityComeThrough) {
 }
 
 }  // namespace
-}  // namespace lockstep
+}  // namespace lockstep::test::update_kernels_test

@@ -1,0 +1,271 @@
+#include "parallel_model.hpp"
+
+#include <fmt/format.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <numeric>
+
+namespace gpt2 {
+namespace {
+
+using lockstep::Code;
+using lockstep::Communicator;
+using lockstep::Error;
+
+Division division_of(const Layout& layout, const lockstep::Mesh& mesh) {
+  return {mesh.axis("tp"), layout.sequence_parallel && layout.tensor_parallel > 1};
+}
+
+std::vector<NamedParameter> named(const torch::nn::Module& module) {
+  std::vector<NamedParameter> all;
+  for (const auto& item : module.named_parameters()) all.push_back({item.key(), item.value()});
+  return all;
+}
+
+int64_t count_targets(const torch::Tensor& y) {
+  return y.ne(kIgnored).sum().item<int64_t>();
+}
+
+using Ddp = lockstep::DistributedDataParallel<torch::nn::SequentialImpl>;
+using Fsdp = lockstep::FullyShardedDataParallel<torch::nn::SequentialImpl>;
+
+// The whole model on each data rank, or on the ranks of a tensor axis, under `Wrapper`.
+template <class Wrapper, class WrapperOptions>
+class WrappedModel : public ParallelModel {
+ public:
+  WrappedModel(const Config& config, const Weights& weights, const Layout& layout,
+               const lockstep::Mesh& mesh, lockstep::Device& device, bool autocast,
+               const WrapperOptions& options)
+      : config_(config),
+        division_(division_of(layout, mesh)),
+        device_(device.torch_device()),
+        autocast_(autocast),
+        net_(make_net(config, weights, division_, device_)),
+        wrapper_(net_, mesh.axis("dp"), options) {}
+
+  double accumulate(const std::vector<Batch>& parts) override {
+    net_->train();
+    double sum = 0;
+    for (size_t i = 0; i < parts.size(); ++i) {
+      std::optional<lockstep::NoSync> no_sync;
+      if (i + 1 < parts.size()) no_sync.emplace(wrapper_);
+      const auto loss = loss_of_batch(parts[i]) / static_cast<double>(parts.size());
+      loss.backward();
+      sum += loss.template item<double>();
+    }
+    return sum;
+  }
+
+  std::pair<double, int64_t> evaluate(const Batch& batch) override {
+    const torch::NoGradGuard no_grad;
+    net_->eval();
+    return {loss_of_batch(batch).template item<double>(), count_targets(batch.y)};
+  }
+
+ protected:
+  static torch::nn::Sequential make_net(const Config& config, const Weights& weights,
+                                        const Division& division, torch::Device device) {
+    auto net = make_stages(config, weights, division, std::vector<int64_t>{config.layers + 2},
+                           std::vector<int>{0})
+                   .front();
+    net->to(device);
+    return net;
+  }
+
+  torch::Tensor loss_of_batch(const Batch& batch) {
+    const lockstep::Autocast amp(device_, torch::kBFloat16, autocast_);
+    return loss_of(wrapper_(batch.x.to(device_)), batch.y.to(device_), config_, division_);
+  }
+
+  Config config_;
+  Division division_;
+  torch::Device device_;
+  bool autocast_;
+  torch::nn::Sequential net_;
+  Wrapper wrapper_;
+};
+
+class ReplicatedModel final : public WrappedModel<Ddp, lockstep::DdpOptions> {
+ public:
+  using WrappedModel::WrappedModel;
+
+  std::vector<NamedParameter> parameters() const override { return named(*net_); }
+
+  void add_to(lockstep::Checkpoint& checkpoint, torch::optim::Optimizer& optimizer) override {
+    checkpoint.add("model", *net_).add("optimizer", optimizer, *net_);
+  }
+
+  lockstep::TensorMap whole_weights() override { return lockstep::whole_parameters(*net_); }
+};
+
+class ShardedGpt2 final : public WrappedModel<Fsdp, lockstep::ShardOptions> {
+ public:
+  using WrappedModel::WrappedModel;
+
+  std::vector<NamedParameter> parameters() const override {
+    std::vector<NamedParameter> shards;
+    for (const auto& [name, shard] : wrapper_.named_parameters()) shards.push_back({name, shard});
+    return shards;
+  }
+
+  void add_to(lockstep::Checkpoint& checkpoint, torch::optim::Optimizer& optimizer) override {
+    checkpoint.add("model", wrapper_).add("optimizer", optimizer, wrapper_);
+  }
+
+  // Copies: the parameters are whole only here.
+  lockstep::TensorMap whole_weights() override {
+    const lockstep::GatheredParameters gathered(wrapper_);
+    auto all = lockstep::whole_parameters(*net_);
+    for (auto& [name, whole] : all) whole = whole.clone();
+    return all;
+  }
+};
+
+// Stages on the ranks of a pipeline axis. The first and the last stage have a copy each of the
+// token embedding.
+class PipelineModel final : public ParallelModel {
+ public:
+  PipelineModel(const Config& config, const Weights& weights, const Layout& layout,
+                const lockstep::Mesh& mesh, lockstep::Device& device, bool autocast)
+      : config_(config),
+        division_(division_of(layout, mesh)),
+        axis_(mesh.axis("pp")),
+        device_(device.torch_device()),
+        autocast_(autocast),
+        pipeline_(make_stages(config, weights, division_, cut(config, layout.stages),
+                              std::vector<int>{axis_.rank()}),
+                  axis_, device, schedule_of(layout), options_of(mesh)),
+        tied_(axis_, 0, axis_.size() - 1, embedding()) {}
+
+  double accumulate(const std::vector<Batch>& parts) override {
+    set_training(true);
+    double sum = 0;
+    const double factor = 1.0 / static_cast<double>(parts.size());
+    for (size_t i = 0; i < parts.size(); ++i) {
+      const lockstep::Autocast amp(device_, torch::kBFloat16, autocast_);
+      const auto loss = pipeline_.step(
+          parts[i].x, parts[i].y, {.loss_factor = factor, .synchronise = i + 1 == parts.size()});
+      sum += loss.item<double>() * factor;
+    }
+    tied_.sum_gradients();
+    return sum;
+  }
+
+  std::pair<double, int64_t> evaluate(const Batch& batch) override {
+    const torch::NoGradGuard no_grad;
+    set_training(false);
+    const auto padded = pad_batch(batch, pipeline_.schedule().micro_batches, 1);
+    const auto told = torch::zeros({1}, torch::kFloat64);
+    {
+      const lockstep::Autocast amp(device_, torch::kBFloat16, autocast_);
+      const auto logits = pipeline_.evaluate(padded.x);
+      if (logits.defined()) {
+        told.fill_(loss_of(logits, padded.y.to(device_), config_, division_).item<double>());
+      }
+    }
+    axis_.broadcast(told, axis_.size() - 1, {.label = "loss of an evaluation"});
+    return {told.item<double>(), count_targets(batch.y)};
+  }
+
+  std::vector<NamedParameter> parameters() const override { return named(*stage()); }
+
+  void add_to(lockstep::Checkpoint& checkpoint, torch::optim::Optimizer& optimizer) override {
+    checkpoint.add("model", pipeline_).add("optimizer", optimizer, pipeline_);
+  }
+
+  // A new model of the same sizes receives the weights: the owner of each stage tells the others.
+  lockstep::TensorMap whole_weights() override {
+    const auto mine = lockstep::whole_parameters(*stage());
+    lockstep::TensorMap all;
+    const auto cuts = cut(config_, axis_.size());
+    std::vector<int> every(cuts.size());
+    std::iota(every.begin(), every.end(), 0);
+    const auto whole = make_stages(config_, Weights(0), {}, cuts, every);
+    for (size_t owner = 0; owner < whole.size(); ++owner) {
+      for (const auto& item : whole[owner]->named_parameters()) {
+        auto tensor = item.value().detach();
+        if (static_cast<int>(owner) == axis_.rank()) tensor.copy_(mine.at(item.key()));
+        axis_.broadcast(tensor, static_cast<int>(owner), {.label = "trained weights"});
+        all[item.key()] = tensor;
+      }
+    }
+    return all;
+  }
+
+ private:
+  static std::vector<int64_t> cut(const Config& config, int64_t stages) {
+    return lockstep::cut_by_count(config.layers + 2, stages);
+  }
+
+  static lockstep::Schedule schedule_of(const Layout& layout) {
+    const int64_t micro_batches =
+        layout.micro_batches > 0 ? layout.micro_batches : 2 * layout.stages;
+    return lockstep::one_f_one_b(static_cast<int>(layout.stages), static_cast<int>(micro_batches));
+  }
+
+  lockstep::PipelineOptions options_of(const lockstep::Mesh& mesh) const {
+    return {.loss = [config = config_, division = division_](
+                        const torch::Tensor& logits,
+                        const torch::Tensor& y) { return loss_of(logits, y, config, division); },
+            .data = mesh.axis("dp")};
+  }
+
+  const torch::nn::Sequential& stage() const { return pipeline_.stage(axis_.rank()); }
+
+  torch::Tensor embedding() const {
+    for (const auto& item : stage()->named_parameters()) {
+      if (item.key().ends_with("wte.weight")) return item.value();
+    }
+    return {};
+  }
+
+  void set_training(bool on) const {
+    torch::nn::Sequential mine = stage();
+    mine->train(on);
+  }
+
+  Config config_;
+  Division division_;
+  Communicator axis_;
+  torch::Device device_;
+  bool autocast_;
+  lockstep::Pipeline pipeline_;
+  lockstep::TiedWeight tied_;
+};
+
+}  // namespace
+
+lockstep::Mesh make_mesh(const Communicator& world, const Layout& layout) {
+  const int64_t model = layout.stages * layout.tensor_parallel;
+  if (model < 1 || world.size() % model != 0) {
+    throw Error(Code::kUsage,
+                fmt::format("{} ranks cannot make --stages {} times --tensor-parallel {}",
+                            world.size(), layout.stages, layout.tensor_parallel),
+                fmt::format("start a multiple of {} ranks: lockstep run -n {} …", model, model));
+  }
+  return lockstep::Mesh(world, {{"dp", static_cast<int>(world.size() / model)},
+                                {"pp", static_cast<int>(layout.stages)},
+                                {"tp", static_cast<int>(layout.tensor_parallel)}});
+}
+
+std::unique_ptr<ParallelModel> make_parallel_model(const Config& config, const Weights& weights,
+                                                   const Layout& layout, const lockstep::Mesh& mesh,
+                                                   lockstep::Device& device, bool autocast) {
+  if (layout.shard > 0) {
+    if (layout.stages > 1) {
+      throw Error(Code::kUsage, "--shard does not go with --stages",
+                  "use --shard with --tensor-parallel, or --stages without --shard");
+    }
+    return std::make_unique<ShardedGpt2>(
+        config, weights, layout, mesh, device, autocast,
+        lockstep::ShardOptions{.stage = static_cast<lockstep::ShardStage>(layout.shard)});
+  }
+  if (layout.stages == 1) {
+    return std::make_unique<ReplicatedModel>(config, weights, layout, mesh, device, autocast,
+                                             lockstep::DdpOptions{});
+  }
+  return std::make_unique<PipelineModel>(config, weights, layout, mesh, device, autocast);
+}
+
+}  // namespace gpt2
