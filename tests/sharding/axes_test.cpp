@@ -130,7 +130,7 @@ TEST(ShardedRefusals, NamesThatAreNoUnits) {
 }
 
 TEST(ShardedRefusals, ModelWithoutTrainedParameters) {
-  torch::nn::Sequential net(torch::nn::ReLU());
+  torch::nn::Sequential net{torch::nn::ReLU()};
   expect_error(Code::kUsage, {"no trained parameter"},
                [&] { FullyShardedDataParallel fsdp(net, Communicator::self()); });
 }
