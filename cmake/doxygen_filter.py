@@ -13,7 +13,8 @@ import sys
 # Headers without a .cpp of their name in src.
 LAYERS = {"clock": "base", "version": "base", "gradients": "gradients", "device_event": "device", "memory": "device",
           "optim": "optim", "reduce_op": "world", "schedule": "schedule", "lockstep": "train", "task": "device",
-          "tensor_tree": "parallel", "tensor_text": "train", "accumulate": "parallel", "data_loader": "device"}
+          "tensor_tree": "parallel", "tensor_text": "train", "accumulate": "parallel", "data_loader": "device",
+          "fully_sharded_data_parallel": "sharding"}
 
 MAIN_PAGE = "index"  # Doxygen labels it so itself
 
