@@ -10,6 +10,7 @@
 
 #include "lockstep/distributed_data_parallel.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/fully_sharded_data_parallel.hpp"
 
 namespace lockstep {
 
@@ -25,8 +26,8 @@ struct MicroStep {
 template <class Range>
 class MicroSteps {
  public:
-  MicroSteps(Range&& range, int64_t steps, GradientSync* sync)
-      : range_(std::forward<Range>(range)), steps_(steps), sync_(sync) {
+  MicroSteps(Range&& range, int64_t steps, Accumulating* wrapper)
+      : range_(std::forward<Range>(range)), steps_(steps), wrapper_(wrapper) {
     if (steps < 1) {
       throw Error(Code::kUsage,
                   "a window of accumulation cannot have " + std::to_string(steps) + " micro-steps",
@@ -49,8 +50,8 @@ class MicroSteps {
       const bool is_last = index_ + 1 == first + window;
       if (is_last) {
         no_sync_.reset();
-      } else if (sync_ != nullptr && !no_sync_) {
-        no_sync_ = std::make_unique<NoSync>(*sync_);
+      } else if (wrapper_ != nullptr && !no_sync_) {
+        no_sync_ = std::make_unique<NoSync>(*wrapper_);
       }
       return {*at_, window, is_last};
     }
@@ -62,27 +63,27 @@ class MicroSteps {
 
    private:
     friend class MicroSteps;
-    Iterator(Position at, int64_t batches, int64_t steps, GradientSync* sync)
-        : at_(std::move(at)), batches_(batches), steps_(steps), sync_(sync) {}
+    Iterator(Position at, int64_t batches, int64_t steps, Accumulating* wrapper)
+        : at_(std::move(at)), batches_(batches), steps_(steps), wrapper_(wrapper) {}
 
     Position at_;
     int64_t index_ = 0;
     int64_t batches_;
     int64_t steps_;
-    GradientSync* sync_;
+    Accumulating* wrapper_;
     std::unique_ptr<NoSync> no_sync_;  // from the first micro-step of a window to its last
   };
 
   Iterator begin() {
     const auto batches = static_cast<int64_t>(std::size(range_));  // before the loop begins
-    return Iterator(std::begin(range_), batches, steps_, sync_);
+    return Iterator(std::begin(range_), batches, steps_, wrapper_);
   }
   auto end() { return std::end(range_); }
 
  private:
   Range range_;  // a reference if it is not a temporary
   int64_t steps_;
-  GradientSync* sync_;
+  Accumulating* wrapper_;
 };
 
 /// Gradient accumulation over windows of `steps` batches, the last of which may be shorter:
@@ -94,7 +95,7 @@ class MicroSteps {
 ///
 /// All micro-steps but the last of a window are inside NoSync, also if the loop is left early by an
 /// exception. `batches` is anything with a size to loop over: a vector, or
-/// sampler.batches(*loader). Without a DistributedDataParallel it only counts, for a plain module
+/// sampler.batches(*loader). Without a wrapper it only counts, for a plain module
 /// or a Pipeline.
 template <class Range>
 MicroSteps<Range> accumulate(Range&& batches, int64_t steps) {
@@ -103,6 +104,11 @@ MicroSteps<Range> accumulate(Range&& batches, int64_t steps) {
 template <class Range, class Module>
 MicroSteps<Range> accumulate(Range&& batches, int64_t steps, DistributedDataParallel<Module>& ddp) {
   return MicroSteps<Range>(std::forward<Range>(batches), steps, &ddp.sync());
+}
+template <class Range, class Module>
+MicroSteps<Range> accumulate(Range&& batches, int64_t steps,
+                             FullyShardedDataParallel<Module>& fsdp) {
+  return MicroSteps<Range>(std::forward<Range>(batches), steps, &fsdp.sharded());
 }
 
 }  // namespace lockstep

@@ -34,7 +34,8 @@ struct WeightAverageOptions {
 ///
 /// Under MasterWeights it averages the float32 weights; make it after them. Ranks with the same
 /// weights have the same averages, so nothing is sent; a rank with a part of the model averages its
-/// part. The module must outlive it. Checkpoint::add() saves it.
+/// part; a FullyShardedDataParallel's is refused. The module must outlive it. Checkpoint::add()
+/// saves it.
 class WeightAverage {
  public:
   explicit WeightAverage(torch::nn::Module& module, const WeightAverageOptions& options = {});

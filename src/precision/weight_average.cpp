@@ -7,12 +7,16 @@
 #include <unordered_set>
 
 #include "device/capture.hpp"
+#include "device/slice_map.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/master_weights.hpp"
 
 namespace lockstep {
 
 struct WeightAverage::State {
+  explicit State(torch::nn::Module& averaged) : module(averaged) {}
+
+  torch::nn::Module& module;
   WeightAverageOptions options;
   std::vector<Entry> entries;
   int64_t updates = 0;
@@ -29,6 +33,11 @@ torch::Tensor full_precision(const torch::Tensor& tensor) {
   return masters ? masters->of(tensor) : tensor.detach();
 }
 
+void require_whole(const torch::nn::Module& module) {
+  require_not_sharded(module, "WeightAverage",
+                      "average a model that DistributedDataParallel trains");
+}
+
 }  // namespace
 
 void WeightAverage::State::add(const std::string& name, const torch::Tensor& tensor) {
@@ -37,7 +46,8 @@ void WeightAverage::State::add(const std::string& name, const torch::Tensor& ten
 }
 
 WeightAverage::WeightAverage(torch::nn::Module& module, const WeightAverageOptions& options)
-    : state_(std::make_unique<State>()) {
+    : state_(std::make_unique<State>(module)) {
+  require_whole(module);
   if (!(options.decay >= 0 && options.decay <= 1)) {
     throw Error(Code::kUsage, fmt::format("WeightAverage with a decay of {}", options.decay),
                 "give a decay from 0 to 1, such as 0.999");
@@ -73,6 +83,7 @@ void WeightAverage::update() {
     throw Error(Code::kUsage, "WeightAverage::update() while UseAverage has the averages in place",
                 "end UseAverage before the next training step");
   }
+  require_whole(state_->module);  // it may have been wrapped since
   const torch::NoGradGuard no_grad;
   const double keep = decay();
   for (auto& entry : state_->entries) {

@@ -364,6 +364,40 @@ TEST_P(CheckpointedDdp, SameBitsWithEveryOption) {
 
 INSTANTIATE_TEST_SUITE_P(WorldSizes, CheckpointedDdp, testing::Values(1, 2, 3, 5));
 
+TEST(ActivationCheckpoint, InsideAShardedModel) {
+  for (const auto stage :
+       {ShardStage::kOptimizer, ShardStage::kGradients, ShardStage::kParameters}) {
+    for (const bool share : {false, true}) {
+      std::vector<Tensors> results(2);
+      for (const bool recompute : {false, true}) {
+        run_ranks(3, [&](const Communicator& comm) {
+          auto net = blocks(3, recompute);
+          for (auto& parameter : net->parameters()) {
+            const torch::NoGradGuard no_grad;
+            parameter.copy_(
+                torch::arange(parameter.numel()).view(parameter.sizes()).mul(0.37).sin());
+          }
+          net->eval();
+          FullyShardedDataParallel fsdp(
+              net, comm, {.stage = stage, .min_unit_bytes = 64, .share_on_host = share});
+          Sgd optimizer(fsdp.parameters(), {.lr = 0.1});
+          for (int step = 0; step < 3; ++step) {
+            const auto x = torch::arange(4 * kWidth).view({4, kWidth}).mul(0.31);
+            fsdp(x.add(comm.rank() + 3 * step).sin()).square().mean().backward();
+            optimizer.step({.zero_grad = true});
+          }
+          const GatheredParameters gathered(fsdp);
+          Tensors weights;
+          for (const auto& parameter : net->parameters())
+            weights.push_back(parameter.detach().clone());
+          if (comm.rank() == 0) results[recompute ? 1 : 0] = weights;
+        });
+      }
+      expect_same_bits(results[1], results[0]);
+    }
+  }
+}
+
 TEST(ActivationCheckpoint, InsideDataParallel) {
   std::vector<Tensors> results;
   for (const bool recompute : {false, true}) {

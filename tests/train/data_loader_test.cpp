@@ -253,6 +253,42 @@ TEST_P(AccumulateOverRanks, AveragesOncePerWindow) {
 
 INSTANTIATE_TEST_SUITE_P(WorldSizes, AccumulateOverRanks, testing::Values(1, 2, 3, 5));
 
+TEST(Accumulate, OverAShardedModel) {
+  run_ranks(3, [&](const Communicator& comm) {
+    std::vector<torch::Tensor> whole;
+    for (const bool sharded : {false, true}) {
+      TwoLayers net;
+      std::optional<DistributedDataParallel<TwoLayersImpl>> ddp;
+      std::optional<FullyShardedDataParallel<TwoLayersImpl>> fsdp;
+      if (sharded) {
+        fsdp.emplace(net.ptr(), comm);
+      } else {
+        ddp.emplace(net.ptr(), comm);
+      }
+      Sgd optimizer(sharded ? fsdp->parameters() : ddp->parameters(), {.lr = 0.1});
+      const auto train = [&](auto& wrapper) {
+        std::vector<torch::Tensor> batches;
+        for (int micro = 0; micro < 5; ++micro)
+          batches.push_back(rows(4, 6, micro * 7 + comm.rank()));
+        for (auto [batch, steps, is_last] : accumulate(batches, 2, wrapper)) {
+          (wrapper(batch).square().mean() / steps).backward();
+          if (is_last) optimizer.step({.zero_grad = true});
+        }
+      };
+      if (sharded) {
+        train(*fsdp);
+        EXPECT_EQ(fsdp->stats().synchronised_backwards, 3);
+        const GatheredParameters gathered(*fsdp);
+        whole.push_back(flat_weights(net->parameters()).clone());
+      } else {
+        train(*ddp);
+        whole.push_back(flat_weights(net->parameters()).clone());
+      }
+    }
+    expect_close(whole[1], whole[0], "weights");
+  });
+}
+
 TEST(Accumulate, ALoopThatIsLeftReleasesNoSync) {
   run_ranks(2, [](const Communicator& comm) {
     TwoLayers net;

@@ -273,6 +273,16 @@ TEST(WeightAverage, IsTheSameOnAllRanksWithoutCommunication) {
   });
 }
 
+TEST(WeightAverage, RefusesAShardedModel) {
+  run_ranks(2, [](const Communicator& comm) {
+    TwoLayers net;
+    WeightAverage before(*net);
+    FullyShardedDataParallel fsdp(net, comm);
+    expect_error(Code::kUsage, {"WeightAverage"}, [&] { WeightAverage after(*net); });
+    expect_error(Code::kUsage, {"WeightAverage"}, [&] { before.update(); });
+  });
+}
+
 TEST(WeightAverage, RefusesADecayOutOfRange) {
   torch::nn::Linear net(1, 1);
   expect_error(Code::kUsage, {"decay of 1.5"}, [&] { WeightAverage(*net, {.decay = 1.5}); });
