@@ -92,10 +92,9 @@ struct NormalizeOverRanks : torch::autograd::Function<NormalizeOverRanks> {
     const auto inverse = (batch.variance + eps).rsqrt().to(type);
     context->save_for_backward({input, weight, mean, inverse, batch.count.to(type)});
     context->saved_data["ranks"] = c10::IValue::make_capsule(c10::make_intrusive<KeptRanks>(ranks));
-    auto scale = inverse;
-    if (weight.defined()) scale = scale * weight.to(type);
+    const auto scale = inverse * weight.to(type);
     auto output = (input.to(type) - along_features(mean, input)).mul_(along_features(scale, input));
-    if (bias.defined()) output.add_(along_features(bias.to(type), input));
+    output.add_(along_features(bias.to(type), input));
     return output.to(input.scalar_type());
   }
 
@@ -119,15 +118,12 @@ struct NormalizeOverRanks : torch::autograd::Function<NormalizeOverRanks> {
     const auto dims = reduced_dims(input);
     const auto sums = torch::stack({gradient.sum(dims), (gradient * deviation).sum(dims)});
     torch::autograd::variable_list result(6);
-    if (weight.defined()) {
-      result[1] = (sums[1] * inverse).to(weight.scalar_type());
-      result[2] = sums[0].to(weight.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
-    }
+    result[1] = (sums[1] * inverse).to(weight.scalar_type());
+    result[2] = sums[0].to(weight.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
     const auto& ranks = static_cast<KeptRanks&>(*context->saved_data["ranks"].toCapsule()).ranks;
     ranks->all_reduce(sums, ReduceOp::kSum, {.label = "batch norm backward"});
     const auto means = sums / count;
-    auto scale = inverse;
-    if (weight.defined()) scale = scale * weight.to(mean.scalar_type());
+    const auto scale = inverse * weight.to(mean.scalar_type());
     result[0] = (gradient - along_features(means[0], input) -
                  deviation * along_features(inverse.square() * means[1], input))
                     .mul_(along_features(scale, input))
@@ -213,7 +209,10 @@ torch::Tensor SyncBatchNormImpl::forward(const torch::Tensor& input) {
       running_var.mul_(1 - factor).add_(batch.unbiased.to(running_var.scalar_type()), factor);
     }
   }
-  return NormalizeOverRanks::apply(input, weight, bias, batch, options.eps(), ranks_);
+  // Autograd's functions take no undefined tensors.
+  return NormalizeOverRanks::apply(input, weight.defined() ? weight : torch::ones_like(batch.mean),
+                                   bias.defined() ? bias : torch::zeros_like(batch.mean), batch,
+                                   options.eps(), ranks_);
 }
 
 void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
