@@ -57,7 +57,7 @@ torch::nn::Sequential make_net() {
 }
 
 // The share of the test set that the net reads. Each rank takes every R-th row, so that every row
-// counts once, and the ranks' counts are added up.
+// counts once.
 double accuracy_of(const lockstep::World& world, torch::nn::Sequential& net, Digits& test) {
   const torch::NoGradGuard no_grad;
   net->eval();
@@ -65,10 +65,10 @@ double accuracy_of(const lockstep::World& world, torch::nn::Sequential& net, Dig
   const auto images = test.images.slice(0, world.rank(), rows, world.size());
   const auto labels = test.labels.slice(0, world.rank(), rows, world.size());
   const auto out = net->forward((images.to(torch::kFloat) / 255).to(world.device().torch_device()));
-  auto correct = (out.argmax(1).cpu() == labels).sum().to(torch::kDouble);
-  world.comm().all_reduce(correct, lockstep::ReduceOp::kSum, {.label = "accuracy"});
+  const auto correct = (out.argmax(1).cpu() == labels).to(torch::kDouble).mean();
   net->train();
-  return correct.item<double>() / static_cast<double>(rows);
+  const auto own_rows = static_cast<double>(labels.size(0));
+  return lockstep::mean_over_ranks(world.comm(), {{"accuracy", correct}}, own_rows).at("accuracy");
 }
 
 int train(int argc, char** argv) {
@@ -127,9 +127,8 @@ int train(int argc, char** argv) {
       scheduler.step();
       step += 1;
       if (step % 20 == 0) {
-        auto mean = loss.detach().to(torch::kFloat);
-        world.comm().all_reduce(mean, lockstep::ReduceOp::kMean, {.label = "loss"});
-        log.write(step, {{"loss/train", mean.item<double>()}, {"lr", scheduler.rate()}});
+        const auto mean = lockstep::mean_over_ranks(world.comm(), {{"loss", loss}});
+        log.write(step, {{"loss/train", mean.at("loss")}, {"lr", scheduler.rate()}});
       }
       if (!checkpoint.step(step)) return lockstep::kExitPreempted;
     }
