@@ -38,14 +38,12 @@ Metrics evaluate(const lockstep::World& world, torch::nn::Sequential& net, const
   const auto x = points.x.slice(0, world.rank(), rows, world.size()).to(device);
   const auto y = points.y.slice(0, world.rank(), rows, world.size()).to(device);
   const auto out = net->forward(x);
-  const auto loss =
-      torch::cross_entropy_loss(out, y, /*weight=*/{}, at::Reduction::Sum).to(torch::kDouble);
-  const auto correct = (out.argmax(1) == y).sum().to(torch::kDouble);
-  const auto sums = torch::stack({loss, correct});
-  world.comm().all_reduce(sums, lockstep::ReduceOp::kSum, {.label = "metrics"});
+  const auto loss = torch::cross_entropy_loss(out, y);
+  const auto accuracy = (out.argmax(1) == y).to(torch::kFloat).mean();
+  const auto mean = lockstep::mean_over_ranks(
+      world.comm(), {{"loss", loss}, {"accuracy", accuracy}}, static_cast<double>(x.size(0)));
   net->train();
-  return {sums[0].item<double>() / static_cast<double>(rows),
-          sums[1].item<double>() / static_cast<double>(rows)};
+  return {mean.at("loss"), mean.at("accuracy")};
 }
 
 int train(int argc, char** argv) {

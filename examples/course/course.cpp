@@ -36,8 +36,9 @@ void let_rank_0_speak(const lockstep::Error& error) {
   if (same_on_all_ranks && own_rank() != 0) std::this_thread::sleep_for(kPatience);
 }
 
-void print_from_all_ranks(const lockstep::World& world, const Options& options, std::string text) {
-  for (const auto& each : lockstep::gather_texts(world.comm(), std::move(text))) {
+void print_from_all_ranks(const lockstep::World& world, const Options& options,
+                          const std::string& text) {
+  for (const auto& each : world.comm().gather_text(text)) {
     std::fputs(each.c_str(), options.out());
   }
   std::fflush(options.out());

@@ -30,7 +30,8 @@ lockstep::WorldOptions world_options(const Options& options, int devices_per_ran
 
 /// Rank 0 prints the texts of all ranks, by rank: a launcher's console shows rank 0 alone unless
 /// told otherwise. Collective.
-void print_from_all_ranks(const lockstep::World& world, const Options& options, std::string text);
+void print_from_all_ranks(const lockstep::World& world, const Options& options,
+                          const std::string& text);
 
 /// Prints "Rank: 0 | Local Rank: 0 | Device: …" of every rank, unless --quiet. Collective.
 void print_rank(const lockstep::World& world, const Options& options);

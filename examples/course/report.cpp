@@ -92,7 +92,7 @@ RankReport from_text(const std::string& text) {
 
 std::vector<RankReport> gather_reports(const Communicator& comm, const RankReport& mine) {
   std::vector<RankReport> reports;
-  for (const auto& text : lockstep::gather_texts(comm, to_text(mine))) {
+  for (const auto& text : comm.gather_text(to_text(mine))) {
     reports.push_back(from_text(text));
   }
   comm.barrier({.label = "reports"});  // no rank leaves before all reports have arrived

@@ -31,7 +31,7 @@ class LinearImpl : public torch::nn::Cloneable<LinearImpl> {
  public:
   LinearImpl(int64_t in_features, int64_t out_features)
       : LinearImpl(torch::nn::LinearOptions(in_features, out_features)) {}
-  explicit LinearImpl(const torch::nn::LinearOptions& options);
+  explicit LinearImpl(const torch::nn::LinearOptions& chosen);
 
   void reset() override;
   void pretty_print(std::ostream& stream) const override;

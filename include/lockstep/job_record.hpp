@@ -30,7 +30,4 @@ struct RankMeasurements {
 /// 0's.
 RunRecord job_record(const std::vector<RankMeasurements>& ranks);
 
-/// Every rank's text on rank 0, by rank; nothing on the others. Collective.
-std::vector<std::string> gather_texts(const Communicator& comm, std::string mine);
-
 }  // namespace lockstep

@@ -24,6 +24,20 @@ inline Fingerprint make_reduce_fingerprint(Operation operation, Dtype dtype, int
   return call;
 }
 
+inline Fingerprint make_exchange_fingerprint(Dtype dtype, const BlockExchange& blocks) {
+  Fingerprint call = make_fingerprint(blocks.operation, dtype, blocks.count);
+  call.root = blocks.root;
+  return call;
+}
+
+inline Fingerprint make_rooted_reduce_fingerprint(const Buffer& buffer, int root, ReduceOp op,
+                                                  double weight) {
+  Fingerprint call =
+      make_reduce_fingerprint(Operation::kReduce, buffer.dtype, buffer.count, op, weight);
+  call.root = root;
+  return call;
+}
+
 inline Fingerprint make_broadcast_fingerprint(const Buffer& buffer, int root) {
   Fingerprint call = make_fingerprint(Operation::kBroadcast, buffer.dtype, buffer.count);
   call.root = root;
@@ -46,10 +60,22 @@ inline Fingerprint make_message_fingerprint(Operation operation, int64_t sequenc
 
 void check_reduce(const Buffer& buffer, ReduceOp op, double weight);
 void check_broadcast(const Group& group, const Buffer& buffer, int root);
+void check_rooted_reduce(const Group& group, const Buffer& buffer, int root, ReduceOp op,
+                         double weight);
+void check_exchange(const Group& group, const ConstBuffer& input, const Buffer& output,
+                    const BlockExchange& blocks);
 void check_reduce_scatter(const Group& group, const ConstBuffer& input, const Buffer& output,
                           ReduceOp op, double weight);
 void check_all_gather(const Group& group, const ConstBuffer& input, const Buffer& output);
 void check_message(const Group& group, int64_t count, int peer);
 void check_allocate(int64_t bytes);
+
+/// What all ranks say of an exchange: given and taken counts, [group rank] in each.
+using ExchangedCounts = std::vector<std::vector<int64_t>>;
+
+/// kCallMismatch, the same on every rank, unless each rank takes what its peers give it.
+/// given[from][to], taken[to][from].
+void require_same_counts(const Group& group, const Fingerprint& call, const ExchangedCounts& given,
+                         const ExchangedCounts& taken);
 
 }  // namespace lockstep

@@ -32,6 +32,30 @@ struct ConstBuffer {
   int64_t bytes() const { return count * dtype_bytes(dtype); }
 };
 
+/// What a rank gives to and takes from every rank, itself included. The blocks that it takes follow
+/// each other in its output; so do those that it gives in its input, unless each peer gets the same
+/// one. Gathers, scatters and exchanges are all of this kind and differ in their counts.
+struct BlockExchange {
+  Operation operation = Operation::kAllToAll;  ///< as errors call it; kAllGather: the same for all
+  int root = -1;
+  int64_t count = Fingerprint::kOwnCounts;  ///< of a block, where it is the same between all
+  std::vector<int64_t> given;               ///< [group rank], elements
+  std::vector<int64_t> taken;               ///< [group rank], elements
+
+  bool same_for_all() const { return operation == Operation::kAllGather; }
+  int64_t given_offset(int peer) const;  ///< in the input, elements
+  int64_t taken_offset(int peer) const;  ///< in the output, elements
+  int64_t given_count() const;           ///< that the input holds
+  int64_t taken_count() const;           ///< that the output holds
+
+  static BlockExchange all_to_all(std::vector<int64_t> given, std::vector<int64_t> taken);
+  static BlockExchange all_to_all(const Group& group, int64_t count);
+  static BlockExchange gather(const Group& group, int64_t count, int root);
+  static BlockExchange scatter(const Group& group, int64_t count, int root);
+  /// Of ranks whose inputs have these counts.
+  static BlockExchange all_gather(const Group& group, std::vector<int64_t> counts);
+};
+
 /// What accompanies every call.
 struct CallContext {
   int64_t deadline_ns = 0;      ///< running_ns() at which waiting ends in an Error
@@ -88,27 +112,44 @@ class Backend {
   // for kMean only.
 
   /// Reduces in place; every rank gets the same bits.
-  [[nodiscard]] virtual std::unique_ptr<Work> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
-                                           const CallContext& context) = 0;
+  [[nodiscard]] virtual std::unique_ptr<Work> all_reduce(const Buffer& buffer, ReduceOp op,
+                                                         double weight,
+                                                         const CallContext& context) = 0;
 
   [[nodiscard]] virtual std::unique_ptr<Work> broadcast(const Buffer& buffer, int root,
-                                          const CallContext& context) = 0;
+                                                        const CallContext& context) = 0;
 
   /// input holds size() blocks of output.count; rank r's output is the reduction of all r-th
   /// blocks. The output may be the r-th block of the input, and nothing else of it.
-  [[nodiscard]] virtual std::unique_ptr<Work> reduce_scatter(const ConstBuffer& input, const Buffer& output,
-                                               ReduceOp op, double weight,
-                                               const CallContext& context) = 0;
+  [[nodiscard]] virtual std::unique_ptr<Work> reduce_scatter(const ConstBuffer& input,
+                                                             const Buffer& output, ReduceOp op,
+                                                             double weight,
+                                                             const CallContext& context) = 0;
 
   /// output holds size() blocks of input.count, by rank. The input of rank r may be the r-th block
   /// of the output, and nothing else of it.
-  [[nodiscard]] virtual std::unique_ptr<Work> all_gather(const ConstBuffer& input, const Buffer& output,
-                                           const CallContext& context) = 0;
+  [[nodiscard]] virtual std::unique_ptr<Work> all_gather(const ConstBuffer& input,
+                                                         const Buffer& output,
+                                                         const CallContext& context) = 0;
+
+  /// Reduces into the root's buffer; the others' stay as they are.
+  [[nodiscard]] virtual std::unique_ptr<Work> reduce(const Buffer& buffer, int root, ReduceOp op,
+                                                     double weight, const CallContext& context) = 0;
+
+  /// Every rank gives blocks and takes blocks: gathers, scatters and all_to_all. What a rank gives
+  /// to a peer must be what the peer takes from it: kCallMismatch, before data moves.
+  [[nodiscard]] virtual std::unique_ptr<Work> exchange(const ConstBuffer& input,
+                                                       const Buffer& output,
+                                                       const BlockExchange& blocks,
+                                                       const CallContext& context) = 0;
 
   /// Messages between two ranks arrive in the order they were sent; tag, dtype and count must be
-  /// those the receiver expects. A send may return before the receiver has come.
-  virtual void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) = 0;
-  virtual void recv(const Buffer& buffer, int from, int tag, const CallContext& context) = 0;
+  /// those the receiver expects. A send may be done before the receiver has come. Messages have no
+  /// order with collectives.
+  [[nodiscard]] virtual std::unique_ptr<Work> send(const ConstBuffer& buffer, int to, int tag,
+                                                   const CallContext& context) = 0;
+  [[nodiscard]] virtual std::unique_ptr<Work> recv(const Buffer& buffer, int from, int tag,
+                                                   const CallContext& context) = 0;
 
   virtual void barrier(const CallContext& context) = 0;
 
@@ -134,6 +175,9 @@ class Backend {
   /// The same by this rank's own decision: peers get kRankFailed with this reason.
   void abort(std::string_view reason) noexcept;
 };
+
+/// The work of a call that is done.
+std::unique_ptr<Backend::Work> make_done_work();
 
 // Every backend there is, and how each is made.
 

@@ -12,9 +12,10 @@
 namespace lockstep {
 namespace {
 
-constexpr std::array<std::string_view, 10> kOperationNames = {
-    "all_reduce", "broadcast", "reduce_scatter", "all_gather", "send",
-    "recv",       "barrier",   "split",          "allocate",   "allocate_shared"};
+constexpr std::array<std::string_view, 14> kOperationNames = {
+    "all_reduce", "broadcast", "reduce",     "reduce_scatter", "all_gather",
+    "gather",     "scatter",   "all_to_all", "send",           "recv",
+    "barrier",    "split",     "allocate",   "allocate_shared"};
 constexpr std::array<std::string_view, 4> kReduceNames = {"sum", "mean", "max", "min"};
 
 }  // namespace
@@ -47,8 +48,8 @@ void Fingerprint::set_label(std::string_view text) {
 }
 
 bool is_valid(const Fingerprint& call) {
-  return static_cast<size_t>(call.operation) < kOperationNames.size() && call.dtype <= Dtype::kF64 &&
-         static_cast<size_t>(call.reduce) < kReduceNames.size() &&
+  return static_cast<size_t>(call.operation) < kOperationNames.size() &&
+         call.dtype <= Dtype::kF64 && static_cast<size_t>(call.reduce) < kReduceNames.size() &&
          call.label[sizeof call.label - 1] == '\0';
 }
 
@@ -64,18 +65,25 @@ bool agree(const Fingerprint& a, const Fingerprint& b) {
 std::string describe(const Fingerprint& call) {
   std::string text = fmt::format("{} #{}", operation_name(call.operation), call.sequence);
   if (call.label[0] != '\0') text += fmt::format(" ({})", call.label);
-  const std::string elements = fmt::format(": {} x {}", call.count, dtype_name(call.dtype));
+  const std::string elements = call.count == Fingerprint::kOwnCounts
+                                   ? fmt::format(": {} of different counts", dtype_name(call.dtype))
+                                   : fmt::format(": {} x {}", call.count, dtype_name(call.dtype));
+  const std::string_view reduction = kReduceNames.at(static_cast<size_t>(call.reduce));
   switch (call.operation) {
     case Operation::kAllReduce:
     case Operation::kReduceScatter:
-      return text + elements + ", " +
-             std::string(kReduceNames.at(static_cast<size_t>(call.reduce)));
+      return text + elements + fmt::format(", {}", reduction);
+    case Operation::kReduce:
+      return text + elements + fmt::format(", {}, root {}", reduction, call.root);
     case Operation::kBroadcast:
+    case Operation::kGather:
+    case Operation::kScatter:
       return text + elements + fmt::format(", root {}", call.root);
     case Operation::kSend:
     case Operation::kRecv:
       return text + elements + fmt::format(", tag {}", call.root);
     case Operation::kAllGather:
+    case Operation::kAllToAll:
       return text + elements;
     case Operation::kAllocate:
     case Operation::kAllocateShared:

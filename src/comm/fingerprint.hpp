@@ -14,8 +14,12 @@ namespace lockstep {
 enum class Operation : uint8_t {
   kAllReduce,
   kBroadcast,
+  kReduce,
   kReduceScatter,
   kAllGather,
+  kGather,
+  kScatter,
+  kAllToAll,
   kSend,
   kRecv,
   kBarrier,
@@ -31,13 +35,16 @@ std::string_view operation_name(Operation operation);
 /// bytes: it lies in shared memory and travels over sockets.
 struct Fingerprint {
   int64_t sequence = 0;  ///< counts a communicator's collectives from 1, or a pair's messages
-  int64_t count = 0;     ///< elements; of the smaller side of a gather or scatter
+  int64_t count = 0;     ///< elements; of one block, where there are several; kOwnCounts
   double weight = 1;     ///< of this rank in a mean; the only field in which ranks may differ
   Operation operation = Operation::kBarrier;
   Dtype dtype = Dtype::kU8;
   ReduceOp reduce = ReduceOp::kSum;
-  int32_t root = -1;    ///< of a broadcast; the tag of a message
+  int32_t root = -1;    ///< of a broadcast, reduce, gather or scatter; the tag of a message
   char label[32] = {};  ///< what the call is for, such as "bucket 3"; ends in '\0'
+
+  /// The count of a call in which ranks give and take different counts.
+  static constexpr int64_t kOwnCounts = -1;
 
   void set_label(std::string_view text);  ///< cut to 31 bytes
 };

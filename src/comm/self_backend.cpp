@@ -53,14 +53,14 @@ class SelfBackend final : public Backend {
     session_.throw_if_broken();
     check_reduce(buffer, op, weight);
     check_weight(Operation::kAllReduce, buffer, op, weight);
-    return std::make_unique<Done>();
+    return make_done_work();
   }
 
   std::unique_ptr<Backend::Work> broadcast(const Buffer& buffer, int root,
                                            const CallContext&) override {
     session_.throw_if_broken();
     check_broadcast(group(), buffer, root);
-    return std::make_unique<Done>();
+    return make_done_work();
   }
 
   std::unique_ptr<Backend::Work> reduce_scatter(const ConstBuffer& input, const Buffer& output,
@@ -70,7 +70,7 @@ class SelfBackend final : public Backend {
     check_reduce_scatter(group(), input, output, op, weight);
     check_weight(Operation::kReduceScatter, output, op, weight);
     copy(input, output);
-    return std::make_unique<Done>();
+    return make_done_work();
   }
 
   std::unique_ptr<Backend::Work> all_gather(const ConstBuffer& input, const Buffer& output,
@@ -78,19 +78,44 @@ class SelfBackend final : public Backend {
     session_.throw_if_broken();
     check_all_gather(group(), input, output);
     copy(input, output);
-    return std::make_unique<Done>();
+    return make_done_work();
   }
 
-  void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) override {
+  std::unique_ptr<Backend::Work> reduce(const Buffer& buffer, int root, ReduceOp op, double weight,
+                                        const CallContext&) override {
+    session_.throw_if_broken();
+    check_rooted_reduce(group(), buffer, root, op, weight);
+    check_weight(Operation::kReduce, buffer, op, weight);
+    return make_done_work();
+  }
+
+  std::unique_ptr<Backend::Work> exchange(const ConstBuffer& input, const Buffer& output,
+                                          const BlockExchange& blocks,
+                                          const CallContext&) override {
+    session_.throw_if_broken();
+    check_exchange(group(), input, output, blocks);
+    session_.guarded([&] {
+      require_same_counts(group(), make_exchange_fingerprint(input.dtype, blocks), {blocks.given},
+                          {blocks.taken});
+    });
+    copy(input, output);
+    return make_done_work();
+  }
+
+  std::unique_ptr<Backend::Work> send(const ConstBuffer& buffer, int to, int tag,
+                                      const CallContext& context) override {
     session_.throw_if_broken();
     check_message(group(), buffer.count, to);
     messages_.send(buffer, tag, context);
+    return make_done_work();
   }
 
-  void recv(const Buffer& buffer, int from, int tag, const CallContext& context) override {
+  std::unique_ptr<Backend::Work> recv(const Buffer& buffer, int from, int tag,
+                                      const CallContext& context) override {
     session_.throw_if_broken();
     check_message(group(), buffer.count, from);
     session_.guarded([&] { messages_.recv(buffer, tag, context); });
+    return make_done_work();
   }
 
   void barrier(const CallContext&) override { session_.throw_if_broken(); }
@@ -135,6 +160,10 @@ void Backend::abort(std::string_view reason) noexcept {
   } catch (...) {
     abort(AbortRecord{.by = rank(), .blamed = rank()});  // no memory for the reason
   }
+}
+
+std::unique_ptr<Backend::Work> make_done_work() {
+  return std::make_unique<Done>();
 }
 
 std::unique_ptr<Backend> make_self_backend() {

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <map>
 #include <utility>
 
@@ -20,7 +19,6 @@ namespace lockstep {
 namespace {
 
 constexpr int64_t kTogetherBytes = int64_t{4} << 20;  // of small tensors in one message
-constexpr int64_t kDifferenceBytes = 512;             // of the text that names a difference
 
 // Includes the layout: gradients are averaged in the order of their elements in memory.
 std::string describe(const NamedTensor& tensor) {
@@ -31,27 +29,6 @@ std::string describe(const NamedTensor& tensor) {
   return fmt::format("{} {} {}{}{}{}", tensor.name, dtype_text(tensor.tensor.scalar_type()),
                      shape_text(tensor.tensor.sizes()), layout, tensor.trained ? ", trained" : "",
                      MasterWeights::holding(tensor.tensor) ? ", with a float32 master weight" : "");
-}
-
-torch::Tensor bytes_of(const std::string& text, int64_t length) {
-  torch::Tensor bytes = torch::zeros({length}, torch::kUInt8);
-  std::memcpy(bytes.data_ptr(), text.data(),
-              std::min<size_t>(text.size(), static_cast<size_t>(length)));
-  return bytes;
-}
-
-std::string text_of(const torch::Tensor& bytes) {
-  const std::string text(static_cast<const char*>(bytes.data_ptr()),
-                         static_cast<size_t>(bytes.numel()));
-  return text.substr(0, text.find('\0'));
-}
-
-std::string broadcast_text(const Communicator& comm, const std::string& text) {
-  const torch::Tensor length = torch::full({1}, static_cast<int64_t>(text.size()), torch::kInt64);
-  comm.broadcast(length, 0, {.label = "model"});
-  const torch::Tensor bytes = bytes_of(text, length.item<int64_t>());
-  comm.broadcast(bytes, 0, {.label = "model"});
-  return {static_cast<const char*>(bytes.data_ptr()), static_cast<size_t>(bytes.numel())};
 }
 
 std::vector<std::string> lines_of(const std::string& text) {
@@ -144,12 +121,9 @@ void require_same_model(const Communicator& comm, const std::vector<NamedTensor>
   for (const auto& tensor : tensors) text += describe(tensor) + "\n";
   const std::vector<int> ranks = comm.world_ranks();
   const std::string difference =
-      first_difference(lines_of(broadcast_text(comm, text)), lines_of(text), ranks[0],
-                       ranks[static_cast<size_t>(comm.rank())]);
-  const torch::Tensor all = torch::zeros({comm.size(), kDifferenceBytes}, torch::kUInt8);
-  comm.all_gather(all, bytes_of(difference, kDifferenceBytes), {.label = "model"});
-  for (int64_t i = 0; i < comm.size(); ++i) {
-    const std::string found = text_of(all[i]);
+      first_difference(lines_of(comm.broadcast_text(text, 0, {.label = "model"})), lines_of(text),
+                       ranks[0], ranks[static_cast<size_t>(comm.rank())]);
+  for (const std::string& found : comm.all_gather_text(difference, {.label = "model"})) {
     if (found.empty()) continue;
     throw Error(Code::kReplicasDiffer, "the model is not the same on all ranks: " + found,
                 "build it with the same sizes, in the same order, on every rank");

@@ -48,6 +48,12 @@ std::shared_ptr<std::atomic<int>> owners_of(const torch::Tensor& parameter) {
   return count;
 }
 
+std::vector<TrainedParameter> joined(std::vector<TrainedParameter> dense,
+                                     const std::vector<TrainedParameter>& sparse) {
+  dense.insert(dense.end(), sparse.begin(), sparse.end());
+  return dense;
+}
+
 std::string list_names(const std::vector<std::string>& names) {
   constexpr size_t kShown = 8;
   const std::vector<std::string> shown(
@@ -59,30 +65,35 @@ std::string list_names(const std::vector<std::string>& names) {
 
 }  // namespace
 
-Reducer::Reducer(std::vector<TrainedParameter> parameters, const Communicator& comm,
+Reducer::Reducer(ParametersByGradient parameters, const Communicator& comm,
                  const DdpOptions& options)
-    : parameters_(std::move(parameters)),
+    : all_parameters_(joined(parameters.dense, parameters.sparse)),
+      parameters_(std::span(all_parameters_).first(parameters.dense.size())),
+      sparse_parameters_(std::span(all_parameters_).subspan(parameters.dense.size())),
       forms_(forms_of(parameters_)),
+      sparse_forms_(forms_of(sparse_parameters_)),
       comm_(comm),
       options_(options),
-      window_(parameters_),
-      streams_(parameters_),
+      averages_(has_work(comm_, options_)),
+      sparse_(sparse_parameters_, comm_),
+      window_(all_parameters_),
+      streams_(all_parameters_),
       ready_(parameters_.size(), options_.static_graph),
-      order_(parameters_.size(), learns_order(comm_, options_)),
+      order_(parameters_.size(), !parameters_.empty() && learns_order(comm_, options_)),
       nonfinite_(parameters_, comm_, options_.nonfinite, stats_),
       in_flight_(comm_, options_.hook, stats_) {
-  for (const auto& [name, tensor] : parameters_) {
+  for (const auto& [name, tensor] : all_parameters_) {
     owners_.push_back(owners_of(tensor));
     const bool is_shared = ++*owners_.back() > 1;
     // It may be a view of the other Reducer's bucket.
     if (is_shared && tensor.grad().defined()) tensor.mutable_grad() = tensor.grad().clone();
   }
-  if (has_work(comm_, options_)) {
+  if (averages_ && !parameters_.empty()) {
     buckets_.emplace(comm_, parameters_, order_.expected(),
                      BucketLimits{options_.first_bucket_bytes, options_.bucket_cap_bytes});
     offer_gradient_memory();
   }
-  hooks_.emplace(parameters_, *this);
+  hooks_.emplace(all_parameters_, *this);
 }
 
 bool Reducer::averages(const torch::Tensor& parameter) {
@@ -109,9 +120,10 @@ void Reducer::after_forward(const std::vector<torch::Tensor>& outputs) {
   window_.forward_ended();
   outputs_watched_ = hooks_->watch(outputs);
   if (!options_.find_unused_parameters || options_.static_graph) return;
-  const auto reached = hooks_->reachable_from(outputs);
+  auto reached = hooks_->reachable_from(outputs);
   // Outputs that depend on nothing, or are hidden in a user's own type, tell nothing.
   if (std::find(reached.begin(), reached.end(), true) == reached.end()) return;
+  reached.resize(parameters_.size());  // sparse gradients may be missing on any rank
   ready_.add_reachable(reached);
 }
 
@@ -128,8 +140,9 @@ void Reducer::rebuild_if_due() {
 
 torch::Tensor Reducer::gradient_computed(size_t parameter, const torch::Tensor& gradient) {
   if (passive()) return gradient;
-  const TrainedParameter& target = parameters_[parameter];
-  check_gradient(target, gradient);
+  const TrainedParameter& target = all_parameters_[parameter];
+  check_gradient(target, gradient, is_sparse(parameter));
+  if (is_sparse(parameter)) return gradient;
   // A first gradient is written straight into its bucket, and autograd adopts the view; a further
   // one is added to it.
   if (target.tensor.grad().defined() || is_shared(parameter)) return gradient;
@@ -151,6 +164,7 @@ void Reducer::output_reached() {
 void Reducer::gradient_accumulated(size_t parameter) {
   const std::lock_guard lock(mutex_);
   if (!concerns(parameter)) return;
+  if (is_sparse(parameter)) return sparse_gradient_accumulated();
   const c10::MultiStreamGuard on_streams(streams_.all());  // see Note [Hooks of several GPUs]
   if (phase_ != Phase::kBackward) begin_backward();
   put_into_bucket(parameter);
@@ -162,6 +176,13 @@ void Reducer::gradient_accumulated(size_t parameter) {
   mark_ready(parameter);
   launch_ready_buckets();
   in_flight_.advance();
+}
+
+// It is averaged when backward ends; until then only the beginning counts.
+void Reducer::sparse_gradient_accumulated() {
+  const c10::MultiStreamGuard on_streams(streams_.all());
+  if (phase_ != Phase::kBackward) begin_backward();
+  if (backward_decision_) stats_.backward_finished_ns = monotonic_ns();
 }
 
 // Whether this backward belongs to this Reducer: see Note [Shared parameters].
@@ -210,7 +231,7 @@ void Reducer::begin_backward() {
   FaultInjector::of_process().begin_backward();
   stats_.backward_started_ns = monotonic_ns();
   in_flight_.begin_step();
-  if (!passive()) {
+  if (buckets_) {
     in_flight_.begin_backward(buckets_->bucket(0).gradients.device());
     buckets_->set_micro_steps(window_.micro_steps() + 1);
     std::vector<size_t> gradients;  // [bucket]
@@ -280,6 +301,7 @@ void Reducer::finish_backward() {
     } else {
       in_flight_.wait();
       settle_unused();
+      sparse_.average(weight_);
     }
     copy_back_shared();
   }
@@ -332,23 +354,27 @@ void Reducer::shadow_backward(bool counts_in_mean) {
   stats_.backward_started_ns = monotonic_ns();
   stats_.backward_finished_ns = stats_.backward_started_ns;
   in_flight_.begin_step();
-  in_flight_.begin_backward(buckets_->bucket(0).gradients.device());
+  if (buckets_) in_flight_.begin_backward(buckets_->bucket(0).gradients.device());
   ready_.end_window();
-  buckets_->set_micro_steps(window_.micro_steps() + 1);
-  buckets_->claim_all();
-  for (size_t bucket = 0; bucket < buckets_->size(); ++bucket) {
+  if (buckets_) {
+    buckets_->set_micro_steps(window_.micro_steps() + 1);
+    buckets_->claim_all();
+  }
+  for (size_t bucket = 0; buckets_ && bucket < buckets_->size(); ++bucket) {
     buckets_->bucket(bucket).gradients.zero_();
     launch(bucket, counts_in_mean ? weight_ : 0);
     in_flight_.advance();
   }
   in_flight_.wait();
   settle_unused();
+  for (const auto& parameter : sparse_parameters_) parameter.tensor.mutable_grad().reset();
+  sparse_.average(counts_in_mean ? weight_ : 0);
   count_step();
 }
 
 std::vector<GradientBucket> Reducer::buckets() const {
   std::vector<GradientBucket> all;
-  for (size_t i = 0; !passive() && i < buckets_->size(); ++i) all.push_back(buckets_->bucket(i));
+  for (size_t i = 0; buckets_ && i < buckets_->size(); ++i) all.push_back(buckets_->bucket(i));
   return all;
 }
 
@@ -358,6 +384,10 @@ void Reducer::join_capture(Capture& capture) {
         "DistributedDataParallel with find_unused_parameters or static_graph",
         "freeze parameters that are not used with requires_grad_(false), and leave the option out");
   }
+  if (!sparse_.empty() && !passive()) {
+    require_not_capturing("DistributedDataParallel with sparse gradients",
+                          "construct the embedding without sparse gradients");
+  }
   if (order_.changes()) {
     require_not_capturing("the first or second step of DistributedDataParallel",
                           "set CaptureOptions::warmup to 2 or more");
@@ -366,7 +396,7 @@ void Reducer::join_capture(Capture& capture) {
     capture_ = nullptr;
     stats_.backward_started_ns = monotonic_ns();
     stats_.backward_finished_ns = stats_.backward_started_ns;
-    if (!passive()) in_flight_.begin_backward(buckets_->bucket(0).gradients.device());
+    if (buckets_) in_flight_.begin_backward(buckets_->bucket(0).gradients.device());
   });
   std::vector<bool> had_grad;
   for (const auto& parameter : parameters_) had_grad.push_back(parameter.tensor.grad().defined());
@@ -413,14 +443,16 @@ void Reducer::fail(Code code, const std::string& message, const std::string& hel
 }
 
 // A parameter may get other data of the same form, as from torch::load; its hooks follow it.
-void Reducer::require_unchanged(const std::vector<TrainedParameter>& trained) {
-  if (const auto change = find_change(parameters_, forms_, trained)) {
+void Reducer::require_unchanged(const ParametersByGradient& trained) {
+  auto change = find_change(parameters_, forms_, trained.dense);
+  if (!change) change = find_change(sparse_parameters_, sparse_forms_, trained.sparse);
+  if (change) {
     fail(Code::kSyncMisuse,
          fmt::format("parameter {} {} after it was wrapped: its gradients would not be averaged",
                      change->name, change->what),
          "change the module first and construct DistributedDataParallel afterwards");
   }
-  hooks_->follow(parameters_);
+  hooks_->follow(all_parameters_);
 }
 
 void Reducer::set_weight(double weight) {
@@ -494,10 +526,19 @@ void Reducer::check_decision() {
        "keep the guard alive around both forward and backward");
 }
 
-void Reducer::check_gradient(const TrainedParameter& target, const torch::Tensor& gradient) {
-  if (gradient.layout() != torch::kStrided) {
+void Reducer::check_gradient(const TrainedParameter& target, const torch::Tensor& gradient,
+                             bool sparse) {
+  if (!sparse && gradient.layout() != torch::kStrided) {
     fail(Code::kTensorMismatch, fmt::format("the gradient of {} is sparse", target.name),
-         "buckets are dense: construct the layer without sparse gradients");
+         "only the weight of an Embedding or EmbeddingBag with sparse(true) may have one: use such "
+         "a layer, or gradients that are dense");
+  }
+  if (sparse && !gradient.is_sparse()) {
+    fail(
+        Code::kTensorMismatch,
+        fmt::format("the gradient of {} is dense, and its embedding has sparse(true)", target.name),
+        "do not use the weight of a sparse embedding elsewhere, or construct it with "
+        "sparse(false)");
   }
   if (torch::GradMode::is_enabled()) {
     fail(Code::kSyncMisuse,

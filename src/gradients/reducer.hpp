@@ -14,6 +14,7 @@
 #include "gradients/gradient_hooks.hpp"
 #include "gradients/in_flight_buckets.hpp"
 #include "gradients/nonfinite_gradients.hpp"
+#include "gradients/sparse_gradients.hpp"
 #include "gradients/trained_parameters.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/gradients.hpp"
@@ -45,13 +46,16 @@ class Capture;
 /// as a GAN's generator loss does through the bare discriminator. These gradients are not averaged.
 /// They count as a micro-step inside NoSync: zero_grad() or a synchronised backward settles them,
 /// and an update with them is noticed.
+///
+/// Note [Sparse gradients]: those of an Embedding with sparse(true) have as many rows as the batch
+/// has different indices, which no bucket can hold. They stay the parameters' own until backward
+/// has ended, and are averaged then. Hooks number them after the dense ones.
 class Reducer final : public GradientListener {
  public:
   /// Whether a Reducer of this process averages this parameter's gradients.
   static bool averages(const torch::Tensor& parameter);
 
-  Reducer(std::vector<TrainedParameter> parameters, const Communicator& comm,
-          const DdpOptions& options);
+  Reducer(ParametersByGradient parameters, const Communicator& comm, const DdpOptions& options);
   ~Reducer() override;
 
   /// A forward begins; `synchronise` tells whether its backward will be synchronised.
@@ -65,7 +69,7 @@ class Reducer final : public GradientListener {
 
   /// Refuses a parameter whose gradients would go unnoticed: one that was added, resized, moved or
   /// converted. `trained` are the module's parameters now.
-  void require_unchanged(const std::vector<TrainedParameter>& trained);
+  void require_unchanged(const ParametersByGradient& trained);
 
   /// Takes part in the next backward of the other ranks, without gradients of its own.
   void shadow_backward(bool counts_in_mean);
@@ -117,7 +121,9 @@ class Reducer final : public GradientListener {
  private:
   enum class Phase { kIdle, kForwarded, kBackward };
 
-  bool passive() const { return !buckets_; }  // one rank without a hook averages nothing
+  bool passive() const { return !averages_; }  // one rank without a hook averages nothing
+  bool is_sparse(size_t parameter) const { return parameter >= parameters_.size(); }
+  void sparse_gradient_accumulated();
   bool is_shared(size_t parameter) const { return *owners_[parameter] > 1; }
   bool concerns(size_t parameter) const;
   void offer_gradient_memory();
@@ -145,18 +151,24 @@ class Reducer final : public GradientListener {
   void check_ended();
   void check_window(bool synchronise);
   void check_decision();
-  void check_gradient(const TrainedParameter& target, const torch::Tensor& gradient);
+  void check_gradient(const TrainedParameter& target, const torch::Tensor& gradient, bool sparse);
   [[noreturn]] void refuse_late(size_t parameter);
   [[noreturn]] void refuse_missing(const std::vector<size_t>& awaited);
   [[noreturn]] void fail(Code code, const std::string& message, const std::string& help);
 
-  std::vector<TrainedParameter> parameters_;
-  std::vector<ParameterForm> forms_;                       // [parameter]
-  std::vector<std::shared_ptr<std::atomic<int>>> owners_;  // [parameter] how many Reducers have it
+  std::vector<TrainedParameter> all_parameters_;         // the dense ones first
+  std::span<const TrainedParameter> parameters_;         // whose gradients are dense
+  std::span<const TrainedParameter> sparse_parameters_;  // see Note [Sparse gradients]
+  std::vector<ParameterForm> forms_;                     // [parameter]
+  std::vector<ParameterForm> sparse_forms_;              // [sparse parameter]
+  std::vector<std::shared_ptr<std::atomic<int>>>
+      owners_;  // [any parameter] how many Reducers have it
   const Communicator comm_;
   const DdpOptions options_;
+  const bool averages_;
   std::optional<GradientBuckets> buckets_;  // none if this Reducer is passive
   std::vector<std::shared_ptr<const ClaimGradientMemory>> claims_;  // [parameter] or empty
+  SparseGradients sparse_;
 
   Phase phase_ = Phase::kIdle;
   bool synchronise_ = true;        // outside any NoSync

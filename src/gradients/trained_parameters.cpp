@@ -72,7 +72,8 @@ bool AccumulationWindow::gradients_dropped() const {
 
 bool AccumulationWindow::gradients_cleared() const {
   return std::none_of(parameters_.begin(), parameters_.end(), [](const TrainedParameter& each) {
-    const torch::Tensor& gradient = each.tensor.grad();
+    torch::Tensor gradient = each.tensor.grad();
+    if (gradient.defined() && gradient.is_sparse()) gradient = gradient._values();
     return gradient.defined() && gradient.ne(0).any().item<bool>();
   });
 }

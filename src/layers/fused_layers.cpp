@@ -206,7 +206,7 @@ torch::Tensor linear(const torch::Tensor& x, const torch::Tensor& weight, const 
   return linear_chain(x, {weight}, {bias}, Activation::kNone, activation);
 }
 
-LinearImpl::LinearImpl(const torch::nn::LinearOptions& options) : options(options) {
+LinearImpl::LinearImpl(const torch::nn::LinearOptions& chosen) : options(chosen) {
   reset();
 }
 

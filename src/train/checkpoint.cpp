@@ -7,8 +7,8 @@
 
 #include "base/process.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/memory.hpp"
 #include "train/checkpoint_state.hpp"
-#include "train/rank_texts.hpp"
 
 namespace lockstep {
 
@@ -59,10 +59,10 @@ void Checkpoint::State::open_store() {
   }
   int blamed = 0;
   if (control_) {
-    failure = broadcast_text(*control_, failure, checkpoint_call());
+    failure = control_->broadcast_text(failure, 0, checkpoint_call());
     const bool unseen = failure.empty() && !is_held_for_writing(folder_);
-    const auto others = all_gather_texts(
-        *control_, unseen ? "it does not see rank 0's " + folder_ : "", checkpoint_call());
+    const auto others = control_->all_gather_text(
+        unseen ? "it does not see rank 0's " + folder_ : "", checkpoint_call());
     for (size_t rank = 0; rank < others.size() && failure.empty(); ++rank) {
       failure = others[rank];
       blamed = static_cast<int>(rank);
@@ -249,6 +249,19 @@ void Checkpoint::save(int64_t step) {
 
 void Checkpoint::finish() {
   state_->finish();
+}
+
+std::vector<std::vector<int64_t>> Checkpoint::State::numbers_of_all_ranks(
+    const std::vector<int64_t>& mine) const {
+  if (!control_) return {mine};
+  const ChargeHost host;
+  std::vector<std::vector<int64_t>> all;
+  for (const auto& theirs :
+       control_->all_gather(torch::tensor(mine, torch::kInt64), checkpoint_call())) {
+    const auto* first = theirs.data_ptr<int64_t>();
+    all.emplace_back(first, first + theirs.numel());
+  }
+  return all;
 }
 
 }  // namespace lockstep

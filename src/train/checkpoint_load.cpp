@@ -11,7 +11,6 @@
 #include "base/process.hpp"
 #include "lockstep/error.hpp"
 #include "train/checkpoint_state.hpp"
-#include "train/rank_texts.hpp"
 
 namespace lockstep {
 
@@ -42,14 +41,14 @@ int64_t Checkpoint::State::resume() {
     }
   }
   if (control_)
-    paths = nlohmann::json::parse(broadcast_text(*control_, paths.dump(), checkpoint_call()));
+    paths = nlohmann::json::parse(control_->broadcast_text(paths.dump(), 0, checkpoint_call()));
   std::vector<std::string> refused;
   for (const auto& candidate : paths) {
     const auto path = candidate.get<std::string>();
     std::optional<CheckpointReader> reader;
     std::string reason = check(path, reader);
     if (control_) {
-      for (const auto& text : all_gather_texts(*control_, reason, checkpoint_call())) {
+      for (const auto& text : control_->all_gather_text(reason, checkpoint_call())) {
         if (reason.empty()) reason = text;
       }
     }
@@ -88,7 +87,7 @@ void Checkpoint::State::load(const CheckpointReader& reader) {
     sources.clear();
   }
   if (control_) {  // all load it, or none
-    const auto failures = all_gather_texts(*control_, failure, checkpoint_call());
+    const auto failures = control_->all_gather_text(failure, checkpoint_call());
     for (size_t rank = 0; rank < failures.size() && !error; ++rank) {
       if (failures[rank].empty()) continue;
       throw RankError(Code::kTensorMismatch, static_cast<int>(rank),
@@ -115,9 +114,9 @@ void Checkpoint::State::require_all_used(const CheckpointReader& reader,
     for (const auto& name : source.used()) mine.push_back(number(source.section(), name));
   }
   std::set<int64_t> used;
-  const auto all = control_ ? all_gather_numbers(*control_, mine, checkpoint_call())
-                            : std::vector<std::vector<int64_t>>{mine};
-  for (const auto& numbers : all) used.insert(numbers.begin(), numbers.end());
+  for (const auto& numbers : numbers_of_all_ranks(mine)) {
+    used.insert(numbers.begin(), numbers.end());
+  }
   std::vector<std::string> extra;
   std::set<std::string> unknown;
   for (const auto& tensor : reader.manifest().tensors) {

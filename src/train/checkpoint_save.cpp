@@ -17,7 +17,6 @@
 #include "lockstep/tensor_text.hpp"
 #include "lockstep/version.hpp"
 #include "train/checkpoint_state.hpp"
-#include "train/rank_texts.hpp"
 
 namespace lockstep {
 namespace {
@@ -89,8 +88,7 @@ SaveJob Checkpoint::State::snapshot(int64_t step) {
       mine.push_back({section, std::move(item), dtype, number});
     }
   }
-  const auto all = control_ ? all_gather_numbers(*control_, numbers, checkpoint_call())
-                            : std::vector<std::vector<int64_t>>{numbers};
+  const auto all = numbers_of_all_ranks(numbers);
   std::unordered_map<int64_t, int> owner;       // [slice]
   std::unordered_map<int64_t, bool> is_shared;  // [section]: others than rank 0 write it too
   for (int rank = 0; rank < size_; ++rank) {
@@ -174,8 +172,8 @@ void Checkpoint::State::write(const SaveJob& job) {
   };
   if (is_writer()) attempt([&] { draft = store_->begin(job.step); });
   if (commit_) {
-    const auto told = json::parse(broadcast_text(
-        *commit_, json({{"draft", draft}, {"failure", failure}}).dump(), checkpoint_call()));
+    const auto told = json::parse(commit_->broadcast_text(
+        json({{"draft", draft}, {"failure", failure}}).dump(), 0, checkpoint_call()));
     draft = told["draft"].get<std::string>();
     failure = told["failure"].get<std::string>();
   }
@@ -184,7 +182,7 @@ void Checkpoint::State::write(const SaveJob& job) {
   report["failure"] = failure;
   try {
     const std::vector<std::string> reports =
-        commit_ ? gather_texts(*commit_, report.dump(), checkpoint_call())
+        commit_ ? commit_->gather_text(report.dump(), 0, checkpoint_call())
                 : std::vector<std::string>{report.dump()};
     for (size_t rank = 0; rank < reports.size() && failure.empty(); ++rank) {
       const auto told = json::parse(reports[rank]).at("failure").get<std::string>();
@@ -197,7 +195,7 @@ void Checkpoint::State::write(const SaveJob& job) {
         store_->keep_latest(job.step, options_.keep);
       });
     }
-    if (commit_) failure = broadcast_text(*commit_, failure, checkpoint_call());
+    if (commit_) failure = commit_->broadcast_text(failure, 0, checkpoint_call());
   } catch (...) {  // another rank is gone: there is no checkpoint of all
     if (is_writer() && !draft.empty()) store_->discard(draft);
     throw;

@@ -88,6 +88,7 @@ class Checkpoint::State {
   void wait_for_save();
   void note_failure(int64_t step, const std::string& reason);
   bool is_asked_to_stop();
+  std::vector<std::vector<int64_t>> numbers_of_all_ranks(const std::vector<int64_t>& mine) const;
   std::string check(const std::string& path, std::optional<CheckpointReader>& reader) const;
   void load(const CheckpointReader& reader);
   void require_all_used(const CheckpointReader& reader,

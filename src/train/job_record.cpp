@@ -11,7 +11,6 @@
 
 #include "lockstep/device.hpp"
 #include "lockstep/version.hpp"
-#include "train/rank_texts.hpp"
 
 namespace lockstep {
 namespace {
@@ -75,8 +74,8 @@ void save_record(const RunMeter& meter, const World& world, RunRecord about) {
   const RunRecord mine = complete(meter, std::move(about));
   const nlohmann::json sent = {{"record", to_json(mine)}, {"step_ms", meter.step_ms()}};
   std::vector<RankMeasurements> ranks;
-  for (const auto& text : gather_texts(
-           world.comm(), sent.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace))) {
+  const auto told = sent.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  for (const auto& text : world.comm().gather_text(told, 0, {.label = "records"})) {
     const auto value = nlohmann::json::parse(text);
     ranks.push_back(
         {record_from_json(value.at("record")), value.at("step_ms").get<std::vector<double>>()});
@@ -108,10 +107,6 @@ RunRecord job_record(const std::vector<RankMeasurements>& ranks) {
   job.samples_per_s =
       seconds > 0 ? static_cast<double>(job.effective_batch * job.step_ms.n) / seconds : 0;
   return job;
-}
-
-std::vector<std::string> gather_texts(const Communicator& comm, std::string mine) {
-  return gather_texts(comm, mine, {.label = "texts"});
 }
 
 }  // namespace lockstep

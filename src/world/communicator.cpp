@@ -1,8 +1,12 @@
 #include "lockstep/communicator.hpp"
 
+#include <c10/util/accumulate.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
+#include <algorithm>
 #include <future>
+#include <numeric>
 
 #include "base/running_clock.hpp"
 #include "comm/backend.hpp"
@@ -118,14 +122,15 @@ TensorCall all_gather_call(const CommState& state, const torch::Tensor& output,
   require_defined("all_gather", {input, output});
   require_blocks("all_gather", output, input, state.size());
   const int64_t others_bytes = bytes_of(input) * (state.size() - 1);
-  return {.operation = "all_gather",
-          .input = input,
-          .output = output,
-          .shown_bytes = bytes_of(output),
-          .sent_bytes = others_bytes,
-          .received_bytes = others_bytes,
-          .begin = [](Backend& backend, const ConstBuffer& from, const Buffer& to,
-                      const CallContext& context) { return backend.all_gather(from, to, context); }};
+  return {
+      .operation = "all_gather",
+      .input = input,
+      .output = output,
+      .shown_bytes = bytes_of(output),
+      .sent_bytes = others_bytes,
+      .received_bytes = others_bytes,
+      .begin = [](Backend& backend, const ConstBuffer& from, const Buffer& to,
+                  const CallContext& context) { return backend.all_gather(from, to, context); }};
 }
 
 // The rendezvous of ranks that are threads is that of processes: all come at the same time.
@@ -157,12 +162,123 @@ void require_rank(const char* operation, int rank, int size) {
               fmt::format("ranks of this communicator are 0 to {}", size - 1));
 }
 
-// A call as the board and the statistics see it.
+TensorCall send_call(const torch::Tensor& tensor, int to, int tag) {
+  require_defined("send", {tensor});
+  return {.operation = "send",
+          .input = tensor,
+          .shown_bytes = bytes_of(tensor),
+          .sent_bytes = bytes_of(tensor),
+          .is_message = true,
+          .begin = [to, tag](Backend& backend, const ConstBuffer& input, const Buffer&,
+                             const CallContext& context) {
+            return backend.send(input, to, tag, context);
+          }};
+}
+
+TensorCall recv_call(const torch::Tensor& tensor, int from, int tag) {
+  require_defined("recv", {tensor});
+  return {.operation = "recv",
+          .output = tensor,
+          .shown_bytes = bytes_of(tensor),
+          .received_bytes = bytes_of(tensor),
+          .is_message = true,
+          .begin = [from, tag](Backend& backend, const ConstBuffer&, const Buffer& output,
+                               const CallContext& context) {
+            return backend.recv(output, from, tag, context);
+          }};
+}
+
+// The root alone gets what it needs of the others.
+TensorCall reduce_call(const CommState& state, const torch::Tensor& tensor, int root, ReduceOp op,
+                       double weight) {
+  require_defined("reduce", {tensor});
+  const int64_t bytes = bytes_of(tensor);
+  const bool receives = state.rank() == root;
+  return {.operation = "reduce",
+          .input = receives ? torch::Tensor() : tensor,
+          .output = receives ? tensor : torch::Tensor(),
+          .shown_bytes = bytes,
+          .sent_bytes = receives ? 0 : bytes,
+          .received_bytes = receives ? bytes * (state.size() - 1) : 0,
+          .begin = [root, op, weight, receives](Backend& backend, const ConstBuffer& input,
+                                                const Buffer& output, const CallContext& context) {
+            const Buffer only_read{const_cast<void*>(input.data), input.count, input.dtype};
+            return backend.reduce(receives ? output : only_read, root, op, weight, context);
+          }};
+}
+
+// Blocks of any counts. A side that this rank has none of is an empty tensor.
+TensorCall exchange_call(const CommState& state, const char* operation, const torch::Tensor& output,
+                         const torch::Tensor& input, const BlockExchange& blocks) {
+  const auto rank = static_cast<size_t>(state.rank());
+  const int64_t element_bytes = static_cast<int64_t>(input.element_size());
+  const int64_t given =
+      std::accumulate(blocks.given.begin(), blocks.given.end(), int64_t{0}) - blocks.given[rank];
+  const int64_t taken = blocks.taken_count() - blocks.taken[rank];
+  return {.operation = operation,
+          .input = input,
+          .output = output,
+          .shown_bytes = std::max(bytes_of(input), bytes_of(output)),
+          .sent_bytes = given * element_bytes,
+          .received_bytes = taken * element_bytes,
+          .begin = [blocks](Backend& backend, const ConstBuffer& from, const Buffer& to,
+                            const CallContext& context) {
+            return backend.exchange(from, to, blocks, context);
+          }};
+}
+
+torch::Tensor none_like(const torch::Tensor& tensor) {
+  return torch::empty({0}, tensor.options().requires_grad(false));
+}
+
+// Rows of dimension 0 per peer, as elements per peer.
+std::vector<int64_t> counts_of_rows(const torch::Tensor& tensor, const std::vector<int64_t>& rows,
+                                    int ranks) {
+  if (tensor.dim() == 0 || rows.size() != static_cast<size_t>(ranks) ||
+      std::accumulate(rows.begin(), rows.end(), int64_t{0}) != tensor.size(0) ||
+      std::any_of(rows.begin(), rows.end(), [](int64_t each) { return each < 0; })) {
+    throw Error(Code::kTensorMismatch,
+                fmt::format("all_to_all over {} ranks: rows [{}] of a tensor of shape {}", ranks,
+                            fmt::join(rows, ", "), shape_text(tensor.sizes())),
+                "give one number of rows for each rank; together they are the tensor's rows");
+  }
+  const int64_t row = c10::multiply_integers(tensor.sizes().slice(1));
+  std::vector<int64_t> counts;
+  for (const int64_t each : rows) counts.push_back(each * row);
+  return counts;
+}
+
+// A shape as numbers of a fixed count, so that ranks can tell each other theirs.
+constexpr int64_t kMostDimensions = 15;
+
+torch::Tensor shape_as_tensor(const torch::Tensor& tensor) {
+  if (tensor.dim() > kMostDimensions) {
+    throw Error(Code::kTensorMismatch, fmt::format("all_gather of {} dimensions", tensor.dim()),
+                fmt::format("reshape it to at most {}", kMostDimensions));
+  }
+  const auto shape = torch::zeros({kMostDimensions + 1}, torch::kInt64);
+  auto* numbers = shape.data_ptr<int64_t>();
+  numbers[0] = tensor.dim();
+  std::copy(tensor.sizes().begin(), tensor.sizes().end(), numbers + 1);
+  return shape;
+}
+
+torch::Tensor text_as_tensor(std::string_view text) {
+  return torch::from_blob(const_cast<char*>(text.data()), {static_cast<int64_t>(text.size())},
+                          torch::kUInt8);
+}
+
+std::string tensor_as_text(const torch::Tensor& tensor) {
+  if (tensor.numel() == 0) return {};
+  return {static_cast<const char*>(tensor.data_ptr()), static_cast<size_t>(tensor.numel())};
+}
+
+// A call without tensors, as the board and the statistics see it.
 class Counted {
  public:
-  Counted(CommState& state, const char* operation, int64_t bytes, int64_t bucket = -1)
+  Counted(CommState& state, const char* operation, int64_t bytes)
       : state_(state), begun_ns_(monotonic_ns()), sequence_(++state.stats.calls) {
-    if (state_.page) state_.page->begin_collective(sequence_, operation, bytes, bucket);
+    if (state_.page) state_.page->begin_collective(sequence_, operation, bytes, -1);
   }
   ~Counted() {
     state_.stats.inside_ns += monotonic_ns() - begun_ns_;
@@ -175,12 +291,6 @@ class Counted {
     return state_.context(backend, options);
   }
   void finished() { finished_ = true; }
-  void moved(int64_t sent_bytes, int64_t received_bytes) {
-    state_.stats.sent_bytes += sent_bytes;
-    state_.stats.received_bytes += received_bytes;
-    finished();
-  }
-  int64_t sequence() const { return sequence_; }
 
  private:
   CommState& state_;
@@ -286,31 +396,164 @@ Work Communicator::begin_all_gather(const torch::Tensor& output, const torch::Te
   return begin_call(state_, all_gather_call(*state_, output, input), options);
 }
 
+void Communicator::reduce(const torch::Tensor& tensor, int root, ReduceOp op,
+                          const CallOptions& options) const {
+  require_rank("reduce", root, size());
+  run_call(state_, reduce_call(*state_, tensor, root, op, options.weight), options);
+}
+
+// The shapes first, through the host: every rank makes room for what the others have.
+std::vector<torch::Tensor> Communicator::all_gather(const torch::Tensor& input,
+                                                    const CallOptions& options) const {
+  require_defined("all_gather", {input});
+  const auto shapes = torch::empty({size(), kMostDimensions + 1}, torch::kInt64);
+  all_gather(shapes, shape_as_tensor(input), options);
+  std::vector<torch::Tensor> parts;
+  std::vector<int64_t> counts;
+  for (int peer = 0; peer < size(); ++peer) {
+    const auto* numbers = shapes.data_ptr<int64_t>() + peer * (kMostDimensions + 1);
+    counts.push_back(c10::multiply_integers(torch::IntArrayRef(numbers + 1, numbers[0])));
+  }
+  const int64_t total = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  const auto all = torch::empty({total}, input.options().requires_grad(false));
+  const auto blocks = BlockExchange::all_gather(state_->host->group(), counts);
+  run_call(state_, exchange_call(*state_, "all_gather", all, input, blocks), options);
+  int64_t offset = 0;
+  for (int peer = 0; peer < size(); ++peer) {
+    const auto* numbers = shapes.data_ptr<int64_t>() + peer * (kMostDimensions + 1);
+    const int64_t count = counts[static_cast<size_t>(peer)];
+    parts.push_back(all.narrow(0, offset, count).view(torch::IntArrayRef(numbers + 1, numbers[0])));
+    offset += count;
+  }
+  return parts;
+}
+
+void Communicator::gather(const torch::Tensor& output, const torch::Tensor& input, int root,
+                          const CallOptions& options) const {
+  require_rank("gather", root, size());
+  require_defined("gather", {input});
+  const bool is_root = rank() == root;
+  if (is_root) {
+    require_defined("gather", {output});
+    require_blocks("gather", output, input, size());
+  }
+  const auto blocks = BlockExchange::gather(state_->host->group(), input.numel(), root);
+  run_call(state_,
+           exchange_call(*state_, "gather", is_root ? output : none_like(input), input, blocks),
+           options);
+}
+
+void Communicator::scatter(const torch::Tensor& output, const torch::Tensor& input, int root,
+                           const CallOptions& options) const {
+  require_rank("scatter", root, size());
+  require_defined("scatter", {output});
+  const bool is_root = rank() == root;
+  if (is_root) {
+    require_defined("scatter", {input});
+    require_blocks("scatter", input, output, size());
+  }
+  const auto blocks = BlockExchange::scatter(state_->host->group(), output.numel(), root);
+  run_call(state_,
+           exchange_call(*state_, "scatter", output, is_root ? input : none_like(output), blocks),
+           options);
+}
+
+void Communicator::all_to_all(const torch::Tensor& output, const torch::Tensor& input,
+                              const CallOptions& options) const {
+  require_defined("all_to_all", {output, input});
+  if (input.numel() != output.numel() || input.scalar_type() != output.scalar_type() ||
+      input.numel() % size() != 0) {
+    throw Error(Code::kTensorMismatch,
+                fmt::format("all_to_all over {} ranks: {} x {} to give and {} x {} to take", size(),
+                            input.numel(), dtype_text(input.scalar_type()), output.numel(),
+                            dtype_text(output.scalar_type())),
+                fmt::format("both tensors hold {} blocks of the same size and dtype", size()));
+  }
+  const auto blocks = BlockExchange::all_to_all(state_->host->group(), input.numel() / size());
+  run_call(state_, exchange_call(*state_, "all_to_all", output, input, blocks), options);
+}
+
+void Communicator::all_to_all(const torch::Tensor& output, const torch::Tensor& input,
+                              const std::vector<int64_t>& output_rows,
+                              const std::vector<int64_t>& input_rows,
+                              const CallOptions& options) const {
+  require_defined("all_to_all", {output, input});
+  const auto blocks = BlockExchange::all_to_all(counts_of_rows(input, input_rows, size()),
+                                                counts_of_rows(output, output_rows, size()));
+  run_call(state_, exchange_call(*state_, "all_to_all", output, input, blocks), options);
+}
+
 void Communicator::send(const torch::Tensor& tensor, int to, const CallOptions& options) const {
   require_rank("send", to, size());
-  run_or_capture(state_, "send", {tensor}, options,
-                 [tensor, to](CommState& state, const CallOptions& given) {
-                   const Route route = Route::of_message(state, tensor);
-                   const StagedTensor staged("send", tensor, route.way);
-                   Counted call(state, "send", staged.bytes(), given.bucket);
-                   route.backend.send(staged.const_buffer(), to, given.tag,
-                                      call.context(route.backend, given));
-                   call.moved(staged.bytes(), 0);
-                 });
+  run_call(state_, send_call(tensor, to, options.tag), options);
+}
+
+Work Communicator::begin_send(const torch::Tensor& tensor, int to,
+                              const CallOptions& options) const {
+  require_rank("send", to, size());
+  return begin_call(state_, send_call(tensor, to, options.tag), options);
 }
 
 void Communicator::recv(const torch::Tensor& tensor, int from, const CallOptions& options) const {
   require_rank("recv", from, size());
-  run_or_capture(state_, "recv", {tensor}, options,
-                 [tensor, from](CommState& state, const CallOptions& given) {
-                   const Route route = Route::of_message(state, tensor);
-                   const StagedTensor staged("recv", tensor, route.way);
-                   Counted call(state, "recv", staged.bytes(), given.bucket);
-                   route.backend.recv(staged.buffer(), from, given.tag,
-                                      call.context(route.backend, given));
-                   staged.copy_back();
-                   call.moved(0, staged.bytes());
-                 });
+  run_call(state_, recv_call(tensor, from, options.tag), options);
+}
+
+Work Communicator::begin_recv(const torch::Tensor& tensor, int from,
+                              const CallOptions& options) const {
+  require_rank("recv", from, size());
+  return begin_call(state_, recv_call(tensor, from, options.tag), options);
+}
+
+// The length first, then the bytes.
+std::string Communicator::broadcast_text(std::string_view text, int root,
+                                         const CallOptions& options) const {
+  require_rank("broadcast", root, size());
+  if (size() == 1) return std::string(text);
+  const ChargeHost host;
+  const auto length = torch::full({1}, static_cast<int64_t>(text.size()), torch::kInt64);
+  broadcast(length, root, options);
+  std::string bytes(rank() == root ? text : std::string_view());
+  bytes.resize(static_cast<size_t>(length.item<int64_t>()));
+  if (!bytes.empty()) broadcast(text_as_tensor(bytes), root, options);
+  return bytes;
+}
+
+std::vector<std::string> Communicator::all_gather_text(std::string_view text,
+                                                       const CallOptions& options) const {
+  if (size() == 1) return {std::string(text)};
+  const ChargeHost host;
+  std::vector<std::string> texts;
+  for (const auto& part : all_gather(text_as_tensor(text), options)) {
+    texts.push_back(tensor_as_text(part));
+  }
+  return texts;
+}
+
+// Only the root makes room for the texts.
+std::vector<std::string> Communicator::gather_text(std::string_view text, int root,
+                                                   const CallOptions& options) const {
+  require_rank("gather", root, size());
+  if (size() == 1) return {std::string(text)};
+  const ChargeHost host;
+  const auto own = torch::full({1}, static_cast<int64_t>(text.size()), torch::kInt64);
+  const auto lengths = torch::empty({size()}, torch::kInt64);
+  all_gather(lengths, own, options);
+  std::vector<int64_t> given(static_cast<size_t>(size()));
+  std::vector<int64_t> taken(static_cast<size_t>(size()));
+  given[static_cast<size_t>(root)] = own.item<int64_t>();
+  if (rank() == root) std::copy_n(lengths.data_ptr<int64_t>(), size(), taken.begin());
+  BlockExchange blocks = BlockExchange::all_to_all(given, taken);
+  blocks.operation = Operation::kGather;
+  blocks.root = root;
+  const auto all = torch::empty({blocks.taken_count()}, torch::kUInt8);
+  run_call(state_, exchange_call(*state_, "gather", all, text_as_tensor(text), blocks), options);
+  std::vector<std::string> texts;
+  for (int peer = 0; rank() == root && peer < size(); ++peer) {
+    texts.push_back(
+        tensor_as_text(all.narrow(0, blocks.taken_offset(peer), taken[static_cast<size_t>(peer)])));
+  }
+  return texts;
 }
 
 void Communicator::barrier(const CallOptions& options) const {

@@ -116,7 +116,8 @@ std::vector<GpuInfo> exchange_infos(const Device& device, Backend& host, int64_t
   std::vector<GpuInfo> all(static_cast<size_t>(host.size()));
   const int64_t bytes = sizeof(GpuInfo);
   host.all_gather({&mine, bytes, Dtype::kU8}, {all.data(), bytes * host.size(), Dtype::kU8},
-                  {.deadline_ns = deadline_ns, .label = "GPUs of the ranks"})->wait();
+                  {.deadline_ns = deadline_ns, .label = "GPUs of the ranks"})
+      ->wait();
   return all;
 }
 

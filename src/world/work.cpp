@@ -161,9 +161,9 @@ enum class Order { kOfCurrentStream, kOfSideStream };
 // As the calling thread's streams are now.
 Work begin_now(const std::shared_ptr<CommState>& state, const TensorCall& call,
                const CallOptions& options, Order order) {
-  const Route route = call.is_message
-                          ? Route::of_message(*state, call.input.defined() ? call.input : call.output)
-                          : Route::of(*state, {call.input, call.output});
+  const Route route =
+      call.is_message ? Route::of_message(*state, call.input.defined() ? call.input : call.output)
+                      : Route::of(*state, {call.input, call.output});
   auto begun = std::make_unique<Work::State>();
   begun->comm = state;
   begun->on_side = order == Order::kOfSideStream;
@@ -176,9 +176,9 @@ Work begin_now(const std::shared_ptr<CommState>& state, const TensorCall& call,
     state->page->begin_collective(begun->sequence, call.operation, call.shown_bytes,
                                   options.bucket);
   }
-  begun->work = call.begin(route.backend, begun->input ? begun->input->const_buffer() : ConstBuffer{},
-                           begun->output ? begun->output->buffer() : Buffer{},
-                           state->context(route.backend, options));
+  begun->work = call.begin(
+      route.backend, begun->input ? begun->input->const_buffer() : ConstBuffer{},
+      begun->output ? begun->output->buffer() : Buffer{}, state->context(route.backend, options));
   state->stats.sent_bytes += call.sent_bytes;
   state->stats.received_bytes += call.received_bytes;
   return Work(std::move(begun));

@@ -76,17 +76,18 @@ Work begin_in_replays(Capture& capture, std::function<Work()> begin);
 /// A call of a communicator with its tensors.
 struct TensorCall {
   const char* operation;
-  torch::Tensor input;   ///< only read; undefined: none
-  torch::Tensor output;  ///< written, and read by a call in place; undefined: none
-  int64_t shown_bytes = 0;  ///< on the board: of the larger side
-  int64_t sent_bytes = 0;   ///< this rank's data that others need
+  torch::Tensor input = {};   ///< only read; undefined: none
+  torch::Tensor output = {};  ///< written, and read by a call in place; undefined: none
+  int64_t shown_bytes = 0;    ///< on the board: of the larger side
+  int64_t sent_bytes = 0;     ///< this rank's data that others need
   int64_t received_bytes = 0;
   bool is_message = false;
 
   /// Begins it: with the tensors' buffers, or those of their copies on the host.
   using Begin = std::function<std::unique_ptr<Backend::Work>(
-      Backend& backend, const ConstBuffer& input, const Buffer& output, const CallContext& context)>;
-  Begin begin;
+      Backend& backend, const ConstBuffer& input, const Buffer& output,
+      const CallContext& context)>;
+  Begin begin = nullptr;
 };
 
 /// Begins a call. On a GPU it happens in the order of the communicator's side stream.

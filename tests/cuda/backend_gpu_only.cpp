@@ -115,10 +115,10 @@ TEST_P(GpuBackends, PrivateMemoryOfAnySizeGoesThroughStaging) {
     rank.comm->all_gather(part->const_buffer(), whole->buffer(), rank.in_time())->wait();
     EXPECT_EQ(whole->first_wrong([&](int64_t i) { return elements->get(i); }), -1);
     if (rank.size == 1) return;
-    if (rank.rank == 0) rank.comm->send(elements->const_buffer(), 1, 3, rank.in_time());
+    if (rank.rank == 0) rank.comm->send(elements->const_buffer(), 1, 3, rank.in_time())->wait();
     if (rank.rank == 1) {
       elements->fill([](int64_t) { return 0; });
-      rank.comm->recv(elements->buffer(), 0, 3, rank.in_time());
+      rank.comm->recv(elements->buffer(), 0, 3, rank.in_time())->wait();
       EXPECT_EQ(elements->first_wrong([&](int64_t i) { return colored(rank.size - 1, i); }), -1);
     }
   });
@@ -258,10 +258,10 @@ TEST_P(IpcBackends, CollectivesGoOnWhileARankWaitsForAMessage) {
     if (rank.rank == 0) {
       work->wait();
       for (int to = 1; to < rank.size; ++to) {
-        rank.comm->send(note->const_buffer(), to, 0, rank.in_time());
+        rank.comm->send(note->const_buffer(), to, 0, rank.in_time())->wait();
       }
     } else {
-      rank.comm->recv(note->buffer(), 0, 0, rank.in_time());
+      rank.comm->recv(note->buffer(), 0, 0, rank.in_time())->wait();
       work->wait();
     }
     EXPECT_EQ(note->first_wrong([](int64_t i) { return static_cast<double>(i + 40); }), -1);
@@ -284,9 +284,9 @@ TEST_P(IpcBackends, MessagesInBothDirectionsKeepTheirBytes) {
       for (const int sender : {0, 1}) {
         if (rank.rank == sender) {
           elements->fill(value(sender));
-          rank.comm->send(elements->const_buffer(), other, round, rank.in_time());
+          rank.comm->send(elements->const_buffer(), other, round, rank.in_time())->wait();
         } else {
-          rank.comm->recv(elements->buffer(), other, round, rank.in_time());
+          rank.comm->recv(elements->buffer(), other, round, rank.in_time())->wait();
           EXPECT_EQ(elements->first_wrong(value(sender)), -1) << "round " << round;
         }
       }

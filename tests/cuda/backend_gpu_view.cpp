@@ -78,18 +78,6 @@ class GpuCopy {
   ConstBuffer const_buffer() const { return {data_, count_, dtype_}; }
   void bring_back() const { copy_and_wait(host_, data_, bytes(), stream_); }
 
-  // Makes a call, and brings back what it wrote. After a mismatch too: that must be nothing. After
-  // other errors the stream may wait for a rank that is gone.
-  template <class Action>
-  auto around(Action&& call) const {
-    try {
-      return call();
-    } catch (const Error& error) {
-      if (error.code() == Code::kCallMismatch) bring_back();
-      throw;
-    }
-  }
-
  private:
   void* host_;
   int64_t count_;
@@ -235,15 +223,44 @@ std::unique_ptr<Backend::Work> GpuView::all_gather(const ConstBuffer& input, con
                                     [&] { return gpu_->all_gather(from, to, on_stream(context)); });
 }
 
-void GpuView::send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) {
-  const GpuCopy on_gpu = copy(const_cast<void*>(buffer.data), buffer.count, buffer.dtype);
-  gpu_->send(on_gpu.const_buffer(), to, tag, on_stream(context));
+std::unique_ptr<Backend::Work> GpuView::reduce(const Buffer& buffer, int root, ReduceOp op,
+                                               double weight, const CallContext& context) {
+  std::vector<GpuCopy> copies;
+  copies.push_back(copy(buffer.data, buffer.count, buffer.dtype));
+  const Buffer on_gpu = copies[0].buffer();
+  return std::make_unique<ViewWork>(std::move(copies), [&] {
+    return gpu_->reduce(on_gpu, root, op, weight, on_stream(context));
+  });
 }
 
-void GpuView::recv(const Buffer& buffer, int from, int tag, const CallContext& context) {
-  const GpuCopy on_gpu = copy(buffer.data, buffer.count, buffer.dtype);
-  on_gpu.around([&] { gpu_->recv(on_gpu.buffer(), from, tag, on_stream(context)); });
-  on_gpu.bring_back();
+std::unique_ptr<Backend::Work> GpuView::exchange(const ConstBuffer& input, const Buffer& output,
+                                                 const BlockExchange& blocks,
+                                                 const CallContext& context) {
+  std::vector<GpuCopy> copies;
+  copies.push_back(copy(const_cast<void*>(input.data), input.count, input.dtype));
+  copies.push_back(copy(output.data, output.count, output.dtype));
+  const ConstBuffer from = copies[0].const_buffer();
+  const Buffer to = copies[1].buffer();
+  return std::make_unique<ViewWork>(
+      std::move(copies), [&] { return gpu_->exchange(from, to, blocks, on_stream(context)); });
+}
+
+std::unique_ptr<Backend::Work> GpuView::send(const ConstBuffer& buffer, int to, int tag,
+                                             const CallContext& context) {
+  std::vector<GpuCopy> copies;
+  copies.push_back(copy(const_cast<void*>(buffer.data), buffer.count, buffer.dtype));
+  const ConstBuffer on_gpu = copies[0].const_buffer();
+  return std::make_unique<ViewWork>(
+      std::move(copies), [&] { return gpu_->send(on_gpu, to, tag, on_stream(context)); });
+}
+
+std::unique_ptr<Backend::Work> GpuView::recv(const Buffer& buffer, int from, int tag,
+                                             const CallContext& context) {
+  std::vector<GpuCopy> copies;
+  copies.push_back(copy(buffer.data, buffer.count, buffer.dtype));
+  const Buffer on_gpu = copies[0].buffer();
+  return std::make_unique<ViewWork>(
+      std::move(copies), [&] { return gpu_->recv(on_gpu, from, tag, on_stream(context)); });
 }
 
 std::unique_ptr<Backend> GpuView::split(int color, int key, std::string_view group_name,

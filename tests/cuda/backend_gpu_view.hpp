@@ -36,8 +36,14 @@ class GpuView final : public Backend {
                                        double weight, const CallContext& context) override;
   std::unique_ptr<Work> all_gather(const ConstBuffer& input, const Buffer& output,
                                    const CallContext& context) override;
-  void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) override;
-  void recv(const Buffer& buffer, int from, int tag, const CallContext& context) override;
+  std::unique_ptr<Work> reduce(const Buffer& buffer, int root, ReduceOp op, double weight,
+                               const CallContext& context) override;
+  std::unique_ptr<Work> exchange(const ConstBuffer& input, const Buffer& output,
+                                 const BlockExchange& blocks, const CallContext& context) override;
+  std::unique_ptr<Work> send(const ConstBuffer& buffer, int to, int tag,
+                             const CallContext& context) override;
+  std::unique_ptr<Work> recv(const Buffer& buffer, int from, int tag,
+                             const CallContext& context) override;
   void barrier(const CallContext& context) override { gpu_->barrier(on_stream(context)); }
   std::unique_ptr<Backend> split(int color, int key, std::string_view group_name,
                                  const CallContext& context) override;

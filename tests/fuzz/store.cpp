@@ -8,6 +8,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <cerrno>
+
 #include "fuzz.hpp"
 #include "lockstep/clock.hpp"
 #include "net/socket.hpp"
@@ -26,7 +28,9 @@ void send_all(const std::string& name, std::string_view bytes) {
   bool sending = true;
   for (;;) {
     event.events = static_cast<short>(sending ? POLLIN | POLLOUT : POLLIN);
-    require(::poll(&event, 1, 20'000) > 0, "the store serves a client");
+    const int ready = ::poll(&event, 1, 20'000);
+    if (ready < 0 && errno == EINTR) continue;  // libFuzzer's clock
+    require(ready > 0, "the store serves a client");
     char answer[4096];
     if ((event.revents & (POLLIN | POLLHUP | POLLERR)) != 0 &&
         ::recv(socket.get(), answer, sizeof answer, 0) <= 0) {

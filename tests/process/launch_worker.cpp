@@ -245,11 +245,11 @@ const std::map<std::string, Action>& actions() {
        }},
       {"send",
        [](const std::string& to) {
-         comm->send(read_all_of(much()), std::stoi(to), 0, {deadline(), ""});
+         comm->send(read_all_of(much()), std::stoi(to), 0, {deadline(), ""})->wait();
        }},
       {"recv",
        [](const std::string& from) {
-         comm->recv(all_of(much()), std::stoi(from), 0, {deadline(), ""});
+         comm->recv(all_of(much()), std::stoi(from), 0, {deadline(), ""})->wait();
        }},
       {"catch", [](const std::string& n) { ::signal(std::stoi(n), [](int s) { caught = s; }); }},
       {"await",

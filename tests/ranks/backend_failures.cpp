@@ -60,7 +60,7 @@ TEST_P(BackendAbsences, ARankThatNeverSendsIsNamed) {
   two.size = 2;
   expect_absent(two, "recv", [](Rank& rank, const CallContext& context) {
     const OwnElements elements(3, Dtype::kF32);
-    rank.comm->recv(elements->buffer(), 1, 0, context);
+    rank.comm->recv(elements->buffer(), 1, 0, context)->wait();
   });
 }
 
@@ -139,6 +139,23 @@ const std::vector<Deviation>& deviations() {
                           rank.in_time())
              ->wait();
        }},
+      {"root of a reduce",
+       {"reduce #2: 1027 x F32, sum, root 0", "reduce #2: 1027 x F32, sum, root 1"},
+       [](Rank& rank, const Elements& elements, bool odd) {
+         rank.comm->reduce(elements.buffer(), odd ? 1 : 0, ReduceOp::kSum, 1, rank.in_time())
+             ->wait();
+       }},
+      {"gather instead of scatter",
+       {"gather #2: 0 x F32, root 0", "scatter #2: 0 x F32, root 0"},
+       [](Rank& rank, const Elements& elements, bool odd) {
+         const Group& group = rank.comm->group();
+         const auto blocks =
+             odd ? BlockExchange::scatter(group, 0, 0) : BlockExchange::gather(group, 0, 0);
+         rank.comm
+             ->exchange({elements.buffer().data, 0, Dtype::kF32},
+                        {elements.buffer().data, 0, Dtype::kF32}, blocks, rank.in_time())
+             ->wait();
+       }},
       {"split instead",
        {"split #", "allocate #"},
        [](Rank& rank, const Elements&, bool odd) {
@@ -175,6 +192,29 @@ TEST_P(BackendFailures, DifferentCallsAreAnErrorOnAllRanksBeforeDataMoves) {
   }
 }
 
+// Each of the two counts may be the wrong one: nobody is blamed.
+TEST_P(BackendFailures, CountsOfAnExchangeThatDoNotMatchAreNamedOnAllRanks) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    rank.sync();
+    const auto ranks = static_cast<size_t>(rank.size);
+    std::vector<int64_t> given(ranks, 2);
+    if (rank.rank == 1) given[0] = 3;
+    const auto blocks = BlockExchange::all_to_all(given, std::vector<int64_t>(ranks, 2));
+    const OwnElements input(blocks.given_count(), Dtype::kF32);
+    const OwnElements output(blocks.taken_count(), Dtype::kF32);
+    const auto before = output.bytes();
+    const auto caught = catch_error([&] {
+      rank.comm->exchange(input->const_buffer(), output->buffer(), blocks, rank.in_time())->wait();
+    });
+    caught.expect(Code::kCallMismatch,
+                  {"all_to_all #2", "rank 1 gives 3 elements to rank 0, which takes 2"});
+    EXPECT_EQ(caught.blamed, -1);
+    EXPECT_EQ(output.bytes(), before) << "data moved";
+    const auto again = catch_error([&] { rank.comm->barrier(rank.in_time()); });
+    EXPECT_EQ(again.text, caught.text);
+  });
+}
+
 TEST_P(BackendFailures, MessagesThatDoNotMatchAreAnErrorOnBothSides) {
   struct Case {
     int64_t count;
@@ -196,11 +236,12 @@ TEST_P(BackendFailures, MessagesThatDoNotMatchAreAnErrorOnBothSides) {
       const auto before = elements.bytes();
       const auto caught = catch_error([&] {
         if (rank.rank == 0) {
-          rank.comm->send({elements->buffer().data, sent.count, sent.dtype}, 1, sent.tag,
-                          rank.in_time());
+          rank.comm
+              ->send({elements->buffer().data, sent.count, sent.dtype}, 1, sent.tag, rank.in_time())
+              ->wait();
           rank.comm->barrier(rank.in_time());  // where the send was done before it was seen
         } else {
-          rank.comm->recv({elements->buffer().data, 10, Dtype::kF32}, 0, 7, rank.in_time());
+          rank.comm->recv({elements->buffer().data, 10, Dtype::kF32}, 0, 7, rank.in_time())->wait();
         }
       });
       caught.expect(Code::kCallMismatch, {"send #1", "recv #1", sent.side});
@@ -297,11 +338,20 @@ TEST_P(BackendFailures, ImpossibleArgumentsAreRefusedBeforeAnyoneWaits) {
     expect_refused(
         [&] { rank.comm->all_reduce(elements->buffer(), ReduceOp::kMean, 1, context)->wait(); });
     expect_refused([&] { rank.comm->broadcast(elements->buffer(), rank.size, context)->wait(); });
-    expect_refused([&] { rank.comm->send(elements->const_buffer(), -1, 0, context); });
+    expect_refused([&] { rank.comm->send(elements->const_buffer(), -1, 0, context)->wait(); });
     expect_refused([&] {
       rank.comm
           ->all_gather(elements->const_buffer(),
                        {elements->buffer().data, rank.size * 10 - 1, Dtype::kI64}, context)
+          ->wait();
+    });
+    expect_refused([&] {
+      rank.comm->reduce(elements->buffer(), rank.size, ReduceOp::kSum, 1, context)->wait();
+    });
+    expect_refused([&] {
+      rank.comm
+          ->exchange(elements->const_buffer(), elements->buffer(),
+                     BlockExchange::all_to_all(rank.comm->group(), 11), context)
           ->wait();
     });
     rank.comm->barrier(context);

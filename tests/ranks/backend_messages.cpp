@@ -22,14 +22,14 @@ TEST_P(BackendMessages, ARingPassesLargeMessagesOn) {
       rank.note("passes on " + std::to_string(count));
       if (rank.rank == 0) {
         elements->fill([](int64_t i) { return value_of(0, i, 0); });
-        rank.comm->send(elements->const_buffer(), next, 5, rank.in_time());
-        rank.comm->recv(elements->buffer(), before, 5, rank.in_time());
+        rank.comm->send(elements->const_buffer(), next, 5, rank.in_time())->wait();
+        rank.comm->recv(elements->buffer(), before, 5, rank.in_time())->wait();
         const double added = rank.size - 1;
         EXPECT_EQ(elements->first_wrong([&](int64_t i) { return value_of(0, i, 0) + added; }), -1);
       } else {
-        rank.comm->recv(elements->buffer(), before, 5, rank.in_time());
+        rank.comm->recv(elements->buffer(), before, 5, rank.in_time())->wait();
         for (int64_t i = 0; i < count; ++i) elements->set(i, elements->get(i) + 1);
-        rank.comm->send(elements->const_buffer(), next, 5, rank.in_time());
+        rank.comm->send(elements->const_buffer(), next, 5, rank.in_time())->wait();
       }
     }
   });
@@ -43,14 +43,14 @@ TEST_P(BackendMessages, MessagesKeepTheirOrderTagAndType) {
       for (int round = 0; round < 4; ++round) {
         const OwnElements elements(100 + round, dtypes[static_cast<size_t>(round)]);
         elements->fill([&](int64_t i) { return value_of(rank.rank, i, round); });
-        rank.comm->send(elements->const_buffer(), 0, 10 + round, rank.in_time());
+        rank.comm->send(elements->const_buffer(), 0, 10 + round, rank.in_time())->wait();
       }
       return;
     }
     for (int from = rank.size - 1; from > 0; --from) {
       for (int round = 0; round < 4; ++round) {
         const OwnElements elements(100 + round, dtypes[static_cast<size_t>(round)]);
-        rank.comm->recv(elements->buffer(), from, 10 + round, rank.in_time());
+        rank.comm->recv(elements->buffer(), from, 10 + round, rank.in_time())->wait();
         EXPECT_EQ(elements->first_wrong([&](int64_t i) { return value_of(from, i, round); }), -1);
       }
     }
@@ -71,10 +71,10 @@ TEST_P(BackendMessages, MessagesPassCollectivesThatAreInFlight) {
       begin();
       note->fill([](int64_t i) { return static_cast<double>(i + 40); });
       for (int to = 1; to < rank.size; ++to) {
-        rank.comm->send(note->const_buffer(), to, 0, rank.in_time());
+        rank.comm->send(note->const_buffer(), to, 0, rank.in_time())->wait();
       }
     } else {
-      rank.comm->recv(note->buffer(), 0, 0, rank.in_time());
+      rank.comm->recv(note->buffer(), 0, 0, rank.in_time())->wait();
       EXPECT_EQ(note->first_wrong([](int64_t i) { return static_cast<double>(i + 40); }), -1);
       begin();
     }
@@ -83,13 +83,59 @@ TEST_P(BackendMessages, MessagesPassCollectivesThatAreInFlight) {
   });
 }
 
+// All ranks send to all before anyone receives, large messages too.
+TEST_P(BackendMessages, MessagesInFlightNeitherWaitForEachOtherNorLoseTheirOrder) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    constexpr int64_t kCounts[] = {3, 700'001, 0, 1027};
+    std::vector<OwnElements> sent;
+    std::vector<OwnElements> received;
+    std::vector<std::unique_ptr<Backend::Work>> work;
+    for (int peer = 0; peer < rank.size; ++peer) {
+      if (peer == rank.rank) continue;
+      for (int round = 0; round < 4; ++round) {
+        sent.emplace_back(kCounts[round], Dtype::kF32);
+        sent.back()->fill([&](int64_t i) { return value_of(rank.rank, i, round); });
+        work.push_back(
+            rank.comm->send(sent.back()->const_buffer(), peer, round, rank.in_time("flying")));
+      }
+    }
+    rank.note("begins to receive");
+    for (int peer = 0; peer < rank.size; ++peer) {
+      if (peer == rank.rank) continue;
+      for (int round = 0; round < 4; ++round) {
+        received.emplace_back(kCounts[round], Dtype::kF32);
+        work.push_back(rank.comm->recv(received.back()->buffer(), peer, round, rank.in_time()));
+      }
+    }
+    const OwnElements sum(2003, Dtype::kF32);
+    sum->fill([](int64_t) { return 1; });
+    rank.comm->all_reduce(sum->buffer(), ReduceOp::kSum, 1, rank.in_time())->wait();
+    EXPECT_EQ(sum->first_wrong([&](int64_t) { return static_cast<double>(rank.size); }), -1);
+    rank.note("waits in the opposite order");
+    if (!work.empty()) {
+      while (!work.back()->advance()) {
+      }
+    }
+    for (size_t i = work.size(); i > 0; --i) work[i - 1]->wait();
+    size_t next = 0;
+    for (int peer = 0; peer < rank.size; ++peer) {
+      if (peer == rank.rank) continue;
+      for (int round = 0; round < 4; ++round) {
+        EXPECT_EQ(
+            received[next++]->first_wrong([&](int64_t i) { return value_of(peer, i, round); }), -1)
+            << "rank " << rank.rank << ", from " << peer << ", round " << round;
+      }
+    }
+  });
+}
+
 TEST_P(BackendMessages, ARankKeepsMessagesToItself) {
   run_ranks(GetParam(), [](Rank& rank) {
     const OwnElements sent(17, Dtype::kF64);
     const OwnElements received(17, Dtype::kF64);
     sent->fill([&](int64_t i) { return value_of(rank.rank, i, 1); });
-    rank.comm->send(sent->const_buffer(), rank.rank, 3, rank.in_time());
-    rank.comm->recv(received->buffer(), rank.rank, 3, rank.in_time());
+    rank.comm->send(sent->const_buffer(), rank.rank, 3, rank.in_time())->wait();
+    rank.comm->recv(received->buffer(), rank.rank, 3, rank.in_time())->wait();
     EXPECT_EQ(received->first_wrong([&](int64_t i) { return value_of(rank.rank, i, 1); }), -1);
   });
 }

@@ -215,6 +215,127 @@ TEST_P(BackendOperations, AllGatherGivesEveryRanksBlockToAll) {
   });
 }
 
+TEST_P(BackendOperations, ReduceGivesTheRootTheResultAndLeavesTheOthersAlone) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    const auto expect_reduce = [&](const Elements& elements, ReduceOp op, int root) {
+      elements.fill([&](int64_t i) { return colored(rank.rank, i); });
+      rank.comm->reduce(elements.buffer(), root, op, rank.rank + 1, rank.in_time())->wait();
+      const bool is_root = rank.rank == root;
+      const auto expected = [&](int64_t i) {
+        return is_root ? reduced(op, rank.size, i) : colored(rank.rank, i);
+      };
+      EXPECT_EQ(elements.first_wrong(expected, is_root ? allowed_ulps(op, rank.size) : 0), -1)
+          << "rank " << rank.rank << ", root " << root << ", " << elements.count() << " x "
+          << dtype_name(elements.buffer().dtype);
+    };
+    for (const Dtype dtype : kDtypes) {
+      for (const int64_t count : kSizes) {
+        const OwnElements elements(count, dtype);
+        for (const ReduceOp op : ops_of(dtype)) {
+          expect_reduce(*elements, op, static_cast<int>(count) % rank.size);
+        }
+      }
+    }
+    const OwnElements large(kLarge, Dtype::kF32);
+    expect_reduce(*large, ReduceOp::kSum, rank.size - 1);
+    const auto memory = rank.comm->allocate(kLarge * 4, rank.in_time());
+    const Elements registered(memory->data(), kLarge, Dtype::kF32);
+    expect_reduce(registered, ReduceOp::kSum, 0);
+    expect_reduce(rank.rank % 2 == 0 ? registered : *large, ReduceOp::kMax, 0);
+  });
+}
+
+// Rank r's element i for rank p.
+double addressed(int from, int to, int64_t i) {
+  return static_cast<double>((from * 7 + to * 3 + i) % 100);
+}
+
+// What ranks give each other depends on both: from nothing to several chunks.
+TEST_P(BackendOperations, ExchangeMovesBlocksOfAnyCounts) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    const auto counts_between = [&](int from, int to, int64_t scale) {
+      return (from + 2 * to) % 3 * scale + (from == 0 ? 1 : 0);
+    };
+    const auto expect_exchange = [&](Dtype dtype, int64_t scale, bool registered) {
+      std::vector<int64_t> given;
+      std::vector<int64_t> taken;
+      for (int peer = 0; peer < rank.size; ++peer) {
+        given.push_back(counts_between(rank.rank, peer, scale));
+        taken.push_back(counts_between(peer, rank.rank, scale));
+      }
+      const BlockExchange blocks = BlockExchange::all_to_all(given, taken);
+      const auto memory = rank.comm->allocate(
+          static_cast<int64_t>(rank.size) * 3 * (scale + 1) * dtype_bytes(dtype), rank.in_time());
+      const OwnElements own(blocks.given_count(), dtype);
+      const Elements input =
+          registered ? Elements(memory->data(), blocks.given_count(), dtype) : *own;
+      const OwnElements output(blocks.taken_count(), dtype);
+      int to = 0;
+      input.fill([&](int64_t i) {
+        while (i >= blocks.given_offset(to) + given[static_cast<size_t>(to)]) ++to;
+        return addressed(rank.rank, to, i - blocks.given_offset(to));
+      });
+      rank.comm->exchange(input.const_buffer(), output->buffer(), blocks, rank.in_time())->wait();
+      int from = 0;
+      EXPECT_EQ(output->first_wrong([&](int64_t i) {
+        while (i >= blocks.taken_offset(from) + taken[static_cast<size_t>(from)]) ++from;
+        return addressed(from, rank.rank, i - blocks.taken_offset(from));
+      }),
+                -1)
+          << "rank " << rank.rank << ", scale " << scale;
+    };
+    for (const Dtype dtype : kDtypes) {
+      for (const int64_t scale : {0, 1, 40, 3000}) expect_exchange(dtype, scale, false);
+    }
+    for (const bool registered : {false, true}) {
+      expect_exchange(Dtype::kF32, 200'003, registered);
+      expect_exchange(Dtype::kF32, 5, registered);
+    }
+  });
+}
+
+TEST_P(BackendOperations, GatherAndScatterAndAllGatherOfDifferentCounts) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    const auto exchange = [&](const Elements& input, const Elements& output,
+                              const BlockExchange& blocks) {
+      rank.comm->exchange(input.const_buffer(), output.buffer(), blocks, rank.in_time())->wait();
+    };
+    for (int root = 0; root < rank.size; ++root) {
+      for (const int64_t count : {int64_t{0}, int64_t{5}, int64_t{100'003}}) {
+        const bool is_root = rank.rank == root;
+        const OwnElements block(count, Dtype::kF32);
+        const OwnElements blocks(is_root ? count * rank.size : 0, Dtype::kF32);
+        block->fill([&](int64_t i) { return colored(rank.rank, i); });
+        exchange(*block, *blocks, BlockExchange::gather(rank.comm->group(), count, root));
+        EXPECT_EQ(blocks->first_wrong(
+                      [&](int64_t i) { return colored(static_cast<int>(i / count), i % count); }),
+                  -1);
+        if (is_root)
+          blocks->fill([&](int64_t i) { return colored(static_cast<int>(i / count), i); });
+        exchange(*blocks, *block, BlockExchange::scatter(rank.comm->group(), count, root));
+        EXPECT_EQ(block->first_wrong(
+                      [&](int64_t i) { return colored(rank.rank, rank.rank * count + i); }),
+                  -1);
+      }
+    }
+    for (const int64_t scale : {int64_t{0}, int64_t{3}, int64_t{90'001}}) {
+      std::vector<int64_t> counts;
+      for (int peer = 0; peer < rank.size; ++peer) counts.push_back(peer * scale);
+      const BlockExchange blocks = BlockExchange::all_gather(rank.comm->group(), counts);
+      const OwnElements input(blocks.given_count(), Dtype::kI64);
+      const OwnElements output(blocks.taken_count(), Dtype::kI64);
+      input->fill([&](int64_t i) { return colored(rank.rank, i); });
+      exchange(*input, *output, blocks);
+      int from = 0;
+      EXPECT_EQ(output->first_wrong([&](int64_t i) {
+        while (i >= blocks.taken_offset(from) + counts[static_cast<size_t>(from)]) ++from;
+        return colored(from, i - blocks.taken_offset(from));
+      }),
+                -1);
+    }
+  });
+}
+
 // The smaller side is this rank's block of the larger one, in memory that peers reach and in
 // private memory, and on every second rank in the one or the other.
 TEST_P(BackendOperations, ReduceScatterAndAllGatherWorkInPlace) {

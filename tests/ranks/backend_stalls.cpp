@@ -41,7 +41,7 @@ TEST_P(BackendStalls, AReceiveAgainstAnAllReduceNamesBothCallsAndBothRanks) {
                     " called all_reduce #2: 3 x F32, sum"},
                    [&](Rank& rank, const Elements& elements, const CallContext& context) {
                      if (rank.rank == odd_one)
-                       return rank.comm->recv(elements.buffer(), 0, 0, context);
+                       return rank.comm->recv(elements.buffer(), 0, 0, context)->wait();
                      rank.comm->all_reduce(elements.buffer(), ReduceOp::kSum, 1, context)->wait();
                    });
 }
@@ -52,7 +52,7 @@ TEST_P(BackendStalls, ASendAgainstABroadcastNamesBothCallsAndBothRanks) {
                     " called broadcast #2: 4194304 x F32, root 0"},
                    [&](Rank& rank, const Elements& elements, const CallContext& context) {
                      if (rank.rank == 0) {
-                       return rank.comm->send(elements.const_buffer(), 1, 5, context);
+                       return rank.comm->send(elements.const_buffer(), 1, 5, context)->wait();
                      }
                      rank.comm->broadcast(elements.buffer(), 0, context)->wait();
                    });
@@ -85,7 +85,7 @@ void expect_last_is_named(const WorldCase& world,
 TEST_P(BackendStalls, AChainOfReceivesLeadsToTheRankThatDoesNotSend) {
   expect_last_is_named(GetParam(), [](Rank& rank, const CallContext& context) {
     const OwnElements elements(3, Dtype::kF32);
-    rank.comm->recv(elements->buffer(), rank.rank + 1, 0, context);
+    rank.comm->recv(elements->buffer(), rank.rank + 1, 0, context)->wait();
   });
 }
 
@@ -93,7 +93,7 @@ TEST_P(BackendStalls, AChainOfReceivesLeadsToTheRankThatDoesNotSend) {
 TEST_P(BackendStalls, ARankThatIsAheadDoesNotBlameThoseThatAreHeldUp) {
   expect_last_is_named(GetParam(), [](Rank& rank, const CallContext& context) {
     const OwnElements elements(3, Dtype::kF32);
-    if (rank.rank > 0) rank.comm->recv(elements->buffer(), rank.size - 1, 0, context);
+    if (rank.rank > 0) rank.comm->recv(elements->buffer(), rank.size - 1, 0, context)->wait();
     rank.comm->barrier(context);
   });
 }

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cmath>
 
+#include "lockstep/mean_over_ranks.hpp"
 #include "lockstep/memory.hpp"
 #include "lockstep/mesh.hpp"
 #include "lockstep/world.hpp"
@@ -88,13 +90,127 @@ TEST(Communicator, ScattersAndGathersMayBeInFlightAndInPlace) {
       own.add_(comm.rank());
       Work gather = comm.begin_all_gather(all, own);
       other.wait();
-      EXPECT_TRUE(torch::equal(part, apart.narrow(0, comm.rank() * count, count)));
+      EXPECT_TRUE(torch::allclose(part, apart.narrow(0, comm.rank() * count, count)));
       gather.wait();
       EXPECT_FLOAT_EQ(all[count * size - 1].item<float>(),
                       static_cast<float>(size * (size + 1)) / 2 + static_cast<float>(size - 1));
       EXPECT_EQ(comm.stats().all_reduces, 0);
     });
   }
+}
+
+TEST(Communicator, ExchangesBlocksOfEqualAndOfDifferentSizes) {
+  for (const int size : {1, 2, 3, 5}) {
+    run_ranks(size, [&](const Communicator& comm) {
+      const int rank = comm.rank();
+      for (const auto dtype : {torch::kFloat32, torch::kFloat64, torch::kBFloat16, torch::kInt64}) {
+        const auto given = torch::full({size, 2}, 10 * rank, dtype) +
+                           torch::arange(size, torch::kInt64).to(dtype).unsqueeze(1);
+        const auto taken = torch::empty({size, 2}, dtype);
+        comm.all_to_all(taken, given);
+        const auto expected = (torch::arange(size, torch::kInt64) * 10 + rank).to(dtype);
+        EXPECT_TRUE(torch::equal(taken, expected.unsqueeze(1).expand({size, 2})));
+      }
+      // Rank r gives p + 1 rows to rank p, and so takes r + 1 from each.
+      std::vector<int64_t> input_rows;
+      for (int peer = 0; peer < size; ++peer) input_rows.push_back(peer + 1);
+      const std::vector<int64_t> output_rows(static_cast<size_t>(size), rank + 1);
+      const auto input = torch::full({size * (size + 1) / 2, 3}, rank, torch::kInt64);
+      const auto output = torch::empty({size * (rank + 1), 3}, torch::kInt64);
+      comm.all_to_all(output, input, output_rows, input_rows);
+      for (int peer = 0; peer < size; ++peer) {
+        EXPECT_EQ(output[peer * (rank + 1)][2].item<int64_t>(), peer);
+      }
+      const auto none = torch::empty({0, 3});
+      const std::vector<int64_t> no_rows(static_cast<size_t>(size), 0);
+      comm.all_to_all(none, none, no_rows, no_rows);
+    });
+  }
+}
+
+TEST(Communicator, GathersScattersAndReducesAtARoot) {
+  for (const int size : {1, 2, 3, 5}) {
+    run_ranks(size, [&](const Communicator& comm) {
+      const int root = size / 2;
+      const bool is_root = comm.rank() == root;
+      const auto all = is_root ? torch::empty({size, 2}) : torch::Tensor();
+      comm.gather(all, torch::full({2}, static_cast<float>(comm.rank())), root);
+      if (is_root) {
+        EXPECT_FLOAT_EQ(all[size - 1][1].item<float>(), static_cast<float>(size - 1));
+      }
+      const auto part = torch::empty({2});
+      comm.scatter(part, all, root);
+      EXPECT_FLOAT_EQ(part[0].item<float>(), static_cast<float>(comm.rank()));
+      const auto value = torch::full({3}, static_cast<float>(comm.rank() + 1));
+      comm.reduce(value, root);
+      EXPECT_FLOAT_EQ(value[2].item<float>(), is_root ? static_cast<float>(size * (size + 1)) / 2
+                                                      : static_cast<float>(comm.rank() + 1));
+    });
+  }
+}
+
+TEST(Communicator, GathersTensorsAndTextsOfDifferentSizes) {
+  for (const int size : {1, 2, 3, 5}) {
+    run_ranks(size, [&](const Communicator& comm) {
+      const auto parts = comm.all_gather(torch::full({comm.rank(), 2}, comm.rank(), torch::kInt64));
+      ASSERT_EQ(parts.size(), static_cast<size_t>(size));
+      for (int64_t peer = 0; peer < size; ++peer) {
+        EXPECT_TRUE(torch::equal(parts[static_cast<size_t>(peer)],
+                                 torch::full({peer, 2}, peer, torch::kInt64)));
+      }
+      const auto scalars = comm.all_gather(torch::tensor(static_cast<float>(comm.rank())));
+      EXPECT_EQ(scalars.back().dim(), 0);
+      EXPECT_FLOAT_EQ(scalars.back().item<float>(), static_cast<float>(size - 1));
+      const std::string mine(static_cast<size_t>(comm.rank()) * 70'000, 'a');
+      const auto texts = comm.all_gather_text(mine);
+      EXPECT_EQ(texts.back().size(), static_cast<size_t>(size - 1) * 70'000);
+      EXPECT_EQ(texts.front(), "");
+      const auto gathered = comm.gather_text(std::to_string(comm.rank()), size - 1);
+      EXPECT_EQ(gathered.size(), comm.rank() == size - 1 ? static_cast<size_t>(size) : 0U);
+      if (!gathered.empty()) {
+        EXPECT_EQ(gathered.back(), std::to_string(size - 1));
+      }
+      const std::string told("with\0a zero", 11);
+      EXPECT_EQ(comm.broadcast_text(comm.rank() == 0 ? told : "other"), told);
+      EXPECT_EQ(comm.broadcast_text("", size - 1), "");
+    });
+  }
+}
+
+TEST(Communicator, MessagesMayBeInFlightInBothDirections) {
+  run_ranks(3, [](const Communicator& comm) {
+    std::vector<torch::Tensor> received;
+    std::vector<Work> works;
+    for (int peer = 0; peer < 3; ++peer) {
+      if (peer == comm.rank()) continue;
+      const auto sent = torch::full({300'000}, static_cast<float>(comm.rank() + 10));
+      works.push_back(comm.begin_send(sent, peer, {.tag = 4}));
+      received.push_back(torch::empty({300'000}));
+      works.push_back(comm.begin_recv(received.back(), peer, {.tag = 4}));
+    }
+    for (auto& work : works) work.wait();
+    const int first = comm.rank() == 0 ? 1 : 0;
+    EXPECT_FLOAT_EQ(received[0][299'999].item<float>(), static_cast<float>(first + 10));
+  });
+}
+
+TEST(Communicator, DifferentSizesOfAnExchangeAreNamedOnEveryRank) {
+  const auto outcomes = outcomes_of_ranks(2, [](const Communicator& comm) {
+    const std::vector<int64_t> rows{1, comm.rank() == 0 ? 2 : 1};
+    const std::vector<int64_t> expected{1, 1};
+    comm.all_to_all(torch::empty({2}), torch::ones({rows[0] + rows[1]}), expected, rows);
+  });
+  for (const auto& outcome : outcomes) {
+    EXPECT_EQ(outcome.code(), Code::kCallMismatch) << outcome.text();
+    EXPECT_NE(outcome.text().find("rank 0 gives 2 elements to rank 1, which takes 1"),
+              std::string::npos)
+        << outcome.text();
+  }
+  const auto comm = Communicator::self();
+  expect_error(Code::kTensorMismatch, {"all_to_all", "[2]", "[3]"},
+               [&] { comm.all_to_all(torch::ones({3}), torch::ones({3}), {3}, {2}); });
+  expect_error(Code::kTensorMismatch, {"gather", "undefined"},
+               [&] { comm.gather(torch::Tensor(), torch::ones({3}), 0); });
 }
 
 TEST(Communicator, WhatFollowsAReductionRunsOnceWhenItIsDone) {
@@ -173,6 +289,47 @@ TEST(Communicator, DifferentCallsAreNamedOnEveryRank) {
     for (const char* part : {"all_reduce", "bucket 3", "7", "8", "rank"}) {
       EXPECT_NE(outcome.text().find(part), std::string::npos) << outcome.text();
     }
+  }
+}
+
+TEST(MeanOverRanks, WeighsEachRankByItsRowsInOneCollective) {
+  for (const int size : {1, 2, 3, 5}) {
+    run_ranks(size, [&](const Communicator& comm) {
+      // Rank r has r rows, all of value r; rank 0 has none, and so no mean.
+      const double rows = size == 1 ? 1 : comm.rank();
+      const double loss = rows == 0 ? std::nan("") : comm.rank();
+      const auto means = mean_over_ranks(
+          comm, {{"loss", torch::tensor(loss)}, {"one", 1}, {"accuracy", 2 * loss}}, rows);
+      double sum = 0;
+      double total = 0;
+      for (int rank = 0; rank < size; ++rank) {
+        sum += rank * rank;
+        total += rank;
+      }
+      const double expected = size == 1 ? 0 : sum / total;
+      EXPECT_DOUBLE_EQ(means.at("loss"), expected);
+      EXPECT_DOUBLE_EQ(means.at("accuracy"), 2 * expected);
+      EXPECT_DOUBLE_EQ(means.at("one"), 1);
+      EXPECT_EQ(comm.stats().all_reduces, 1);
+    });
+  }
+}
+
+TEST(MeanOverRanks, RefusesWhatHasNoMean) {
+  const auto comm = Communicator::self();
+  expect_error(Code::kUsage, {"mean of loss", "zero"}, [&] {
+    mean_over_ranks(comm, {{"loss", 1.0}}, 0);
+  });
+  expect_error(Code::kUsage, {"-1"}, [&] { mean_over_ranks(comm, {{"loss", 1.0}}, -1); });
+  expect_error(Code::kTensorMismatch, {"[2]"}, [&] {
+    mean_over_ranks(comm, {{"loss", torch::ones({2})}});
+  });
+  const auto outcomes = outcomes_of_ranks(2, [](const Communicator& ranks) {
+    mean_over_ranks(ranks, {{ranks.rank() == 0 ? "loss" : "accuracy", 1.0}});
+  });
+  for (const auto& outcome : outcomes) {
+    EXPECT_EQ(outcome.code(), Code::kCallMismatch);
+    EXPECT_NE(outcome.text().find("mean of accuracy"), std::string::npos) << outcome.text();
   }
 }
 

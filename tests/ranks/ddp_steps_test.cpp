@@ -132,9 +132,19 @@ TEST(Ddp, AnExceptionOnOneRankReachesTheOthersByName) {
   }
 }
 
-TEST(Ddp, SparseGradientsAndSecondDerivativesAreRefused) {
+// Nobody can know before backward that its gradient is sparse.
+struct LookupByHandImpl : torch::nn::Module {
+  LookupByHandImpl() : table(register_parameter("table", torch::ones({4, 2}))) {}
+  torch::Tensor forward(const torch::Tensor& words) {
+    return torch::embedding(table, words, -1, false, /*sparse=*/true);
+  }
+  torch::Tensor table;
+};
+TORCH_MODULE(LookupByHand);
+
+TEST(Ddp, UnexpectedSparseGradientsAndSecondDerivativesAreRefused) {
   const auto sparse = outcomes_of_ranks(2, [](const Communicator& comm) {
-    torch::nn::Embedding net(torch::nn::EmbeddingOptions(4, 2).sparse(true));
+    LookupByHand net;
     DistributedDataParallel ddp(net, comm);
     ddp(torch::zeros({2}, torch::kInt64)).sum().backward();
   });

@@ -96,15 +96,15 @@ TEST(ShmFailure, WhatARankDidBeforeItLeftCounts) {
     int64_t data = backend.rank();
     if (backend.rank() == 2) ::usleep(50'000);  // rank 1 has left by then
     if (backend.rank() > 0) {
-      backend.send({&data, 1, Dtype::kI64}, 0, 0, within(20));
+      backend.send({&data, 1, Dtype::kI64}, 0, 0, within(20))->wait();
       return "";
     }
     for (const int from : {2, 1}) {
-      backend.recv({&data, 1, Dtype::kI64}, from, 0, within(20));
+      backend.recv({&data, 1, Dtype::kI64}, from, 0, within(20))->wait();
       if (data != from) return "another rank's message";
     }
     return fails_with(Code::kRankFailed, {"recv #2", "rank 1 of 3 left the communicator"}, [&] {
-      backend.recv({&data, 1, Dtype::kI64}, 1, 0, within(20));
+      backend.recv({&data, 1, Dtype::kI64}, 1, 0, within(20))->wait();
     });
   });
 }
@@ -182,9 +182,9 @@ TEST(ShmFailure, AMessageThatDoesNotFitIsAnErrorOnBothSides) {
     std::vector<float> data(2'000'000, static_cast<float>(backend.rank()));
     const auto call = [&] {
       if (backend.rank() == 0) {  // too large to return before the receiver comes
-        backend.send({data.data(), 2'000'000}, 1, 7, within(20));
+        backend.send({data.data(), 2'000'000}, 1, 7, within(20))->wait();
       } else {
-        backend.recv({data.data(), 2'000'000}, 0, 8, within(20));
+        backend.recv({data.data(), 2'000'000}, 0, 8, within(20))->wait();
       }
     };
     const std::string wrong = fails_with(Code::kCallMismatch,
@@ -204,7 +204,7 @@ TEST(ShmFailure, AMissingMessageEndsAtTheDeadline) {
       return "";
     }
     return fails_with(Code::kRankAbsent, {"recv #1", "rank 0 of 2 absent after"}, [&] {
-      backend.recv({&data, 1}, 0, 0, within(0.1));
+      backend.recv({&data, 1}, 0, 0, within(0.1))->wait();
     });
   });
 }
@@ -226,7 +226,7 @@ TEST(ShmFailure, BadArgumentsAreRefusedAndHarmNobody) {
           backend.broadcast({data, 1, Dtype::kI64}, 2, within(20))->wait();
         },
         [&] {
-          backend.send({data, 1, Dtype::kI64}, -1, 0, within(20));
+          backend.send({data, 1, Dtype::kI64}, -1, 0, within(20))->wait();
         },
         [&] { backend.allocate(-1, within(20)); },
         [&] {

@@ -139,9 +139,9 @@ class Stress {
     std::vector<float> out(static_cast<size_t>(count));
     std::vector<float> in(static_cast<size_t>(count));
     for (int64_t i = 0; i < count; ++i) out[static_cast<size_t>(i)] = value(rank(), i, step);
-    if (rank() > 0) backend_.recv({in.data(), count}, left, step, within(20));
-    backend_.send({out.data(), count}, right, step, within(20));
-    if (rank() == 0) backend_.recv({in.data(), count}, left, step, within(20));
+    if (rank() > 0) backend_.recv({in.data(), count}, left, step, within(20))->wait();
+    backend_.send({out.data(), count}, right, step, within(20))->wait();
+    if (rank() == 0) backend_.recv({in.data(), count}, left, step, within(20))->wait();
     for (int64_t i = 0; i < count; ++i) {
       if (in[static_cast<size_t>(i)] != value(left, i, step)) return "recv at " + std::to_string(i);
     }

@@ -30,6 +30,13 @@ void reduce_two(void* user, void* out, const void* a, const void* b, size_t coun
   reduce(how->dtype, how->op, inputs, {}, outputs, static_cast<int64_t>(count));
 }
 
+// This rank's share of a mean.
+void scale(const Buffer& buffer, double factor) {
+  const std::array<const void*, 1> inputs = {buffer.data};
+  const std::array outputs = {buffer.data};
+  reduce(buffer.dtype, ReduceOp::kMean, inputs, {&factor, 1}, outputs, buffer.count);
+}
+
 class PlainMemory final : public RegisteredMemory {
  public:
   explicit PlainMemory(int64_t bytes) : bytes_(bytes) {
@@ -80,8 +87,14 @@ class GlooBackend final : public Backend {
                                        double weight, const CallContext& context) override;
   std::unique_ptr<Work> all_gather(const ConstBuffer& input, const Buffer& output,
                                    const CallContext& context) override;
-  void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) override;
-  void recv(const Buffer& buffer, int from, int tag, const CallContext& context) override;
+  std::unique_ptr<Work> reduce(const Buffer& buffer, int root, ReduceOp op, double weight,
+                               const CallContext& context) override;
+  std::unique_ptr<Work> exchange(const ConstBuffer& input, const Buffer& output,
+                                 const BlockExchange& blocks, const CallContext& context) override;
+  std::unique_ptr<Work> send(const ConstBuffer& buffer, int to, int tag,
+                             const CallContext& context) override;
+  std::unique_ptr<Work> recv(const Buffer& buffer, int from, int tag,
+                             const CallContext& context) override;
   void barrier(const CallContext& context) override {
     // It is done when all ranks have told their fingerprints.
     call(Fingerprint{}, context, [](const GlooCore::Task&, std::span<const Fingerprint>) {});
@@ -100,6 +113,18 @@ class GlooBackend final : public Backend {
     return work;
   }
 
+  std::unique_ptr<Work> begin_message(int peer, const Fingerprint& what, const CallContext& context,
+                                      GlooCore::Body body) {
+    auto work = std::make_unique<GlooCore::Task>(core_, what, context, std::move(body));
+    work->peer = peer;
+    core_->begin_message(*work);
+    return work;
+  }
+
+  void compare_counts(const GlooCore::Task& task, const BlockExchange& blocks);
+  void move_blocks(const GlooCore::Task& task, const ConstBuffer& input, const Buffer& output,
+                   const BlockExchange& blocks);
+
   void call(const Fingerprint& what, const CallContext& context, GlooCore::Body body) {
     begin(what, context, std::move(body))->wait();
   }
@@ -114,47 +139,125 @@ std::unique_ptr<Backend::Work> GlooBackend::all_reduce(const Buffer& buffer, Red
   check_reduce(buffer, op, weight);
   const Fingerprint what =
       make_reduce_fingerprint(Operation::kAllReduce, buffer.dtype, buffer.count, op, weight);
-  return begin(what, context, [this, buffer, op](const GlooCore::Task& task,
-                                                 std::span<const Fingerprint> calls) {
-    const auto factors = mean_factors(calls);
-    if (buffer.count == 0 || size() == 1) return;
-    if (op == ReduceOp::kMean) {
-      const double factor = factors[static_cast<size_t>(rank())];
-      const std::array<const void*, 1> inputs = {buffer.data};
-      const std::array outputs = {buffer.data};
-      reduce(buffer.dtype, op, inputs, {&factor, 1}, outputs, buffer.count);
-    }
-    Reduction how{buffer.dtype, op == ReduceOp::kMean ? ReduceOp::kSum : op};
-    core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
-      return api.all_reduce(gloo, buffer.data, static_cast<size_t>(buffer.count),
-                            static_cast<size_t>(dtype_bytes(buffer.dtype)), reduce_two, &how,
+  return begin(what, context,
+               [this, buffer, op](const GlooCore::Task& task, std::span<const Fingerprint> calls) {
+                 const auto factors = mean_factors(calls);
+                 if (buffer.count == 0 || size() == 1) return;
+                 if (op == ReduceOp::kMean) scale(buffer, factors[static_cast<size_t>(rank())]);
+                 Reduction how{buffer.dtype, op == ReduceOp::kMean ? ReduceOp::kSum : op};
+                 core_->transfer(
+                     task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
+                       return api.all_reduce(gloo, buffer.data, static_cast<size_t>(buffer.count),
+                                             static_cast<size_t>(dtype_bytes(buffer.dtype)),
+                                             reduce_two, &how, &call);
+                     });
+               });
+}
+
+// The others' values must stay: they are reduced in a copy.
+std::unique_ptr<Backend::Work> GlooBackend::reduce(const Buffer& buffer, int root, ReduceOp op,
+                                                   double weight, const CallContext& context) {
+  check_rooted_reduce(group(), buffer, root, op, weight);
+  return begin(
+      make_rooted_reduce_fingerprint(buffer, root, op, weight), context,
+      [this, buffer, root, op](const GlooCore::Task& task, std::span<const Fingerprint> calls) {
+        const auto factors = mean_factors(calls);
+        if (buffer.count == 0 || size() == 1) return;
+        std::vector<std::byte> copy;
+        void* data = buffer.data;
+        if (rank() != root) {
+          const auto* first = static_cast<const std::byte*>(buffer.data);
+          copy.assign(first, first + buffer.bytes());
+          data = copy.data();
+        }
+        const Buffer reduced{data, buffer.count, buffer.dtype};
+        if (op == ReduceOp::kMean) scale(reduced, factors[static_cast<size_t>(rank())]);
+        Reduction how{buffer.dtype, op == ReduceOp::kMean ? ReduceOp::kSum : op};
+        core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
+          return api.reduce(gloo, data, static_cast<size_t>(buffer.count),
+                            static_cast<size_t>(dtype_bytes(buffer.dtype)), root, reduce_two, &how,
                             &call);
-    });
+        });
+      });
+}
+
+std::unique_ptr<Backend::Work> GlooBackend::exchange(const ConstBuffer& input, const Buffer& output,
+                                                     const BlockExchange& blocks,
+                                                     const CallContext& context) {
+  check_exchange(group(), input, output, blocks);
+  return begin(
+      make_exchange_fingerprint(input.dtype, blocks), context,
+      [this, input, output, blocks](const GlooCore::Task& task, std::span<const Fingerprint>) {
+        compare_counts(task, blocks);
+        move_blocks(task, input, output, blocks);
+      });
+}
+
+// Every rank sees the counts of all, and so finds the same mismatch by itself.
+void GlooBackend::compare_counts(const GlooCore::Task& task, const BlockExchange& blocks) {
+  std::vector<int64_t> own = blocks.given;
+  own.insert(own.end(), blocks.taken.begin(), blocks.taken.end());
+  const std::string_view bytes(reinterpret_cast<const char*>(own.data()),
+                               own.size() * sizeof(int64_t));
+  ExchangedCounts given;
+  ExchangedCounts taken;
+  for (const std::string& said : core_->exchange(task, GlooLink::Frame::kNote, bytes)) {
+    std::vector<int64_t> counts(own.size());
+    std::memcpy(counts.data(), said.data(), std::min(said.size(), bytes.size()));
+    const auto middle = counts.begin() + static_cast<ptrdiff_t>(blocks.given.size());
+    given.emplace_back(counts.begin(), middle);
+    taken.emplace_back(middle, counts.end());
+  }
+  require_same_counts(group(), task.spoken_of(), given, taken);
+}
+
+void GlooBackend::move_blocks(const GlooCore::Task& task, const ConstBuffer& input,
+                              const Buffer& output, const BlockExchange& blocks) {
+  const int64_t element_bytes = dtype_bytes(input.dtype);
+  const auto block_of = [&](int64_t offset, int64_t count) {
+    return LockstepGlooBlock{static_cast<size_t>(offset * element_bytes),
+                             static_cast<size_t>(count * element_bytes)};
+  };
+  std::vector<LockstepGlooBlock> given;
+  std::vector<LockstepGlooBlock> taken;
+  for (int peer = 0; peer < size(); ++peer) {
+    const auto at = static_cast<size_t>(peer);
+    given.push_back(block_of(blocks.given_offset(peer), blocks.given[at]));
+    taken.push_back(block_of(blocks.taken_offset(peer), blocks.taken[at]));
+  }
+  const auto own = static_cast<size_t>(rank());
+  if (given[own].bytes > 0) {
+    std::memcpy(static_cast<std::byte*>(output.data) + taken[own].offset,
+                static_cast<const std::byte*>(input.data) + given[own].offset, given[own].bytes);
+  }
+  core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
+    return api.exchange(gloo, input.data, given.data(), output.data, taken.data(), &call);
   });
 }
 
-void GlooBackend::send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) {
+std::unique_ptr<Backend::Work> GlooBackend::send(const ConstBuffer& buffer, int to, int tag,
+                                                 const CallContext& context) {
   check_message(group(), buffer.count, to);
-  core_->session().guarded([&] {
-    if (to == rank()) return core_->own_messages().send(buffer, tag, context);
-    GlooCore::Task task(
-        core_, make_message_fingerprint(Operation::kSend, 0, buffer, tag, context.label), context);
-    task.peer = to;
-    core_->send(task, buffer);
-  });
+  if (to == rank()) {
+    core_->session().guarded([&] { core_->own_messages().send(buffer, tag, context); });
+    return make_done_work();
+  }
+  return begin_message(
+      to, make_message_fingerprint(Operation::kSend, 0, buffer, tag, context.label), context,
+      [this, buffer](const GlooCore::Task& task, auto) { core_->send(task, buffer); });
 }
 
-void GlooBackend::recv(const Buffer& buffer, int from, int tag, const CallContext& context) {
+std::unique_ptr<Backend::Work> GlooBackend::recv(const Buffer& buffer, int from, int tag,
+                                                 const CallContext& context) {
   check_message(group(), buffer.count, from);
-  core_->session().guarded([&] {
-    if (from == rank()) return core_->own_messages().recv(buffer, tag, context);
-    const ConstBuffer expected{buffer.data, buffer.count, buffer.dtype};
-    GlooCore::Task task(core_,
-                        make_message_fingerprint(Operation::kRecv, 0, expected, tag, context.label),
-                        context);
-    task.peer = from;
-    core_->recv(task, buffer);
-  });
+  if (from == rank()) {
+    core_->session().guarded([&] { core_->own_messages().recv(buffer, tag, context); });
+    return make_done_work();
+  }
+  const ConstBuffer expected{buffer.data, buffer.count, buffer.dtype};
+  return begin_message(
+      from, make_message_fingerprint(Operation::kRecv, 0, expected, tag, context.label), context,
+      [this, buffer](const GlooCore::Task& task, auto) { core_->recv(task, buffer); });
 }
 
 std::unique_ptr<Backend::Work> GlooBackend::broadcast(const Buffer& buffer, int root,
@@ -179,38 +282,36 @@ std::unique_ptr<Backend::Work> GlooBackend::reduce_scatter(const ConstBuffer& in
   check_reduce_scatter(group(), input, output, op, weight);
   const Fingerprint what =
       make_reduce_fingerprint(Operation::kReduceScatter, output.dtype, output.count, op, weight);
-  return begin(what, context, [this, input, output, op](const GlooCore::Task& task,
-                                                        std::span<const Fingerprint> calls) {
-    const auto factors = mean_factors(calls);
-    if (output.count == 0) return;
-    const auto block = static_cast<size_t>(output.bytes());
-    std::vector<std::byte> blocks(size() == 1 ? 0 : block * static_cast<size_t>(size()));
-    core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
-      return api.all_to_all(gloo, input.data, block, blocks.data(), &call);
-    });
-    const auto* first =
-        size() == 1 ? static_cast<const std::byte*>(input.data) : std::as_const(blocks).data();
-    std::vector<const void*> inputs;
-    for (size_t peer = 0; peer < calls.size(); ++peer) inputs.push_back(first + peer * block);
-    const std::array outputs = {output.data};
-    reduce(output.dtype, op, inputs, factors, outputs, output.count);
-  });
+  return begin(
+      what, context,
+      [this, input, output, op](const GlooCore::Task& task, std::span<const Fingerprint> calls) {
+        const auto factors = mean_factors(calls);
+        if (output.count == 0) return;
+        const auto block = static_cast<size_t>(output.bytes());
+        std::vector<std::byte> blocks(block * calls.size());
+        move_blocks(task, input, {blocks.data(), input.count, input.dtype},
+                    BlockExchange::all_to_all(group(), output.count));
+        std::vector<const void*> inputs;
+        for (size_t peer = 0; peer < calls.size(); ++peer) inputs.push_back(&blocks[peer * block]);
+        const std::array outputs = {output.data};
+        lockstep::reduce(output.dtype, op, inputs, factors, outputs, output.count);
+      });
 }
 
 std::unique_ptr<Backend::Work> GlooBackend::all_gather(const ConstBuffer& input,
                                                        const Buffer& output,
                                                        const CallContext& context) {
   check_all_gather(group(), input, output);
-  return begin(
-      make_fingerprint(Operation::kAllGather, input.dtype, input.count), context,
-      [this, input, output](const GlooCore::Task& task, std::span<const Fingerprint>) {
-        if (input.count == 0) return;
-        const auto bytes = static_cast<size_t>(input.bytes());
-        if (size() == 1) std::memmove(output.data, input.data, bytes);
-        core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
-          return api.all_gather(gloo, input.data, bytes, output.data, &call);
-        });
-      });
+  return begin(make_fingerprint(Operation::kAllGather, input.dtype, input.count), context,
+               [this, input, output](const GlooCore::Task& task, std::span<const Fingerprint>) {
+                 if (input.count == 0) return;
+                 const auto bytes = static_cast<size_t>(input.bytes());
+                 if (size() == 1) std::memmove(output.data, input.data, bytes);
+                 core_->transfer(
+                     task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
+                       return api.all_gather(gloo, input.data, bytes, output.data, &call);
+                     });
+               });
 }
 
 std::unique_ptr<Backend> GlooBackend::split(int color, int key, std::string_view group_name,

@@ -162,16 +162,33 @@ GlooCore::GlooCore(Group group, Store& store, const std::string& address, int64_
     link_->on_failure([data = data_.get()] { data->abort(); });
     session_.on_failure([data = data_.get()](const std::exception_ptr&) { data->abort(); });
   }
-  worker_ = start_quiet_thread([this] { work(); });
+  collectives_.thread = start_quiet_thread([this] { work(collectives_); });
   if (link_) link_->on_survey([this] { return activity(); });
 }
 
 void GlooCore::begin(Task& task) {
   const std::lock_guard lock(mutex_);
   task.call.sequence = session_.next_collective();
+  push(collectives_, task);
+}
+
+void GlooCore::begin_message(Task& task) {
+  const std::lock_guard lock(mutex_);
+  const bool sends = task.call.operation == Operation::kSend;
+  task.call.sequence = sends ? session_.next_sent(task.peer) : session_.next_received(task.peer);
+  Lane& lane = (sends ? sends_ : receives_)[task.peer];
+  if (!lane.thread.joinable()) {
+    lane.thread = start_quiet_thread([this, &lane] { work(lane); });
+  }
+  push(lane, task);
+}
+
+// Under the mutex.
+void GlooCore::push(Lane& lane, Task& task) {
   session_.throw_if_broken();
   task.state_ = Task::State::kQueued;
-  queue_.push_back(&task);
+  task.lane_ = &lane;
+  lane.queue.push_back(&task);
   changed_.notify_all();
 }
 
@@ -181,35 +198,47 @@ bool GlooCore::done(const Task& task) {
   return task.state_ == Task::State::kDone;
 }
 
+// A message needs no change of threads where it is the next one.
 void GlooCore::finish(const Task& task) {
   std::unique_lock lock(mutex_);
+  if (task.peer >= 0 && task.state_ == Task::State::kQueued && !task.lane_->busy &&
+      task.lane_->queue.front() == &task) {
+    make_front(*task.lane_, lock);
+  }
   changed_.wait(lock, [&] { return task.state_ == Task::State::kDone; });
   if (task.error_) std::rethrow_exception(task.error_);
 }
 
-void GlooCore::work() {
+void GlooCore::work(Lane& lane) {
+  std::unique_lock lock(mutex_);
   for (;;) {
-    Task* task = nullptr;
-    {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
-      if (queue_.empty()) return;
-      task = queue_.front();
-    }
-    std::exception_ptr error;
-    try {
-      session_.guarded([&] { task->body_(*task, agree_on(*task)); });
-    } catch (...) {
-      error = std::current_exception();
-    }
-    // After this the task may be gone.
-    const std::lock_guard lock(mutex_);
-    task->body_ = nullptr;
-    task->error_ = error;
-    task->state_ = Task::State::kDone;
-    queue_.pop_front();
-    changed_.notify_all();
+    changed_.wait(lock, [&] { return !lane.busy && (stopping_ || !lane.queue.empty()); });
+    if (lane.queue.empty()) return;
+    make_front(lane, lock);
   }
+}
+
+// Without the lock while the task is made; after it the task may be gone.
+void GlooCore::make_front(Lane& lane, std::unique_lock<std::mutex>& lock) {
+  Task* task = lane.queue.front();
+  lane.busy = true;
+  lock.unlock();
+  std::exception_ptr error;
+  try {
+    session_.guarded([&] {
+      if (task->peer >= 0) return task->body_(*task, {});
+      task->body_(*task, agree_on(*task));
+    });
+  } catch (...) {
+    error = std::current_exception();
+  }
+  lock.lock();
+  lane.busy = false;
+  lane.queue.pop_front();
+  task->body_ = nullptr;
+  task->error_ = error;
+  task->state_ = Task::State::kDone;
+  changed_.notify_all();
 }
 
 std::vector<std::string> GlooCore::exchange(const Task& task, GlooLink::Frame frame,
@@ -257,8 +286,7 @@ class GlooCore::ShownMessage {
   std::list<RankActivity::Waiting>::iterator at_;
 };
 
-void GlooCore::send(Task& task, const ConstBuffer& buffer) {
-  task.call.sequence = session_.next_sent(task.peer);
+void GlooCore::send(const Task& task, const ConstBuffer& buffer) {
   const ShownMessage shown(*this, task);
   link_->send(task.peer, GlooLink::Frame::kMessage, as_bytes(task.call));
   if (buffer.count == 0) return;
@@ -270,8 +298,7 @@ void GlooCore::send(Task& task, const ConstBuffer& buffer) {
   check(task, outcome);
 }
 
-void GlooCore::recv(Task& task, const Buffer& buffer) {
-  task.call.sequence = session_.next_received(task.peer);
+void GlooCore::recv(const Task& task, const Buffer& buffer) {
   const ShownMessage shown(*this, task);
   const auto gathered =
       link_->gather(GlooLink::Frame::kMessage, std::span(&task.peer, 1), task.deadline_ns);
@@ -328,8 +355,8 @@ RankActivity GlooCore::activity() {
   RankActivity activity;
   activity.arrived = activity.finished = session_.collectives();
   activity.waiting.assign(messages_.begin(), messages_.end());
-  if (!queue_.empty()) {
-    const Fingerprint& call = queue_.front()->call;
+  if (!collectives_.queue.empty()) {
+    const Fingerprint& call = collectives_.queue.front()->call;
     activity.arrived = call.sequence;
     activity.finished = call.sequence - 1;
     activity.waiting.push_back({call, -1});
@@ -343,11 +370,17 @@ void GlooCore::shut_down() noexcept {
     const std::lock_guard lock(mutex_);
     if (stopping_) return;
     stopping_ = true;
-    unfinished = !queue_.empty();
+    unfinished = !collectives_.queue.empty();
+    for (const auto* lanes : {&sends_, &receives_}) {
+      for (const auto& [peer, lane] : *lanes) unfinished = unfinished || !lane.queue.empty();
+    }
     changed_.notify_all();
   }
   if (unfinished) session_.abort("it destroyed its communicator with calls under way");
-  worker_.join();
+  collectives_.thread.join();
+  for (auto* lanes : {&sends_, &receives_}) {
+    for (auto& [peer, lane] : *lanes) lane.thread.join();
+  }
   session_.close();
   if (link_) {
     link_->leave();

@@ -5,6 +5,7 @@
 #include <exception>
 #include <functional>
 #include <list>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -58,13 +59,17 @@ class GlooData {
 };
 
 /// One rank's part in a Gloo group: a thread that makes the collectives strictly in order, each
-/// after all ranks have compared their fingerprints. A group of one rank has no connections, and
+/// after all ranks have compared their fingerprints, and one for the messages to and from each peer
+/// with which there are any. A group of one rank has no connections, and
 /// nothing is ever exchanged.
 class GlooCore {
+  struct Lane;
+
  public:
   class Task;
 
-  /// What a call does once all ranks agree: calls[group rank]. Runs in the core's thread.
+  /// What a call does once all ranks agree: calls[group rank]; none of a message. Runs in a thread
+  /// of the core.
   using Body = std::function<void(const Task& task, std::span<const Fingerprint> calls)>;
 
   /// A call on its way. It is the backend's handle of the call, too.
@@ -90,6 +95,7 @@ class GlooCore {
 
    private:
     friend class GlooCore;
+    Lane* lane_ = nullptr;  // that it is queued in
     std::shared_ptr<GlooCore> core_;
     const Fingerprint* part_of_;
     Body body_;
@@ -110,10 +116,13 @@ class GlooCore {
   bool done(const Task& task);    ///< throws the task's error
   void finish(const Task& task);  ///< waits; throws the task's error
 
-  /// A message is made by the caller's own thread: it concerns two ranks only, and must not wait
-  /// behind collectives whose order the two may see differently.
-  void send(Task& task, const ConstBuffer& buffer);
-  void recv(Task& task, const Buffer& buffer);
+  /// Queues a message, which has a peer, and numbers it. It must not wait behind collectives, whose
+  /// order the two ranks may see differently, but only behind earlier messages of its direction.
+  void begin_message(Task& task);
+
+  /// In the body of a message.
+  void send(const Task& task, const ConstBuffer& buffer);
+  void recv(const Task& task, const Buffer& buffer);
   SelfMessages& own_messages() { return own_messages_; }
 
   /// In a task's body: moves data, and turns a failure into the error that names its cause.
@@ -130,7 +139,17 @@ class GlooCore {
   void shut_down() noexcept;
 
  private:
-  void work();
+  // Tasks that happen one after the other, and the thread that makes them. The one that waits for
+  // the first of them may make it in the thread's stead.
+  struct Lane {
+    std::deque<Task*> queue;  // owned by their callers
+    bool busy = false;        // the front one is being made
+    std::thread thread;
+  };
+
+  void push(Lane& lane, Task& task);
+  void work(Lane& lane);
+  void make_front(Lane& lane, std::unique_lock<std::mutex>& lock);
   std::vector<Fingerprint> agree_on(const Task& task);
   void check(const Task& task, const GlooData::Outcome& outcome);
   class ShownMessage;
@@ -148,10 +167,11 @@ class GlooCore {
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
-  std::deque<Task*> queue_;  // the front one is being made; owned by their callers
+  Lane collectives_;
+  std::map<int, Lane> sends_;     // [peer]
+  std::map<int, Lane> receives_;  // [peer]
   bool stopping_ = false;
   std::list<RankActivity::Waiting> messages_;  // under way, of any thread
-  std::thread worker_;
 };
 
 }  // namespace lockstep

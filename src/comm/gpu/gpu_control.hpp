@@ -64,10 +64,13 @@ class GpuAgreement final : public Awaited {
   void wait() override;
 
   std::span<const Fingerprint> calls() const { return calls_; }  ///< [rank], when done
+  std::span<const std::byte> note_bytes(int peer) const {
+    return exchange_.block(peer).subspan(sizeof(Fingerprint));
+  }
   template <class Note>
   Note note(int peer) const {
     Note value;
-    std::memcpy(&value, exchange_.block(peer).data() + sizeof(Fingerprint), sizeof value);
+    std::memcpy(&value, note_bytes(peer).data(), sizeof value);
     return value;
   }
 

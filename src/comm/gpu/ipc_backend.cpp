@@ -4,8 +4,12 @@
 #include <cstring>
 #include <deque>
 #include <exception>
+#include <functional>
+#include <map>
 #include <memory>
 #include <span>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/arguments.hpp"
@@ -264,7 +268,8 @@ void IpcMessages::say_bytes(int to, std::span<const std::byte> bytes, const Fing
     core_.control()
         .channel(IpcCore::kMessages)
         .send({bytes.data(), static_cast<int64_t>(bytes.size()), Dtype::kU8}, to, 0,
-              {.deadline_ns = deadline_ns, .part_of = &why});
+              {.deadline_ns = deadline_ns, .part_of = &why})
+        ->wait();
   });
 }
 
@@ -294,7 +299,8 @@ void IpcMessages::hear_bytes(int from, std::span<std::byte> bytes, const Fingerp
     core_.control()
         .channel(IpcCore::kMessages)
         .recv({bytes.data(), static_cast<int64_t>(bytes.size()), Dtype::kU8}, from, 0,
-              {.deadline_ns = deadline_ns, .part_of = &why});
+              {.deadline_ns = deadline_ns, .part_of = &why})
+        ->wait();
   });
 }
 
@@ -343,6 +349,41 @@ class IpcWork final : public Backend::Work {
   std::shared_ptr<IpcCollective> task_;
 };
 
+// A recv that was begun. It happens when it is first asked for, after those that were begun before.
+class IpcRecv final : public Backend::Work {
+ public:
+  using Queue = std::deque<IpcRecv*>;  // of one peer
+
+  IpcRecv(std::shared_ptr<IpcCore> core, Queue& queue, std::function<void()> receive)
+      : core_(std::move(core)), queue_(queue), receive_(std::move(receive)) {
+    queue_.push_back(this);
+  }
+  ~IpcRecv() override {
+    if (!receive_) return;
+    std::erase(queue_, this);
+    core_->session().abort("dropped a message before it was done");
+  }
+  IpcRecv(const IpcRecv&) = delete;
+  IpcRecv& operator=(const IpcRecv&) = delete;
+
+  bool advance() override {
+    wait();
+    return true;
+  }
+  void wait() override {
+    while (receive_) {
+      IpcRecv& next = *queue_.front();
+      queue_.pop_front();
+      std::exchange(next.receive_, nullptr)();
+    }
+  }
+
+ private:
+  std::shared_ptr<IpcCore> core_;
+  Queue& queue_;
+  std::function<void()> receive_;  // null once done
+};
+
 class IpcBackend final : public Backend {
  public:
   IpcBackend(std::unique_ptr<GpuControl> control, int gpu, int64_t deadline_ns)
@@ -383,18 +424,39 @@ class IpcBackend final : public Backend {
     return begin<IpcAllGather>("all_gather of ipc", context, input, output);
   }
 
-  void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) override {
+  std::unique_ptr<Work> reduce(const Buffer& buffer, int root, ReduceOp op, double weight,
+                               const CallContext& context) override {
+    check_rooted_reduce(group(), buffer, root, op, weight);
+    return begin<IpcReduce>("reduce of ipc", context, buffer, root, op, weight);
+  }
+
+  std::unique_ptr<Work> exchange(const ConstBuffer& input, const Buffer& output,
+                                 const BlockExchange& blocks, const CallContext& context) override {
+    check_exchange(group(), input, output, blocks);
+    return begin<IpcExchange>("exchange of ipc", context, input, output, blocks);
+  }
+
+  // Waits only where the receiver has taken none of the last two chunks.
+  std::unique_ptr<Work> send(const ConstBuffer& buffer, int to, int tag,
+                             const CallContext& context) override {
     check_message(group(), buffer.count, to);
     const GpuGuard guard(core_->gpu());
     check_not_captured(context.stream, "send of ipc");
     messages_.send(buffer, to, tag, context);
+    return make_done_work();
   }
 
-  void recv(const Buffer& buffer, int from, int tag, const CallContext& context) override {
+  std::unique_ptr<Work> recv(const Buffer& buffer, int from, int tag,
+                             const CallContext& context) override {
     check_message(group(), buffer.count, from);
-    const GpuGuard guard(core_->gpu());
-    check_not_captured(context.stream, "recv of ipc");
-    messages_.recv(buffer, from, tag, context);
+    const auto receive = [this, buffer, from, tag, context, label = std::string(context.label)] {
+      const GpuGuard guard(core_->gpu());
+      check_not_captured(context.stream, "recv of ipc");
+      CallContext labelled = context;
+      labelled.label = label;
+      messages_.recv(buffer, from, tag, labelled);
+    };
+    return std::make_unique<IpcRecv>(core_, receives_[from], receive);
   }
 
   void barrier(const CallContext& context) override { run<IpcBarrier>("barrier of ipc", context); }
@@ -435,6 +497,7 @@ class IpcBackend final : public Backend {
 
   std::shared_ptr<IpcCore> core_;
   IpcMessages messages_;
+  std::map<int, IpcRecv::Queue> receives_;  // [peer], begun and not done
 };
 
 }  // namespace

@@ -104,6 +104,9 @@ void IpcHostStaged::begin_moving() {
     case Operation::kBroadcast:
       work_ = host.broadcast(block, call_.root, context);
       return;
+    case Operation::kReduce:
+      work_ = host.reduce(block, call_.root, call_.reduce, call_.weight, context);
+      return;
     case Operation::kReduceScatter:
       work_ = host.reduce_scatter({below_, blocks.count, call_.dtype}, block, call_.reduce,
                                   call_.weight, context);
@@ -122,6 +125,73 @@ void IpcHostStaged::take_up() {
   area_.free.record(stream_);
   done_ = true;
 }
+
+/// Blocks of different counts, through the host's memory.
+class IpcHostExchange final : public Awaited {
+ public:
+  IpcHostExchange(IpcCore& core, const Fingerprint& call, const CallContext& context,
+                  const ConstBuffer& input, const Buffer& output, const BlockExchange& blocks)
+      : core_(core),
+        call_(call),
+        deadline_ns_(context.deadline_ns),
+        stream_(context.stream),
+        output_(output),
+        blocks_(blocks),
+        below_(std::max<int64_t>(input.bytes(), 1)),
+        result_(std::max<int64_t>(output.bytes(), 1)) {
+    gpu_copy(below_.data(), input.data, input.bytes(), stream_);
+    down_.record(stream_);
+    input_ = {below_.data(), input.count, input.dtype};
+  }
+  IpcHostExchange(const IpcHostExchange&) = delete;
+  IpcHostExchange& operator=(const IpcHostExchange&) = delete;
+
+  bool advance() override {
+    if (done_) return true;
+    if (!work_ && !down_.reached()) return false;
+    begin_moving();
+    if (!work_->advance()) return false;
+    take_up();
+    return true;
+  }
+  void wait() override {
+    if (done_) return;
+    if (!work_) core_.await(down_, call_, deadline_ns_);
+    begin_moving();
+    work_->wait();
+    take_up();
+  }
+
+ private:
+  void begin_moving() {
+    if (work_) return;
+    work_ = core_.control()
+                .channel(IpcCore::kSteps)
+                .exchange(input_, {result_.data(), output_.count, output_.dtype}, blocks_,
+                          {.deadline_ns = deadline_ns_, .part_of = &call_});
+  }
+  // The host waits for the copy: its memory goes with this object.
+  void take_up() {
+    gpu_copy(output_.data, result_.data(), output_.bytes(), stream_);
+    const GpuEvent up;
+    up.record(stream_);
+    core_.await(up, call_, deadline_ns_);
+    done_ = true;
+  }
+
+  IpcCore& core_;
+  Fingerprint call_;
+  int64_t deadline_ns_;
+  CudaStream stream_;
+  Buffer output_;
+  BlockExchange blocks_;
+  PinnedMemory below_;
+  PinnedMemory result_;
+  ConstBuffer input_;
+  GpuEvent down_;
+  bool done_ = false;
+  std::unique_ptr<Backend::Work> work_;  // of the host's call; null until it has begun
+};
 
 // How a collective goes on, and those that move no elements.
 
@@ -508,6 +578,31 @@ void IpcAllGather::take(int64_t begin, int64_t count, int64_t /*stride*/,
     const std::byte* block = from[static_cast<size_t>(peer)];
     if (to != block) gpu_copy(to, block, count * element_bytes_, core_.stream());
   }
+}
+
+IpcReduce::IpcReduce(IpcCore& core, const Buffer& buffer, int root, ReduceOp op, double weight,
+                     const CallContext& context)
+    : IpcMovement(core, make_rooted_reduce_fingerprint(buffer, root, op, weight), context,
+                  buffer.data, 1, buffer) {}
+
+void IpcReduce::take(int64_t begin, int64_t count, int64_t /*stride*/, const Contributions& from) {
+  if (!receives()) return;
+  const std::vector<const void*> inputs(from.begin(), from.end());
+  const std::array<void*, 1> output = {bytes_at(output_.data, begin * element_bytes_)};
+  gpu_reduce(output_.dtype, call_.reduce, inputs, factors_, output, count, core_.stream());
+}
+
+IpcExchange::IpcExchange(IpcCore& core, const ConstBuffer& input, const Buffer& output,
+                         const BlockExchange& blocks, const CallContext& context)
+    : IpcCollective(core, make_exchange_fingerprint(input.dtype, blocks), context),
+      input_(input),
+      output_(output),
+      blocks_(blocks) {}
+
+std::unique_ptr<Awaited> IpcExchange::next() {
+  if (moved_) return nullptr;
+  moved_ = true;
+  return std::make_unique<IpcHostExchange>(core_, call_, context_, input_, output_, blocks_);
 }
 
 }  // namespace lockstep

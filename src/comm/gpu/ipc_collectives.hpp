@@ -149,6 +149,34 @@ class IpcAllGather final : public IpcMovement {
   void take(int64_t begin, int64_t count, int64_t stride, const Contributions& from) override;
 };
 
+/// The root's buffer gets the reduction.
+class IpcReduce final : public IpcMovement {
+ public:
+  IpcReduce(IpcCore& core, const Buffer& buffer, int root, ReduceOp op, double weight,
+            const CallContext& context);
+
+ private:
+  bool receives() const override { return core_.rank() == call_.root; }
+  void take(int64_t begin, int64_t count, int64_t stride, const Contributions& from) override;
+};
+
+/// Blocks of different counts. They go through the host's memory and its backend, which compares
+/// the counts: ranks that share a GPU are not there for speed.
+class IpcExchange final : public IpcCollective {
+ public:
+  IpcExchange(IpcCore& core, const ConstBuffer& input, const Buffer& output,
+              const BlockExchange& blocks, const CallContext& context);
+
+ private:
+  bool is_awaited() const override { return false; }
+  std::unique_ptr<Awaited> next() override;
+
+  ConstBuffer input_;
+  Buffer output_;
+  BlockExchange blocks_;
+  bool moved_ = false;
+};
+
 /// After it, on every rank's stream: all that any rank had queued before it is over.
 class IpcBarrier final : public IpcCollective {
  public:

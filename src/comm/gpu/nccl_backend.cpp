@@ -4,14 +4,19 @@
 #include "lockstep/error.hpp"
 
 #if LOCKSTEP_NCCL
+#include <cstring>
+#include <span>
+
 #include "comm/gpu/nccl_core.hpp"
 
 namespace lockstep {
 namespace {
 
+// Of a collective, or of a message.
+template <class Task>
 class NcclWork final : public Backend::Work {
  public:
-  NcclWork(std::shared_ptr<NcclCore> core, std::shared_ptr<NcclCore::Task> task)
+  NcclWork(std::shared_ptr<NcclCore> core, std::shared_ptr<Task> task)
       : core_(std::move(core)), task_(std::move(task)) {}
   ~NcclWork() override {
     if (!done_) core_->session().abort("it dropped a call that was not done");
@@ -31,7 +36,7 @@ class NcclWork final : public Backend::Work {
 
  private:
   std::shared_ptr<NcclCore> core_;
-  std::shared_ptr<NcclCore::Task> task_;
+  std::shared_ptr<Task> task_;
   bool done_ = false;
 };
 
@@ -88,14 +93,62 @@ class NcclBackend final : public Backend {
                  [input, output](const NcclTransfer& to, auto) { to.all_gather(input, output); });
   }
 
-  void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) override {
-    check_message(group(), buffer.count, to);
-    core_->send(buffer, to, tag, context);
+  std::unique_ptr<Work> reduce(const Buffer& buffer, int root, ReduceOp op, double weight,
+                               const CallContext& context) override {
+    check_rooted_reduce(group(), buffer, root, op, weight);
+    return begin(make_rooted_reduce_fingerprint(buffer, root, op, weight), context,
+                 [buffer, root, op](const NcclTransfer& to, auto calls) {
+                   to.reduce(buffer, root, op, mean_factors(calls));
+                 });
   }
 
-  void recv(const Buffer& buffer, int from, int tag, const CallContext& context) override {
+  std::unique_ptr<Work> exchange(const ConstBuffer& input, const Buffer& output,
+                                 const BlockExchange& blocks, const CallContext& context) override {
+    check_exchange(group(), input, output, blocks);
+    std::vector<int64_t> counts = blocks.given;
+    counts.insert(counts.end(), blocks.taken.begin(), blocks.taken.end());
+    const Fingerprint what = make_exchange_fingerprint(input.dtype, blocks);
+    const auto compare = [this](const GpuAgreement& agreement) {
+      ExchangedCounts given;
+      ExchangedCounts taken;
+      for (int peer = 0; peer < size(); ++peer) {
+        const auto bytes = agreement.note_bytes(peer);
+        std::vector<int64_t> theirs(bytes.size() / sizeof(int64_t));
+        std::memcpy(theirs.data(), bytes.data(), bytes.size());
+        given.emplace_back(theirs.begin(), theirs.begin() + size());
+        taken.emplace_back(theirs.begin() + size(), theirs.end());
+      }
+      require_same_counts(group(), agreement.calls().front(), given, taken);
+    };
+    auto task = core_->begin(
+        what, context,
+        [input, output, blocks](const NcclTransfer& to, auto) {
+          to.exchange(input, output, blocks);
+        },
+        std::as_bytes(std::span(counts)), compare);
+    return std::make_unique<NcclWork<NcclCore::Task>>(core_, std::move(task));
+  }
+
+  std::unique_ptr<Work> send(const ConstBuffer& buffer, int to, int tag,
+                             const CallContext& context) override {
+    check_message(group(), buffer.count, to);
+    if (to == rank()) {
+      core_->guarded([&] { core_->own_messages().send(buffer, tag, context); });
+      return make_done_work();
+    }
+    return std::make_unique<NcclWork<NcclCore::MessageTask>>(
+        core_, core_->begin_send(buffer, to, tag, context));
+  }
+
+  std::unique_ptr<Work> recv(const Buffer& buffer, int from, int tag,
+                             const CallContext& context) override {
     check_message(group(), buffer.count, from);
-    core_->recv(buffer, from, tag, context);
+    if (from == rank()) {
+      core_->guarded([&] { core_->own_messages().recv(buffer, tag, context); });
+      return make_done_work();
+    }
+    return std::make_unique<NcclWork<NcclCore::MessageTask>>(
+        core_, core_->begin_recv(buffer, from, tag, context));
   }
 
   // That all ranks have told their calls is all there is to it.
@@ -123,7 +176,8 @@ class NcclBackend final : public Backend {
  private:
   std::unique_ptr<Work> begin(const Fingerprint& what, const CallContext& context,
                               NcclCore::Body body) {
-    return std::make_unique<NcclWork>(core_, core_->begin(what, context, std::move(body)));
+    return std::make_unique<NcclWork<NcclCore::Task>>(core_,
+                                                      core_->begin(what, context, std::move(body)));
   }
 
   std::shared_ptr<NcclCore> core_;

@@ -194,34 +194,39 @@ struct NcclTransfer::Reduction {
 
 void NcclTransfer::all_reduce(const Buffer& buffer, ReduceOp op,
                               std::span<const double> factors) const {
-  reduce({buffer.data, buffer.count, buffer.dtype}, buffer, op, /*scatter=*/false, factors);
+  reduce({buffer.data, buffer.count, buffer.dtype}, buffer, op, {}, factors);
 }
 
 void NcclTransfer::reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op,
                                   std::span<const double> factors) const {
-  reduce(input, output, op, /*scatter=*/true, factors);
+  reduce(input, output, op, {.scattered = true}, factors);
 }
 
-void NcclTransfer::reduce(const ConstBuffer& input, const Buffer& output, ReduceOp op, bool scatter,
+void NcclTransfer::reduce(const Buffer& buffer, int root, ReduceOp op,
                           std::span<const double> factors) const {
+  reduce({buffer.data, buffer.count, buffer.dtype}, buffer, op, {.root = root}, factors);
+}
+
+void NcclTransfer::reduce(const ConstBuffer& input, const Buffer& output, ReduceOp op,
+                          Result result, std::span<const double> factors) const {
   if (output.count == 0) return;
-  if (!nccl_reduces(output.dtype, op)) return reduce_gathered(input, output, op, scatter);
+  if (!nccl_reduces(output.dtype, op)) return reduce_gathered(input, output, op, result);
   const Reduction how{*type_of(output.dtype), op_of(output.dtype, op)};
-  if (op != ReduceOp::kMean) return queue(how, input.data, output, scatter);
-  reduce_scaled(how, input, output, scatter, factors[static_cast<size_t>(group_.rank)]);
+  if (op != ReduceOp::kMean) return queue(how, input.data, output, result);
+  reduce_scaled(how, input, output, result, factors[static_cast<size_t>(group_.rank)]);
 }
 
 // The sum of each rank's values times its factor. NCCL multiplies as it goes, but with a factor of
 // the elements' type: that of F16 or BF16 would be off by a thousandth, so those are multiplied in
 // F32 before.
 void NcclTransfer::reduce_scaled(const Reduction& how, const ConstBuffer& input,
-                                 const Buffer& output, bool scatter, double factor) const {
+                                 const Buffer& output, Result result, double factor) const {
   if (input.dtype == Dtype::kF16 || input.dtype == Dtype::kBF16) {
     const Scratch scaled(input.bytes(), stream_);
     const std::array inputs = {input.data};
     const std::array outputs = {static_cast<void*>(scaled.data())};
     gpu_reduce(input.dtype, ReduceOp::kMean, inputs, {&factor, 1}, outputs, input.count, stream_);
-    return queue(how, scaled.data(), output, scatter);
+    return queue(how, scaled.data(), output, result);
   }
   ncclRedOp_t scaled_sum = ncclSum;
   comm_.run("ncclRedOpCreatePreMulSum", deadline_ns_, [&](ncclComm_t comm) {
@@ -229,15 +234,20 @@ void NcclTransfer::reduce_scaled(const Reduction& how, const ConstBuffer& input,
     void* scalar = how.type == ncclFloat32 ? static_cast<void*>(&narrow) : &factor;
     return ncclRedOpCreatePreMulSum(&scaled_sum, scalar, how.type, ncclScalarHostImmediate, comm);
   });
-  queue({how.type, scaled_sum}, input.data, output, scatter);
+  queue({how.type, scaled_sum}, input.data, output, result);
   comm_.run("ncclRedOpDestroy", deadline_ns_,
             [&](ncclComm_t comm) { return ncclRedOpDestroy(scaled_sum, comm); });
 }
 
 void NcclTransfer::queue(const Reduction& how, const void* input, const Buffer& output,
-                         bool scatter) const {
+                         Result result) const {
   const auto count = static_cast<size_t>(output.count);
-  if (scatter) {
+  if (result.root >= 0) {
+    return comm_.run("ncclReduce", deadline_ns_, [&](ncclComm_t comm) {
+      return ncclReduce(input, output.data, count, how.type, how.op, result.root, comm, stream_);
+    });
+  }
+  if (result.scattered) {
     return comm_.run("ncclReduceScatter", deadline_ns_, [&](ncclComm_t comm) {
       return ncclReduceScatter(input, output.data, count, how.type, how.op, comm, stream_);
     });
@@ -249,7 +259,7 @@ void NcclTransfer::queue(const Reduction& how, const void* input, const Buffer& 
 
 // For the few that NCCL cannot: every rank gets all ranks' values, and reduces them itself.
 void NcclTransfer::reduce_gathered(const ConstBuffer& input, const Buffer& output, ReduceOp op,
-                                   bool scatter) const {
+                                   Result result) const {
   if (group_.size() > kMostGpuReduceRanks) {
     throw Error(Code::kUsage,
                 fmt::format("nccl reduces {} with this operation among up to {} ranks only",
@@ -258,7 +268,8 @@ void NcclTransfer::reduce_gathered(const ConstBuffer& input, const Buffer& outpu
   }
   const Scratch all(input.bytes() * group_.size(), stream_);
   all_gather(input, {all.data(), input.count * group_.size(), input.dtype});
-  const int64_t own_block = scatter ? group_.rank * output.bytes() : 0;
+  if (result.root >= 0 && result.root != group_.rank) return;
+  const int64_t own_block = result.scattered ? group_.rank * output.bytes() : 0;
   std::vector<const void*> inputs;
   for (int peer = 0; peer < group_.size(); ++peer) {
     inputs.push_back(all.data() + peer * input.bytes() + own_block);
@@ -284,18 +295,43 @@ void NcclTransfer::all_gather(const ConstBuffer& input, const Buffer& output) co
   });
 }
 
-void NcclTransfer::send(const ConstBuffer& buffer, int to) const {
-  if (buffer.count == 0) return;
-  comm_.run("ncclSend", deadline_ns_, [&](ncclComm_t comm) {
-    return ncclSend(buffer.data, static_cast<size_t>(buffer.bytes()), ncclUint8, to, comm, stream_);
-  });
+void NcclTransfer::exchange(const ConstBuffer& input, const Buffer& output,
+                            const BlockExchange& blocks) const {
+  const int64_t element_bytes = dtype_bytes(input.dtype);
+  std::vector<Message> all;
+  for (int peer = 0; peer < group_.size(); ++peer) {
+    const auto at = static_cast<size_t>(peer);
+    auto* from = static_cast<std::byte*>(const_cast<void*>(input.data));
+    auto* to = static_cast<std::byte*>(output.data);
+    from += blocks.given_offset(peer) * element_bytes;
+    to += blocks.taken_offset(peer) * element_bytes;
+    if (peer == group_.rank) {
+      gpu_copy(to, from, blocks.given[at] * element_bytes, stream_);
+      continue;
+    }
+    all.push_back(
+        {.sends = true, .data = from, .bytes = blocks.given[at] * element_bytes, .peer = peer});
+    all.push_back(
+        {.sends = false, .data = to, .bytes = blocks.taken[at] * element_bytes, .peer = peer});
+  }
+  messages(all);
 }
 
-void NcclTransfer::recv(const Buffer& buffer, int from) const {
-  if (buffer.count == 0) return;
-  comm_.run("ncclRecv", deadline_ns_, [&](ncclComm_t comm) {
-    return ncclRecv(buffer.data, static_cast<size_t>(buffer.bytes()), ncclUint8, from, comm,
-                    stream_);
+void NcclTransfer::messages(std::span<const Message> messages) const {
+  const bool any = std::any_of(messages.begin(), messages.end(),
+                               [](const Message& message) { return message.bytes > 0; });
+  if (!any) return;
+  comm_.run("ncclGroupEnd of messages", deadline_ns_, [&](ncclComm_t comm) {
+    ncclResult_t result = ncclGroupStart();
+    for (const Message& message : messages) {
+      const auto bytes = static_cast<size_t>(message.bytes);
+      if (bytes == 0 || result != ncclSuccess) continue;
+      result = message.sends
+                   ? ncclSend(message.data, bytes, ncclUint8, message.peer, comm, stream_)
+                   : ncclRecv(message.data, bytes, ncclUint8, message.peer, comm, stream_);
+    }
+    const ncclResult_t ended = ncclGroupEnd();
+    return result == ncclSuccess ? ended : result;
   });
 }
 

@@ -58,19 +58,35 @@ class NcclTransfer {
                       std::span<const double> factors) const;
   void broadcast(const Buffer& buffer, int root) const;
   void all_gather(const ConstBuffer& input, const Buffer& output) const;
-  void send(const ConstBuffer& buffer, int to) const;
-  void recv(const Buffer& buffer, int from) const;
+  /// The result is the root's; the others' buffers stay as they are.
+  void reduce(const Buffer& buffer, int root, ReduceOp op, std::span<const double> factors) const;
+  void exchange(const ConstBuffer& input, const Buffer& output, const BlockExchange& blocks) const;
+
+  /// A message of this rank: `data` is sent to the peer, or comes from it.
+  struct Message {
+    bool sends;
+    void* data;
+    int64_t bytes;
+    int peer;
+  };
+  /// As one group: NCCL moves them at the same time, in whatever order the peers have theirs.
+  void messages(std::span<const Message> messages) const;
 
  private:
   struct Reduction;
+  /// Who gets which part of a reduction.
+  struct Result {
+    bool scattered = false;
+    int root = -1;  ///< the only one that gets it; -1: all do
+  };
 
-  void reduce(const ConstBuffer& input, const Buffer& output, ReduceOp op, bool scatter,
+  void reduce(const ConstBuffer& input, const Buffer& output, ReduceOp op, Result result,
               std::span<const double> factors) const;
   void reduce_scaled(const Reduction& how, const ConstBuffer& input, const Buffer& output,
-                     bool scatter, double factor) const;
+                     Result result, double factor) const;
   void reduce_gathered(const ConstBuffer& input, const Buffer& output, ReduceOp op,
-                       bool scatter) const;
-  void queue(const Reduction& how, const void* input, const Buffer& output, bool scatter) const;
+                       Result result) const;
+  void queue(const Reduction& how, const void* input, const Buffer& output, Result result) const;
 
   NcclComm& comm_;
   const Group& group_;

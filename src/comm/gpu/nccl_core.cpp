@@ -9,6 +9,7 @@
 #include <exception>
 #include <iterator>
 #include <thread>
+#include <utility>
 
 #include "base/process.hpp"
 #include "base/running_clock.hpp"
@@ -31,7 +32,8 @@ NcclPeers::NcclPeers(Backend& host, int64_t deadline_ns) : group_(host.group()) 
   std::vector<ProcessHome> homes(static_cast<size_t>(host.size()));
   const auto bytes = static_cast<int64_t>(sizeof own);
   host.all_gather({&own, bytes, Dtype::kU8}, {homes.data(), bytes * host.size(), Dtype::kU8},
-                  {.deadline_ns = deadline_ns, .label = "processes of the ranks"})->wait();
+                  {.deadline_ns = deadline_ns, .label = "processes of the ranks"})
+      ->wait();
   for (int group_rank = 0; group_rank < host.size(); ++group_rank) {
     const ProcessHome& theirs = homes[static_cast<size_t>(group_rank)];
     if (!own.numbers_as(theirs) || theirs.pid == own.pid) continue;
@@ -254,8 +256,10 @@ Ids agree_on_ids(GpuControl& control, int64_t deadline_ns) {
     check_nccl(ncclGetUniqueId(&ids.collectives), nullptr, "ncclGetUniqueId");
     check_nccl(ncclGetUniqueId(&ids.messages), nullptr, "ncclGetUniqueId");
   }
-  control.channel(kSenders).broadcast({&ids, sizeof ids, Dtype::kU8}, 0,
-                                      {.deadline_ns = deadline_ns, .label = "NCCL's id"})->wait();
+  control.channel(kSenders)
+      .broadcast({&ids, sizeof ids, Dtype::kU8}, 0,
+                 {.deadline_ns = deadline_ns, .label = "NCCL's id"})
+      ->wait();
   return ids;
 }
 
@@ -331,12 +335,14 @@ void NcclCore::guarded(const std::function<void()>& action) {
     control_->guarded(action);
   } catch (...) {
     queue_.clear();
+    message_queue_.clear();
     throw;
   }
 }
 
 std::shared_ptr<NcclCore::Task> NcclCore::begin(const Fingerprint& what, const CallContext& context,
-                                                Body body) {
+                                                Body body, std::span<const std::byte> note,
+                                                Check check) {
   check_not_captured(context.stream, operation_name(what.operation));
   auto task = std::make_shared<Task>();
   guarded([&] {
@@ -346,7 +352,8 @@ std::shared_ptr<NcclCore::Task> NcclCore::begin(const Fingerprint& what, const C
     task->stream = context.stream;
     task->body = std::move(body);
     if (task->body) task->queued->ready.record(task->stream);
-    task->agreement = control_->agree(numbered, context);
+    task->check = std::move(check);
+    task->agreement = control_->agree(numbered, context, note);
     queue_.push_back(task);
   });
   return task;
@@ -374,6 +381,7 @@ void NcclCore::finish(const Task& task) {
 void NcclCore::launch_front() {
   const std::shared_ptr<Task> task = std::move(queue_.front());
   queue_.pop_front();
+  if (task->check) task->check(*task->agreement);
   if (task->body) {
     QueuedCall& queued = *task->queued;
     queued.ready.hold(stream_.get());
@@ -392,58 +400,99 @@ void NcclCore::queue_on(NcclProgress& progress, QueuedCall& queued,
   queued.number = progress.queue([&] { peers_.blaming(queued.call, part); });
 }
 
-void NcclCore::send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) {
-  check_not_captured(context.stream, "send");
-  guarded([&] {
-    if (to == group().rank) return own_messages_.send(buffer, tag, context);
-    const int64_t sequence = control_->session().next_sent(to);
-    message(make_message_fingerprint(Operation::kSend, sequence, buffer, tag, context.label), to,
-            context, [&](const NcclTransfer& transfer) { transfer.send(buffer, to); });
-  });
+std::shared_ptr<NcclCore::MessageTask> NcclCore::begin_send(const ConstBuffer& buffer, int to,
+                                                            int tag, const CallContext& context) {
+  const int64_t sequence = control_->session().next_sent(to);
+  return begin_message(
+      make_message_fingerprint(Operation::kSend, sequence, buffer, tag, context.label),
+      {.sends = true, .data = const_cast<void*>(buffer.data), .bytes = buffer.bytes(), .peer = to},
+      context);
 }
 
-void NcclCore::recv(const Buffer& buffer, int from, int tag, const CallContext& context) {
-  check_not_captured(context.stream, "recv");
-  guarded([&] {
-    if (from == group().rank) return own_messages_.recv(buffer, tag, context);
-    const int64_t sequence = control_->session().next_received(from);
-    const ConstBuffer expected{buffer.data, buffer.count, buffer.dtype};
-    message(make_message_fingerprint(Operation::kRecv, sequence, expected, tag, context.label),
-            from, context, [&](const NcclTransfer& transfer) { transfer.recv(buffer, from); });
-  });
-}
-
-void NcclCore::message(const Fingerprint& own, int peer, const CallContext& context,
-                       const std::function<void(const NcclTransfer&)>& move) {
-  const auto queued = make_queued(own, context);
-  queued->ready.record(context.stream);
-  rendezvous(own, peer, context.deadline_ns);
-  queued->ready.hold(message_stream_.get());
-  queue_on(message_progress_, *queued, [&] {
-    move({*messages_, group(), message_stream_.get(), context.deadline_ns});
-  });
-  queued->done.record(message_stream_.get());
-  queued->done.hold(context.stream);
-  watch_->follow(queued);
+std::shared_ptr<NcclCore::MessageTask> NcclCore::begin_recv(const Buffer& buffer, int from, int tag,
+                                                            const CallContext& context) {
+  const int64_t sequence = control_->session().next_received(from);
+  const ConstBuffer expected{buffer.data, buffer.count, buffer.dtype};
+  return begin_message(
+      make_message_fingerprint(Operation::kRecv, sequence, expected, tag, context.label),
+      {.sends = false, .data = buffer.data, .bytes = buffer.bytes(), .peer = from}, context);
 }
 
 // Both sides learn what the other has called before either moves data.
-void NcclCore::rendezvous(const Fingerprint& own, int peer, int64_t deadline_ns) {
-  Fingerprint theirs;
-  const ConstBuffer mine{&own, sizeof own, Dtype::kU8};
-  const Buffer other{&theirs, sizeof theirs, Dtype::kU8};
-  const CallContext context{.deadline_ns = deadline_ns, .part_of = &own};
-  const bool sends = own.operation == Operation::kSend;
-  if (sends) {
-    control_->channel(kSenders).send(mine, peer, 0, context);
-    control_->channel(kReceivers).recv(other, peer, 0, context);
-  } else {
-    control_->channel(kSenders).recv(other, peer, 0, context);
-    control_->channel(kReceivers).send(mine, peer, 0, context);
+std::shared_ptr<NcclCore::MessageTask> NcclCore::begin_message(const Fingerprint& own,
+                                                               const NcclTransfer::Message& message,
+                                                               const CallContext& context) {
+  check_not_captured(context.stream, operation_name(own.operation));
+  auto task = std::make_shared<MessageTask>();
+  guarded([&] {
+    task->queued = make_queued(own, context);
+    task->queued->ready.record(context.stream);
+    task->deadline_ns = context.deadline_ns;
+    task->stream = context.stream;
+    task->message = message;
+    const Fingerprint& kept = task->queued->call;
+    const CallContext part{.deadline_ns = context.deadline_ns, .part_of = &kept};
+    const ConstBuffer mine{&kept, sizeof kept, Dtype::kU8};
+    const Buffer other{&task->theirs, sizeof task->theirs, Dtype::kU8};
+    Backend& tells = control_->channel(message.sends ? kSenders : kReceivers);
+    Backend& hears = control_->channel(message.sends ? kReceivers : kSenders);
+    task->told = tells.send(mine, message.peer, 0, part);
+    task->heard = hears.recv(other, message.peer, 0, part);
+    message_queue_.push_back(task);
+  });
+  return task;
+}
+
+bool NcclCore::advance(const MessageTask& task) {
+  if (task.launched) return true;
+  guarded([&] {
+    bool ready = true;
+    for (const auto& each : message_queue_) {
+      ready = each->told->advance() && each->heard->advance() && ready;
+    }
+    if (ready) launch_messages();
+  });
+  return task.launched;
+}
+
+void NcclCore::finish(const MessageTask& task) {
+  guarded([&] {
+    if (!task.launched) launch_messages();
+    task.queued->done.hold(task.stream);
+  });
+}
+
+void NcclCore::launch_messages() {
+  std::vector<NcclTransfer::Message> group_of_messages;
+  int64_t deadline_ns = 0;
+  for (const auto& task : message_queue_) {
+    task->told->wait();
+    task->heard->wait();
+    const int here = group().rank;
+    const int peer = task->message.peer;
+    const Fingerprint& own = task->queued->call;
+    if (task->message.sends) {
+      require_same_message(group(), here, own, peer, task->theirs);
+    } else {
+      require_same_message(group(), peer, task->theirs, here, own);
+    }
+    task->queued->ready.hold(message_stream_.get());
+    group_of_messages.push_back(task->message);
+    deadline_ns = std::max(deadline_ns, task->deadline_ns);
   }
-  const int here = group().rank;
-  if (sends) return require_same_message(group(), here, own, peer, theirs);
-  require_same_message(group(), peer, theirs, here, own);
+  const auto launched = std::exchange(message_queue_, {});
+  if (launched.empty()) return;
+  queue_on(message_progress_, *launched.front()->queued, [&] {
+    NcclTransfer(*messages_, group(), message_stream_.get(), deadline_ns)
+        .messages(group_of_messages);
+  });
+  for (const auto& task : launched) {
+    task->queued->progress = launched.front()->queued->progress;
+    task->queued->number = launched.front()->queued->number;
+    task->queued->done.record(message_stream_.get());
+    watch_->follow(task->queued);
+    task->launched = true;
+  }
 }
 
 std::unique_ptr<GpuControl> NcclCore::split(int color, int key, std::string_view group_name,

@@ -136,13 +136,29 @@ class NcclCore {
   using Body =
       std::function<void(const NcclTransfer& transfer, std::span<const Fingerprint> calls)>;
 
+  /// Looks at what the ranks have told beside their fingerprints.
+  using Check = std::function<void(const GpuAgreement& agreement)>;
+
   /// A collective on its way.
   struct Task {
     std::shared_ptr<QueuedCall> queued;
     int64_t deadline_ns = 0;
     CudaStream stream = nullptr;  // of the caller
     std::unique_ptr<GpuAgreement> agreement;
-    Body body;  // null: nothing moves
+    Check check;  // null: nothing beside the fingerprints
+    Body body;    // null: nothing moves
+    bool launched = false;
+  };
+
+  /// A message on its way. Both sides tell each other what they call before data moves.
+  struct MessageTask {
+    std::shared_ptr<QueuedCall> queued;
+    int64_t deadline_ns = 0;
+    CudaStream stream = nullptr;  // of the caller
+    NcclTransfer::Message message{};
+    Fingerprint theirs;
+    std::unique_ptr<Backend::Work> told;
+    std::unique_ptr<Backend::Work> heard;
     bool launched = false;
   };
 
@@ -155,7 +171,9 @@ class NcclCore {
   const Group& group() const { return control_->group(); }
   int gpu() const { return gpu_; }
 
-  std::shared_ptr<Task> begin(const Fingerprint& what, const CallContext& context, Body body);
+  /// `note`: what else the ranks must know of each other, for `check`.
+  std::shared_ptr<Task> begin(const Fingerprint& what, const CallContext& context, Body body,
+                              std::span<const std::byte> note = {}, Check check = nullptr);
   bool advance(const Task& task);  ///< true when it is launched
   void finish(const Task& task);   ///< waits for that, and orders the caller's stream after it
 
@@ -163,9 +181,15 @@ class NcclCore {
     finish(*begin(what, context, std::move(body)));
   }
 
-  /// Waits for the other side: neither may move data before it knows what the other expects.
-  void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context);
-  void recv(const Buffer& buffer, int from, int tag, const CallContext& context);
+  /// Messages are launched together with those that were begun before, as one group, once both
+  /// sides of each have come: ranks that send to and receive from each other do not wait in turn.
+  std::shared_ptr<MessageTask> begin_send(const ConstBuffer& buffer, int to, int tag,
+                                          const CallContext& context);
+  std::shared_ptr<MessageTask> begin_recv(const Buffer& buffer, int from, int tag,
+                                          const CallContext& context);
+  bool advance(const MessageTask& task);
+  void finish(const MessageTask& task);
+  GpuSelfMessages& own_messages() { return own_messages_; }
 
   /// The control of this rank's new group. Collective.
   std::unique_ptr<GpuControl> split(int color, int key, std::string_view group_name,
@@ -173,15 +197,18 @@ class NcclCore {
 
   ControlSession& session() { return control_->session(); }
 
- private:
+  /// Does a part of a call on this rank's GPU. An exception ends the communicator.
   void guarded(const std::function<void()>& action);
+
+ private:
   void launch_front();
   void queue_on(NcclProgress& progress, QueuedCall& queued,
                 const std::function<void()>& part) const;
   void finish_queued() noexcept;
-  void rendezvous(const Fingerprint& own, int peer, int64_t deadline_ns);
-  void message(const Fingerprint& own, int peer, const CallContext& context,
-               const std::function<void(const NcclTransfer&)>& move);
+  std::shared_ptr<MessageTask> begin_message(const Fingerprint& own,
+                                             const NcclTransfer::Message& message,
+                                             const CallContext& context);
+  void launch_messages();
 
   const int gpu_;
   std::unique_ptr<GpuControl> control_;
@@ -194,7 +221,8 @@ class NcclCore {
   std::optional<NcclComm> messages_;  // none in a group of one
   GpuSelfMessages own_messages_;
   std::deque<std::shared_ptr<Task>> queue_;  // begun and not launched
-  std::optional<NcclWatch> watch_;           // last: uses all of the above
+  std::deque<std::shared_ptr<MessageTask>> message_queue_;
+  std::optional<NcclWatch> watch_;  // last: uses all of the above
 };
 
 }  // namespace lockstep

@@ -62,19 +62,17 @@ class PipeEnd {
   int64_t capacity_;
 };
 
-class Send final : public ShmTask {
+class Send final : public ShmMessage {
  public:
-  Send(const ShmEngine& engine, const Fingerprint& what, const CallContext& context,
-       const void* data, int to)
-      : ShmTask(what, context),
-        engine_(engine),
+  Send(ShmEngine& engine, const Fingerprint& what, const CallContext& context, const void* data,
+       int to)
+      : ShmMessage(engine, what, context, to),
         pipe_(engine.control(), engine.rank(), to),
         data_(static_cast<const std::byte*>(data)),
-        bytes_(what.count * dtype_bytes(what.dtype)),
-        to_(to) {}
+        bytes_(what.count * dtype_bytes(what.dtype)) {}
 
   bool step() override {
-    if (sent_ == 0 && call.sequence == 1) engine_.control().reserve_pipe(engine_.rank(), to_);
+    if (sent_ == 0 && call.sequence == 1) engine_.control().reserve_pipe(engine_.rank(), peer_);
     while (sent_ < kHeadBytes + bytes_) {
       const bool head = sent_ < kHeadBytes;
       const std::byte* from =
@@ -86,28 +84,21 @@ class Send final : public ShmTask {
     }
     return true;
   }
-  std::vector<int> awaited() const override { return {to_}; }
-  int peer() const override { return to_; }
 
  private:
-  const ShmEngine& engine_;
   PipeEnd pipe_;
   const std::byte* data_;
   int64_t bytes_;
-  int to_;
   int64_t sent_ = 0;
 };
 
-class Recv final : public ShmTask {
+class Recv final : public ShmMessage {
  public:
-  Recv(const ShmEngine& engine, const Fingerprint& what, const CallContext& context, void* data,
-       int from)
-      : ShmTask(what, context),
-        engine_(engine),
+  Recv(ShmEngine& engine, const Fingerprint& what, const CallContext& context, void* data, int from)
+      : ShmMessage(engine, what, context, from),
         pipe_(engine.control(), from, engine.rank()),
         data_(static_cast<std::byte*>(data)),
-        bytes_(what.count * dtype_bytes(what.dtype)),
-        from_(from) {}
+        bytes_(what.count * dtype_bytes(what.dtype)) {}
 
   bool step() override {
     while (received_ < kHeadBytes) {
@@ -125,20 +116,16 @@ class Recv final : public ShmTask {
     }
     return true;
   }
-  std::vector<int> awaited() const override { return {from_}; }
-  int peer() const override { return from_; }
 
  private:
   // Before any data is taken. The error is recorded, so that the sender learns of it.
   void compare() const {
-    require_same_message(engine_.group(), from_, theirs_, engine_.rank(), call);
+    require_same_message(engine_.group(), peer_, theirs_, engine_.rank(), call);
   }
 
-  const ShmEngine& engine_;
   PipeEnd pipe_;
   std::byte* data_;
   int64_t bytes_;
-  int from_;
   Fingerprint theirs_;
   int64_t received_ = 0;
 };
@@ -178,27 +165,43 @@ class ShmBackend final : public Backend {
     return begin<ShmAllGather>(input, output, context);
   }
 
-  void send(const ConstBuffer& buffer, int to, int tag, const CallContext& context) override {
-    check_message(group(), buffer.count, to);
-    if (to == rank()) {
-      return engine_->guarded([&] { own_messages_.send(buffer, tag, context); });
-    }
-    const Fingerprint call = make_message_fingerprint(
-        Operation::kSend, engine_->session().next_sent(to), buffer, tag, context.label);
-    Send task(*engine_, call, context, buffer.data, to);
-    engine_->run_message(task);
+  std::unique_ptr<Work> reduce(const Buffer& buffer, int root, ReduceOp op, double weight,
+                               const CallContext& context) override {
+    check_rooted_reduce(group(), buffer, root, op, weight);
+    return begin<ShmReduce>(buffer, root, op, weight, context);
   }
 
-  void recv(const Buffer& buffer, int from, int tag, const CallContext& context) override {
+  std::unique_ptr<Work> exchange(const ConstBuffer& input, const Buffer& output,
+                                 const BlockExchange& blocks, const CallContext& context) override {
+    check_exchange(group(), input, output, blocks);
+    return begin<ShmExchange>(input, output, blocks, context);
+  }
+
+  std::unique_ptr<Work> send(const ConstBuffer& buffer, int to, int tag,
+                             const CallContext& context) override {
+    check_message(group(), buffer.count, to);
+    if (to == rank()) {
+      engine_->guarded([&] { own_messages_.send(buffer, tag, context); });
+      return make_done_work();
+    }
+    engine_->session().throw_if_broken();
+    const Fingerprint call = make_message_fingerprint(
+        Operation::kSend, engine_->session().next_sent(to), buffer, tag, context.label);
+    return begin<Send>(call, context, buffer.data, to);
+  }
+
+  std::unique_ptr<Work> recv(const Buffer& buffer, int from, int tag,
+                             const CallContext& context) override {
     check_message(group(), buffer.count, from);
     if (from == rank()) {
-      return engine_->guarded([&] { own_messages_.recv(buffer, tag, context); });
+      engine_->guarded([&] { own_messages_.recv(buffer, tag, context); });
+      return make_done_work();
     }
+    engine_->session().throw_if_broken();
     const Fingerprint call =
         make_message_fingerprint(Operation::kRecv, engine_->session().next_received(from),
                                  {buffer.data, buffer.count, buffer.dtype}, tag, context.label);
-    Recv task(*engine_, call, context, buffer.data, from);
-    engine_->run_message(task);
+    return begin<Recv>(call, context, buffer.data, from);
   }
 
   void barrier(const CallContext& context) override {
@@ -235,9 +238,9 @@ class ShmBackend final : public Backend {
     return task.memory();
   }
 
-  template <class Collective, class... Arguments>
+  template <class Task, class... Arguments>
   std::unique_ptr<Work> begin(const Arguments&... arguments) {
-    auto work = std::make_unique<Collective>(*engine_, arguments...);
+    auto work = std::make_unique<Task>(*engine_, arguments...);
     ShmEngine::begin(engine_, *work);
     return work;
   }

@@ -42,27 +42,26 @@ inline void stream_copy(std::byte* to, const std::byte* from, int64_t bytes) {
 }
 
 ChunkedCollective::ChunkedCollective(ShmEngine& engine, const Fingerprint& what,
-                                     const CallContext& context, int source, int64_t width)
+                                     const CallContext& context, int64_t width)
     : ShmCollective(engine, what, context),
       element_bytes_(dtype_bytes(what.dtype)),
       width_(width),
-      source_(source) {}
+      extent_(what.count) {}
 
 void ChunkedCollective::publish(RingEntry& own) {
-  if (!contributes()) return;
-  const int64_t bytes = call.count * width_ * element_bytes_;
-  if (bytes <= kInlineBytes) {
-    put(0, call.count, own.payload);
+  if (!contributes(engine_.rank())) return;
+  if (fits_inline(extent_)) {
+    put(0, extent_, own.payload);
   } else {
-    engine_.locate(contribution(), bytes, own);
+    engine_.locate(contribution(), extent_ * width_ * element_bytes_, own);
   }
 }
 
 ChunkedCollective::Way ChunkedCollective::choose() const {
-  if (call.count * width_ * element_bytes_ <= kInlineBytes) return Way::kInline;
+  if (fits_inline(extent_)) return Way::kInline;
   if (engine_.size() == 1) return Way::kDirect;
   for (int peer = 0; peer < engine_.size(); ++peer) {
-    if (source_ >= 0 && peer != source_) continue;
+    if (!contributes(peer)) continue;
     if (engine_.ring_entry(peer, call.sequence).segment == 0) return Way::kStaged;
   }
   return Way::kDirect;
@@ -71,9 +70,9 @@ ChunkedCollective::Way ChunkedCollective::choose() const {
 void ChunkedCollective::arrived() {
   way_ = choose();
   if (way_ != Way::kStaged) return;
-  if (contributes()) engine_.reserve_staging();
+  if (contributes(engine_.rank())) engine_.reserve_staging();
   chunk_count_ = kStagingBytes / (element_bytes_ * width_);
-  chunks_ = (call.count + chunk_count_ - 1) / chunk_count_;
+  chunks_ = (extent_ + chunk_count_ - 1) / chunk_count_;
   first_chunk_ = engine_.take_chunks(chunks_);
 }
 
@@ -84,16 +83,16 @@ bool ChunkedCollective::move() {
   for (int peer = 0; peer < engine_.size(); ++peer) {
     from.push_back(engine_.ring_entry(peer, call.sequence).payload);
   }
-  take(0, call.count, call.count, from);
+  take(0, extent_, extent_, from);
   return true;
 }
 
 ChunkedCollective::Contributions ChunkedCollective::direct_contributions() const {
   Contributions from;
   for (int peer = 0; peer < engine_.size(); ++peer) {
-    if (source_ >= 0 && peer != source_) {
+    if (!contributes(peer)) {
       from.push_back(nullptr);
-    } else if (peer == engine_.rank()) {
+    } else if (is_own(peer)) {
       from.push_back(static_cast<const std::byte*>(contribution()));
     } else {
       from.push_back(engine_.address(engine_.ring_entry(peer, call.sequence)));
@@ -103,14 +102,19 @@ ChunkedCollective::Contributions ChunkedCollective::direct_contributions() const
 }
 
 bool ChunkedCollective::move_direct() {
+  if (taken_ == 0) take(0, extent_, extent_, direct_contributions());
+  return end_of_direct_reads();
+}
+
+bool ChunkedCollective::end_of_direct_reads() {
   if (taken_ == 0) {
-    first_chunk_ = engine_.take_chunks(1);
-    take(0, call.count, call.count, direct_contributions());
     taken_ = 1;
+    first_chunk_ = engine_.take_chunks(1);
     const ShmControl& control = engine_.control();
     control.announce(control.rank(engine_.rank()).consumed, first_chunk_ + 1);
   }
-  return !contributes() || engine_.all_reached(&RankControl::consumed, first_chunk_ + 1);
+  return !contributes(engine_.rank()) ||
+         engine_.all_reached(&RankControl::consumed, first_chunk_ + 1);
 }
 
 std::vector<int> ChunkedCollective::awaited_direct() const {
@@ -118,19 +122,22 @@ std::vector<int> ChunkedCollective::awaited_direct() const {
 }
 
 int64_t ChunkedCollective::count_of(int64_t chunk) const {
-  return std::min(chunk_count_, call.count - begin_of(chunk));
+  return std::min(chunk_count_, extent_ - begin_of(chunk));
 }
 
 bool ChunkedCollective::all_staged(int64_t target) const {
-  if (source_ < 0) return engine_.all_reached(&RankControl::staged, target);
-  const auto& staged = engine_.control().rank(source_).staged.value;
-  return staged.load(std::memory_order_seq_cst) >= target;
+  for (int peer = 0; peer < engine_.size(); ++peer) {
+    if (is_own(peer) || !contributes(peer)) continue;
+    const auto& staged = engine_.control().rank(peer).staged.value;
+    if (staged.load(std::memory_order_seq_cst) < target) return false;
+  }
+  return true;
 }
 
 bool ChunkedCollective::move_staged() {
   const ShmControl& control = engine_.control();
   RankControl& own = control.rank(engine_.rank());
-  if (!contributes()) put_ = chunks_;
+  if (!contributes(engine_.rank())) put_ = chunks_;
   for (bool moved = true; moved && taken_ < chunks_;) {
     moved = false;
     const int64_t next = first_chunk_ + put_;
@@ -161,7 +168,7 @@ std::vector<int> ChunkedCollective::awaited_to_move() const {
   if (way_ == Way::kInline || taken_ == chunks_) return {};
   if (taken_ < put_) {
     std::vector<int> late = engine_.behind(&RankControl::staged, first_chunk_ + taken_ + 1);
-    if (source_ >= 0) std::erase_if(late, [this](int peer) { return peer != source_; });
+    std::erase_if(late, [this](int peer) { return !contributes(peer); });
     return late;
   }
   return engine_.behind(&RankControl::consumed, first_chunk_ + put_ + 1 - kStagingSlots);
@@ -202,7 +209,7 @@ ShmAllReduce::ShmAllReduce(ShmEngine& engine, const Buffer& buffer, ReduceOp op,
     : ChunkedCollective(
           engine,
           make_reduce_fingerprint(Operation::kAllReduce, buffer.dtype, buffer.count, op, weight),
-          context, -1, 1),
+          context, 1),
       buffer_(buffer) {}
 
 void ShmAllReduce::put(int64_t begin, int64_t count, std::byte* slot) const {
@@ -291,7 +298,7 @@ std::vector<int> ShmAllReduce::awaited_direct() const {
 
 ShmBroadcast::ShmBroadcast(ShmEngine& engine, const Buffer& buffer, int root,
                            const CallContext& context)
-    : ChunkedCollective(engine, make_broadcast_fingerprint(buffer, root), context, root, 1),
+    : ChunkedCollective(engine, make_broadcast_fingerprint(buffer, root), context, 1),
       buffer_(buffer),
       root_(root) {}
 
@@ -312,7 +319,7 @@ ShmReduceScatter::ShmReduceScatter(ShmEngine& engine, const ConstBuffer& input,
     : ChunkedCollective(engine,
                         make_reduce_fingerprint(Operation::kReduceScatter, output.dtype,
                                                 output.count, op, weight),
-                        context, -1, engine.size()),
+                        context, engine.size()),
       input_(input),
       output_(output) {}
 
@@ -344,7 +351,7 @@ void ShmReduceScatter::arrived() {
 ShmAllGather::ShmAllGather(ShmEngine& engine, const ConstBuffer& input, const Buffer& output,
                            const CallContext& context)
     : ChunkedCollective(engine, make_fingerprint(Operation::kAllGather, input.dtype, input.count),
-                        context, -1, 1),
+                        context, 1),
       input_(input),
       output_(output) {}
 
@@ -358,6 +365,126 @@ void ShmAllGather::take(int64_t begin, int64_t count, int64_t /*stride*/,
     copy_bytes(bytes_at(output_.data, (peer * call.count + begin) * element_bytes_),
                from[static_cast<size_t>(peer)], count * element_bytes_);
   }
+}
+
+ShmReduce::ShmReduce(ShmEngine& engine, const Buffer& buffer, int root, ReduceOp op, double weight,
+                     const CallContext& context)
+    : ChunkedCollective(engine, make_rooted_reduce_fingerprint(buffer, root, op, weight), context,
+                        1),
+      buffer_(buffer),
+      root_(root) {}
+
+void ShmReduce::put(int64_t begin, int64_t count, std::byte* slot) const {
+  stream_copy(slot, bytes_at(buffer_.data, begin * element_bytes_), count * element_bytes_);
+}
+
+void ShmReduce::take(int64_t begin, int64_t count, int64_t /*stride*/, const Contributions& from) {
+  if (count == 0 || !is_own(root_)) return;
+  const std::vector<const void*> inputs(from.begin(), from.end());
+  void* output = bytes_at(buffer_.data, begin * element_bytes_);
+  reduce(buffer_.dtype, call.reduce, inputs, factors_, {&output, 1}, count);
+}
+
+void ShmReduce::arrived() {
+  ChunkedCollective::arrived();
+  factors_ = factors();
+}
+
+ShmExchange::ShmExchange(ShmEngine& engine, const ConstBuffer& input, const Buffer& output,
+                         const BlockExchange& blocks, const CallContext& context)
+    : ChunkedCollective(engine, make_exchange_fingerprint(input.dtype, blocks), context,
+                        blocks.same_for_all() ? 1 : engine.size()),
+      input_(input),
+      output_(output),
+      blocks_(blocks),
+      head_bytes_(2 * engine.size() * static_cast<int64_t>(sizeof(int64_t))),
+      inline_count_((kInlineBytes - head_bytes_) / (width_ * element_bytes_)) {}
+
+// Nobody knows the largest block yet: what fits is sent along, and is used where all of it fits.
+void ShmExchange::publish(RingEntry& own) {
+  std::byte* next = own.payload;
+  for (const auto* counts : {&blocks_.given, &blocks_.taken}) {
+    const auto bytes = counts->size() * sizeof(int64_t);
+    std::memcpy(next, counts->data(), bytes);
+    next += bytes;
+  }
+  if (*std::max_element(blocks_.given.begin(), blocks_.given.end()) <= inline_count_) {
+    put(0, inline_count_, next);
+  }
+  engine_.locate(input_.data, input_.bytes(), own);
+}
+
+void ShmExchange::arrived() {
+  const auto ranks = static_cast<size_t>(engine_.size());
+  ExchangedCounts taken;
+  extent_ = 0;
+  for (int peer = 0; peer < engine_.size(); ++peer) {
+    std::vector<int64_t> counts(2 * ranks);
+    std::memcpy(counts.data(), engine_.ring_entry(peer, call.sequence).payload,
+                static_cast<size_t>(head_bytes_));
+    const auto middle = counts.begin() + static_cast<ptrdiff_t>(ranks);
+    given_.emplace_back(counts.begin(), middle);
+    taken.emplace_back(middle, counts.end());
+    extent_ = std::max(extent_, *std::max_element(counts.begin(), middle));
+  }
+  require_same_counts(engine_.group(), call, given_, taken);
+  ChunkedCollective::arrived();
+}
+
+bool ShmExchange::contributes(int peer) const {
+  const auto& given = given_[static_cast<size_t>(peer)];
+  return std::any_of(given.begin(), given.end(), [](int64_t count) { return count > 0; });
+}
+
+// A slot holds that range of every block, one after the other.
+void ShmExchange::put(int64_t begin, int64_t count, std::byte* slot) const {
+  for (int block = 0; block < width_; ++block) {
+    const int64_t there = blocks_.given[static_cast<size_t>(block)] - begin;
+    copy_bytes(slot + block * count * element_bytes_,
+               bytes_at(input_.data, (blocks_.given_offset(block) + begin) * element_bytes_),
+               std::clamp<int64_t>(there, 0, count) * element_bytes_);
+  }
+}
+
+void ShmExchange::take_block(int peer, int64_t begin, int64_t count, const std::byte* from) {
+  const int64_t there = blocks_.taken[static_cast<size_t>(peer)] - begin;
+  if (there <= 0) return;
+  copy_bytes(bytes_at(output_.data, (blocks_.taken_offset(peer) + begin) * element_bytes_), from,
+             std::min(there, count) * element_bytes_);
+}
+
+void ShmExchange::take(int64_t begin, int64_t count, int64_t stride, const Contributions& from) {
+  const int64_t own_block = blocks_.same_for_all() ? 0 : engine_.rank() * stride * element_bytes_;
+  for (int peer = 0; peer < engine_.size(); ++peer) {
+    take_block(peer, begin, count, from[static_cast<size_t>(peer)] + own_block);
+  }
+}
+
+bool ShmExchange::move() {
+  if (way_ != Way::kInline) return ChunkedCollective::move();
+  Contributions from;
+  for (int peer = 0; peer < engine_.size(); ++peer) {
+    from.push_back(engine_.ring_entry(peer, call.sequence).payload + head_bytes_);
+  }
+  take(0, extent_, inline_count_, from);
+  return true;
+}
+
+// In a peer's own memory its blocks have the counts that it gives.
+bool ShmExchange::move_direct() {
+  if (!read_) {
+    read_ = true;
+    const Contributions from = direct_contributions();
+    for (int peer = 0; peer < engine_.size(); ++peer) {
+      BlockExchange theirs = blocks_;
+      theirs.given = given_[static_cast<size_t>(peer)];
+      if (from[static_cast<size_t>(peer)] == nullptr) continue;
+      take_block(
+          peer, 0, extent_,
+          from[static_cast<size_t>(peer)] + theirs.given_offset(engine_.rank()) * element_bytes_);
+    }
+  }
+  return end_of_direct_reads();
 }
 
 }  // namespace lockstep

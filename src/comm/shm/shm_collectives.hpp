@@ -2,6 +2,7 @@
 
 #include <vector>
 
+#include "comm/arguments.hpp"
 #include "comm/shm/shm_engine.hpp"
 
 namespace lockstep {
@@ -16,14 +17,16 @@ namespace lockstep {
 /// All ranks choose the same way, from what all have published.
 class ChunkedCollective : public ShmCollective {
  public:
-  /// `source` is the only rank that contributes; -1: all do. A contribution is `width` blocks of
-  /// the call's count.
+  /// A contribution is `width` blocks of the call's count.
   ChunkedCollective(ShmEngine& engine, const Fingerprint& what, const CallContext& context,
-                    int source, int64_t width);
+                    int64_t width);
 
  protected:
-  using Contributions = std::vector<const std::byte*>;  // [rank]
+  using Contributions = std::vector<const std::byte*>;  // [rank]; null where it has none
+  enum class Way { kInline, kDirect, kStaged };
 
+  /// Whether a rank contributes.
+  virtual bool contributes(int /*peer*/) const { return true; }
   /// What this rank contributes, all of it.
   virtual const void* contribution() const = 0;
   /// Copies its elements begin to begin + count into a slot.
@@ -43,22 +46,27 @@ class ChunkedCollective : public ShmCollective {
   /// The ranks' weights over their sum, for kMean; empty otherwise.
   std::vector<double> factors() const;
   Contributions direct_contributions() const;
-  bool contributes() const { return source_ < 0 || source_ == engine_.rank(); }
+  /// In the direct way: this rank has read all that it reads of the others' memory. True when they
+  /// have done so with its own.
+  bool end_of_direct_reads();
+  bool is_own(int peer) const { return peer == engine_.rank(); }
+  /// Whether contributions of this many elements in each block travel in the ring entries.
+  virtual bool fits_inline(int64_t count) const {
+    return count * width_ * element_bytes_ <= kInlineBytes;
+  }
 
   const int64_t element_bytes_;
   const int64_t width_;  // blocks of a contribution
+  int64_t extent_;       // elements of the largest block of all contributions
+  Way way_ = Way::kInline;
 
  private:
-  enum class Way { kInline, kDirect, kStaged };
-
   Way choose() const;
   bool move_staged();
   int64_t begin_of(int64_t chunk) const { return chunk * chunk_count_; }
   int64_t count_of(int64_t chunk) const;
   bool all_staged(int64_t target) const;
 
-  const int source_;
-  Way way_ = Way::kInline;
   int64_t chunk_count_ = 0;  // elements of a chunk
   int64_t chunks_ = 0;
   int64_t first_chunk_ = 0;  // its number among all chunks of the group
@@ -104,6 +112,7 @@ class ShmBroadcast final : public ChunkedCollective {
   ShmBroadcast(ShmEngine& engine, const Buffer& buffer, int root, const CallContext& context);
 
  protected:
+  bool contributes(int peer) const override { return peer == root_; }
   const void* contribution() const override { return buffer_.data; }
   void put(int64_t begin, int64_t count, std::byte* slot) const override;
   void take(int64_t begin, int64_t count, int64_t stride, const Contributions& from) override;
@@ -143,6 +152,55 @@ class ShmAllGather final : public ChunkedCollective {
  private:
   ConstBuffer input_;
   Buffer output_;
+};
+
+/// The root reads what all contribute.
+class ShmReduce final : public ChunkedCollective {
+ public:
+  ShmReduce(ShmEngine& engine, const Buffer& buffer, int root, ReduceOp op, double weight,
+            const CallContext& context);
+
+ protected:
+  const void* contribution() const override { return buffer_.data; }
+  void put(int64_t begin, int64_t count, std::byte* slot) const override;
+  void take(int64_t begin, int64_t count, int64_t stride, const Contributions& from) override;
+  void arrived() override;
+
+ private:
+  Buffer buffer_;
+  int root_;
+  std::vector<double> factors_;
+};
+
+/// Blocks of different counts. The ring entry begins with the counts that its rank gives and takes,
+/// so that all ranks know all of them. A contribution has a block for each peer, or, where the same
+/// goes to all, one.
+class ShmExchange final : public ChunkedCollective {
+ public:
+  ShmExchange(ShmEngine& engine, const ConstBuffer& input, const Buffer& output,
+              const BlockExchange& blocks, const CallContext& context);
+
+ protected:
+  bool contributes(int peer) const override;
+  const void* contribution() const override { return input_.data; }
+  void put(int64_t begin, int64_t count, std::byte* slot) const override;
+  void take(int64_t begin, int64_t count, int64_t stride, const Contributions& from) override;
+  bool fits_inline(int64_t count) const override { return count <= inline_count_; }
+  void publish(RingEntry& own) override;
+  void arrived() override;
+  bool move() override;
+  bool move_direct() override;
+
+ private:
+  void take_block(int peer, int64_t begin, int64_t count, const std::byte* from);
+
+  ConstBuffer input_;
+  Buffer output_;
+  BlockExchange blocks_;
+  int64_t head_bytes_;          // of the counts in a ring entry
+  int64_t inline_count_;        // elements of a block that fit behind them
+  ExchangedCounts given_ = {};  // [from][to], of all ranks, once they have arrived
+  bool read_ = false;           // in the direct way
 };
 
 }  // namespace lockstep

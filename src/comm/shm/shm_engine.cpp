@@ -66,6 +66,19 @@ void ShmCollective::wait() {
   if (!done()) engine_.wait(*this);
 }
 
+ShmMessage::~ShmMessage() {
+  if (state_ == State::kQueued) engine_.drop(*this);
+}
+
+bool ShmMessage::advance() {
+  if (!done()) engine_.advance(*this);
+  return done();
+}
+
+void ShmMessage::wait() {
+  if (!done()) engine_.wait(*this);
+}
+
 bool ShmCollective::step() {
   if (state_ == State::kArriving) {
     if (!engine_.all_reached(&RankControl::arrived, call.sequence)) return false;
@@ -87,7 +100,9 @@ ShmEngine::ShmEngine(ShmMembership membership)
       link_(membership_.group, control_, membership_.processes),
       session_(membership_.group, &link_),
       owner_(::getpid()),
-      spins_(size() <= ::sysconf(_SC_NPROCESSORS_ONLN) ? kSpins : 0) {}
+      spins_(size() <= ::sysconf(_SC_NPROCESSORS_ONLN) ? kSpins : 0),
+      sends_(static_cast<size_t>(size())),
+      receives_(static_cast<size_t>(size())) {}
 
 void ShmEngine::begin(ShmCollective& task) {
   guarded([&] {
@@ -150,16 +165,63 @@ void ShmEngine::work_on(const ShmCollective& task, Patience patience) {
   }
 }
 
-void ShmEngine::run_message(ShmTask& task) {
+void ShmEngine::begin(const std::shared_ptr<ShmEngine>& engine, ShmMessage& message) {
+  engine->guarded([&] {
+    engine->check_abort(message);
+    message.keeps_alive_ = engine;
+    message.state_ = ShmMessage::State::kQueued;
+    engine->queues_of(message)[static_cast<size_t>(message.peer())].push_back(&message);
+    ++engine->messages_in_flight_;
+    engine->progress();
+  });
+}
+
+void ShmEngine::advance(const ShmMessage& message) {
   guarded([&] {
-    check_abort(task);
     const auto ready = [&] {
       progress();
-      return task.step();
+      return message.done();
+    };
+    if (!ready()) {
+      look_around(
+          ready, [&]() -> const ShmTask& { return message; }, message.deadline_ns);
+    }
+  });
+}
+
+void ShmEngine::wait(const ShmMessage& message) {
+  guarded([&] {
+    const auto ready = [&] {
+      progress();
+      return message.done();
     };
     wait_until(
-        ready, [&]() -> const ShmTask& { return task; }, task.deadline_ns);
+        ready, [&]() -> const ShmTask& { return message; }, message.deadline_ns);
   });
+}
+
+void ShmEngine::drop(const ShmMessage& message) noexcept {
+  abort(std::uncaught_exceptions() > 0 ? "failed with an exception"
+                                       : "dropped a message before it was done");
+  auto& queue = queues_of(message)[static_cast<size_t>(message.peer())];
+  messages_in_flight_ -= static_cast<int64_t>(std::erase(queue, &message));
+}
+
+void ShmEngine::progress_messages(Messages& queues) {
+  for (auto& queue : queues) {
+    while (!queue.empty() && queue.front()->step()) {
+      queue.front()->state_ = ShmMessage::State::kDone;
+      queue.pop_front();
+      --messages_in_flight_;
+    }
+  }
+}
+
+void ShmEngine::forget_in_flight() noexcept {
+  in_flight_.clear();
+  for (auto& queue : sends_) queue.clear();
+  for (auto& queue : receives_) queue.clear();
+  messages_in_flight_ = 0;
 }
 
 void ShmEngine::progress() {
@@ -169,6 +231,9 @@ void ShmEngine::progress() {
     control_.rank(rank()).finished.value.store(task.call.sequence, std::memory_order_release);
     in_flight_.pop_front();
   }
+  if (messages_in_flight_ == 0) return;
+  progress_messages(sends_);
+  progress_messages(receives_);
 }
 
 void ShmEngine::wait_until(const std::function<bool()>& ready,
@@ -331,7 +396,7 @@ void ShmEngine::leave() noexcept {
   if (owner_ != ::getpid()) return;
   if (std::uncaught_exceptions() > 0) {
     abort("failed with an exception");
-  } else if (!in_flight_.empty()) {
+  } else if (!in_flight_.empty() || messages_in_flight_ > 0) {
     abort("destroyed its communicator while calls were in flight");
   }
   control_.announce(control_.rank(rank()).left, uint32_t{1});

@@ -77,6 +77,31 @@ class ShmCollective : public ShmTask, public Backend::Work {
   std::shared_ptr<ShmEngine> keeps_alive_;  // of a handle that may outlive its backend
 };
 
+/// A call between two ranks, outside the order of collectives. Those of one direction between two
+/// ranks happen one after the other. It is the backend's handle of the call, too.
+class ShmMessage : public ShmTask, public Backend::Work {
+ public:
+  ShmMessage(ShmEngine& engine, const Fingerprint& what, const CallContext& context, int peer)
+      : ShmTask(what, context), engine_(engine), peer_(peer) {}
+  ~ShmMessage() override;
+
+  bool advance() final;
+  void wait() final;
+
+  std::vector<int> awaited() const final { return {peer_}; }
+  int peer() const final { return peer_; }
+  bool done() const { return state_ == State::kDone; }
+
+ protected:
+  ShmEngine& engine_;
+  const int peer_;
+
+ private:
+  friend class ShmEngine;
+  enum class State { kNew, kQueued, kDone } state_ = State::kNew;
+  std::shared_ptr<ShmEngine> keeps_alive_;  // since the handle may outlive its backend
+};
+
 /// The control link of ranks that share memory: the control block, and the peers' processes.
 class ShmLink final : public ControlLink {
  public:
@@ -127,8 +152,8 @@ class ShmEngine {
     engine->begin(task);
   }
 
-  /// Runs a call between two ranks, which is outside the order of collectives.
-  void run_message(ShmTask& task);
+  /// Begins a message. It is worked on whenever this rank waits or advances.
+  static void begin(const std::shared_ptr<ShmEngine>& engine, ShmMessage& message);
 
   /// Does a part of a call. An exception ends the communicator.
   template <class Action>
@@ -136,7 +161,7 @@ class ShmEngine {
     try {
       session_.guarded(action);
     } catch (...) {
-      in_flight_.clear();
+      forget_in_flight();
       throw;
     }
   }
@@ -177,10 +202,20 @@ class ShmEngine {
 
  private:
   friend class ShmCollective;
+  friend class ShmMessage;
+  using Messages = std::vector<std::deque<ShmMessage*>>;  // [peer], owned by their callers
 
   void advance(const ShmCollective& task);
   void wait(const ShmCollective& task);
   void drop(const ShmCollective& task) noexcept;
+  void advance(const ShmMessage& message);
+  void wait(const ShmMessage& message);
+  void drop(const ShmMessage& message) noexcept;
+  Messages& queues_of(const ShmMessage& message) {
+    return message.call.operation == Operation::kSend ? sends_ : receives_;
+  }
+  void progress_messages(Messages& queues);
+  void forget_in_flight() noexcept;
   void check_abort(const ShmTask& task);
   void compare(const Fingerprint& own) const;
   void progress();
@@ -204,6 +239,9 @@ class ShmEngine {
   int64_t chunks_ = 0;
   bool staging_reserved_ = false;
   std::deque<ShmCollective*> in_flight_;  // owned by their callers
+  Messages sends_;
+  Messages receives_;
+  int64_t messages_in_flight_ = 0;  // in both
   std::vector<Segment> segments_;
   int64_t swept_segments_ = 0;
   int64_t processes_seen_ns_ = 0;

@@ -2,9 +2,9 @@
 
 #include <gloo/allgather.h>
 #include <gloo/allreduce.h>
-#include <gloo/alltoall.h>
 #include <gloo/broadcast.h>
 #include <gloo/context.h>
+#include <gloo/reduce.h>
 #include <gloo/transport/address.h>
 #include <gloo/transport/context.h>
 #include <gloo/transport/device.h>
@@ -241,6 +241,7 @@ namespace {
 
 // Gloo's own algorithms use first bytes 1 to 8 of the 64-bit slot for theirs.
 constexpr uint64_t kMessageSlots = uint64_t{0x40} << 56;
+constexpr uint64_t kExchangeSlots = uint64_t{0x41} << 56;
 
 // Gloo waits five times its timeout for a connection.
 constexpr int64_t kConnectPatience = 5;
@@ -346,9 +347,20 @@ LockstepGlooStatus connect(LockstepGlooContext* context, int peer, const void* b
 }
 
 // Gloo asks for a type only to know its size.
-template <class Element>
-void set_output(gloo::AllreduceOptions& options, void* data, size_t count) {
-  options.setOutput(static_cast<Element*>(data), count);
+template <class Options>
+void set_output(Options& options, void* data, size_t count, size_t element_bytes) {
+  switch (element_bytes) {
+    case 1:
+      return options.setOutput(static_cast<uint8_t*>(data), count);
+    case 2:
+      return options.setOutput(static_cast<uint16_t*>(data), count);
+    case 4:
+      return options.setOutput(static_cast<uint32_t*>(data), count);
+    case 8:
+      return options.setOutput(static_cast<uint64_t*>(data), count);
+    default:
+      throw std::invalid_argument("elements have 1, 2, 4 or 8 bytes");
+  }
 }
 
 LockstepGlooStatus all_reduce(LockstepGlooContext* context, void* data, size_t count,
@@ -356,22 +368,7 @@ LockstepGlooStatus all_reduce(LockstepGlooContext* context, void* data, size_t c
                               const LockstepGlooCall* call) {
   return guarded(call->message, [&] {
     gloo::AllreduceOptions options(begin(context, *call));
-    switch (element_bytes) {
-      case 1:
-        set_output<uint8_t>(options, data, count);
-        break;
-      case 2:
-        set_output<uint16_t>(options, data, count);
-        break;
-      case 4:
-        set_output<uint32_t>(options, data, count);
-        break;
-      case 8:
-        set_output<uint64_t>(options, data, count);
-        break;
-      default:
-        throw std::invalid_argument("elements have 1, 2, 4 or 8 bytes");
-    }
+    set_output(options, data, count, element_bytes);
     // Named, so that no later Gloo chooses by size: the order of summation must not change.
     options.setAlgorithm(gloo::AllreduceOptions::Algorithm::RING);
     options.setReduceFunction(
@@ -413,15 +410,54 @@ LockstepGlooStatus all_gather(LockstepGlooContext* context, const void* input, s
   });
 }
 
-LockstepGlooStatus all_to_all(LockstepGlooContext* context, const void* input, size_t block_bytes,
-                              void* output, const LockstepGlooCall* call) {
+LockstepGlooStatus reduce(LockstepGlooContext* context, void* data, size_t count,
+                          size_t element_bytes, int root, LockstepGlooReduce reduce, void* user,
+                          const LockstepGlooCall* call) {
   return guarded(call->message, [&] {
-    const size_t bytes = block_bytes * static_cast<size_t>(context->connections->size);
-    gloo::AlltoallOptions options(begin(context, *call));
-    options.setInput(readable(input), bytes);
-    options.setOutput(static_cast<uint8_t*>(output), bytes);
+    gloo::ReduceOptions options(begin(context, *call));
+    set_output(options, data, count, element_bytes);
+    options.setRoot(root);
+    options.setReduceFunction(
+        [=](void* out, const void* a, const void* b, size_t n) { reduce(user, out, a, b, n); });
     options.setTag(call->tag);
-    gloo::alltoall(options);
+    gloo::reduce(options);
+  });
+}
+
+// Every rank begins with its right neighbour, so that no rank is everybody's first.
+LockstepGlooStatus exchange(LockstepGlooContext* context, const void* input,
+                            const LockstepGlooBlock* given, void* output,
+                            const LockstepGlooBlock* taken, const LockstepGlooCall* call) {
+  return guarded(call->message, [&] {
+    const auto transfer = begin(context, *call);
+    const int rank = context->connections->rank;
+    const int size = context->connections->size;
+    const auto end_of = [size](const LockstepGlooBlock* blocks) {
+      size_t end = 0;
+      for (int peer = 0; peer < size; ++peer) {
+        end = std::max(end, blocks[peer].offset + blocks[peer].bytes);
+      }
+      return end;
+    };
+    const auto from = transfer->createUnboundBuffer(readable(input), end_of(given));
+    const auto to = transfer->createUnboundBuffer(output, end_of(taken));
+    const uint64_t slot = kExchangeSlots | call->tag;
+    int sends = 0;
+    int receives = 0;
+    for (int step = 1; step < size; ++step) {
+      const int right = (rank + step) % size;
+      const int left = (rank + size - step) % size;
+      if (taken[left].bytes > 0) {
+        to->recv(left, slot, taken[left].offset, taken[left].bytes);
+        ++receives;
+      }
+      if (given[right].bytes > 0) {
+        from->send(right, slot, given[right].offset, given[right].bytes);
+        ++sends;
+      }
+    }
+    for (; receives > 0; --receives) to->waitRecv();
+    for (; sends > 0; --sends) from->waitSend();
   });
 }
 
@@ -461,8 +497,8 @@ void destroy(LockstepGlooContext* context) {
 }
 
 constexpr LockstepGlooApi kApi = {
-    LOCKSTEP_GLOO_ABI, create,     address, connect, all_reduce, broadcast,
-    all_gather,        all_to_all, send,    recv,    abort,      destroy};
+    LOCKSTEP_GLOO_ABI, create, address, connect, all_reduce, broadcast, all_gather, reduce,
+    exchange,          send,   recv,    abort,   destroy};
 
 }  // namespace
 }  // namespace lockstep::gloo_module

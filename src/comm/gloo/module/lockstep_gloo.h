@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 
-enum { LOCKSTEP_GLOO_ABI = 2, LOCKSTEP_GLOO_MAX_ADDRESS = 256 };
+enum { LOCKSTEP_GLOO_ABI = 3, LOCKSTEP_GLOO_MAX_ADDRESS = 256 };
 
 typedef enum LockstepGlooStatus {
   LOCKSTEP_GLOO_OK = 0,
@@ -34,6 +34,12 @@ typedef struct LockstepGlooCall {
   uint32_t tag;
   LockstepGlooMessage* message; /* written unless the status is OK */
 } LockstepGlooCall;
+
+/* A part of a buffer, in bytes. */
+typedef struct LockstepGlooBlock {
+  size_t offset;
+  size_t bytes;
+} LockstepGlooBlock;
 
 /* Nanoseconds; called from any thread. */
 typedef int64_t (*LockstepGlooClock)(void);
@@ -67,9 +73,15 @@ typedef struct LockstepGlooApi {
   /* output holds a block of `bytes` for each rank; input may be this rank's. */
   LockstepGlooStatus (*all_gather)(LockstepGlooContext* context, const void* input, size_t bytes,
                                    void* output, const LockstepGlooCall* call);
-  /* Both hold a block of `block_bytes` for each rank: block r of the input goes to rank r. */
-  LockstepGlooStatus (*all_to_all)(LockstepGlooContext* context, const void* input,
-                                   size_t block_bytes, void* output, const LockstepGlooCall* call);
+  /* In place on every rank: the root's data becomes the result, the others' is of no more use. */
+  LockstepGlooStatus (*reduce)(LockstepGlooContext* context, void* data, size_t count,
+                               size_t element_bytes, int root, LockstepGlooReduce reduce,
+                               void* user, const LockstepGlooCall* call);
+  /* given[r] of the input goes to rank r, and taken[r] of the output comes from it; this rank's own
+   * blocks are not moved. */
+  LockstepGlooStatus (*exchange)(LockstepGlooContext* context, const void* input,
+                                 const LockstepGlooBlock* given, void* output,
+                                 const LockstepGlooBlock* taken, const LockstepGlooCall* call);
   LockstepGlooStatus (*send)(LockstepGlooContext* context, const void* data, size_t bytes, int to,
                              const LockstepGlooCall* call);
   LockstepGlooStatus (*recv)(LockstepGlooContext* context, void* data, size_t bytes, int from,
