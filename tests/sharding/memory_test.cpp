@@ -126,7 +126,7 @@ TEST(ShardedMemory, ModelThatDoesNotFitTrainsOverFour) {
       optimizer.step();
       const auto mean = loss.detach().clone().view({1});
       comm.all_reduce(mean, ReduceOp::kMean);
-      EXPECT_NEAR(mean.item<double>(), wanted[step], 1e-5);
+      EXPECT_NEAR(mean.item<double>(), wanted[step], 1e-4 * wanted[step]);
     }
     EXPECT_LE(devices[static_cast<size_t>(comm.rank())].memory().peak_bytes, kLimit);
   });
