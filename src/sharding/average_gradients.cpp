@@ -83,6 +83,11 @@ void ShardedModel::State::begin_backward() {
 }
 
 void ShardedModel::State::begin_reduce(ShardedUnit& unit) {
+  // While a peer is late, more averages would only keep more whole gradients in memory.
+  constexpr std::ptrdiff_t kMostInFlight = 2;
+  const auto in_flight = std::count_if(units.begin(), units.end(),
+                                       [](const auto& each) { return each->reducing.has_value(); });
+  if (in_flight >= kMostInFlight) finish_reduces();
   ++stats.reduce_scatters;
   stats.reduced_bytes += unit.plan.bytes();
   unit.reducing = unit.gradients->begin_reduce(weight);

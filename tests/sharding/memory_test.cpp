@@ -12,9 +12,9 @@ constexpr int64_t kWidth = 64;
 constexpr int64_t kLayers = 3;
 constexpr int64_t kWeights = kLayers * kWidth * kWidth;
 
-torch::nn::Sequential layers(int64_t width = kWidth) {
+torch::nn::Sequential layers(int64_t width = kWidth, int64_t count = kLayers) {
   torch::nn::Sequential net;
-  for (int64_t i = 0; i < kLayers; ++i) {
+  for (int64_t i = 0; i < count; ++i) {
     net->push_back(torch::nn::Linear(torch::nn::LinearOptions(width, width).bias(false)));
   }
   fill_weights(*net);
@@ -84,10 +84,11 @@ TEST(ShardedMemory, OneCopyIsChargedInShares) {
   }
 }
 
-// 768 KiB of weights: training takes 3 MiB, and a device has 2.
+// 2 MiB of weights: training takes 8 MiB, and a device has 5.
 TEST(ShardedMemory, ModelThatDoesNotFitTrainsOverFour) {
-  constexpr int64_t kLimit = int64_t{2} << 20;
+  constexpr int64_t kLimit = int64_t{5} << 20;
   constexpr int64_t kWide = 256;
+  constexpr int64_t kDeep = 8;
   const auto x = wave({8, kWide}, 0).to(torch::kFloat);
   std::vector<double> wanted;
   const auto train = [&](torch::nn::Sequential net, std::vector<double>& losses) {
@@ -100,21 +101,21 @@ TEST(ShardedMemory, ModelThatDoesNotFitTrainsOverFour) {
       losses.push_back(loss.item<double>());
     }
   };
-  train(layers(kWide), wanted);
+  train(layers(kWide, kDeep), wanted);
   {
     const Devices devices("cpu:1");
     devices[0].set_memory_limit(kLimit);
     const UseDevice home(devices[0]);
     std::vector<double> losses;
     expect_error(Code::kOutOfMemory, {"MiB", "FullyShardedDataParallel"},
-                 [&] { train(layers(kWide), losses); });
+                 [&] { train(layers(kWide, kDeep), losses); });
   }
   const Devices devices("cpu:4");
   for (size_t i = 0; i < 4; ++i) devices[i].set_memory_limit(kLimit);
   run_ranks(4, [&](const Communicator& comm) {
     const UseDevice home(devices[static_cast<size_t>(comm.rank())]);
     std::optional<ChargeHost> on_host(std::in_place);
-    auto net = layers(kWide);
+    auto net = layers(kWide, kDeep);
     on_host.reset();
     FullyShardedDataParallel fsdp(net, comm, {.min_unit_bytes = 0, .share_on_host = false});
     AdamW optimizer(fsdp.parameters(), {.lr = 1e-3});
@@ -125,7 +126,7 @@ TEST(ShardedMemory, ModelThatDoesNotFitTrainsOverFour) {
       optimizer.step();
       const auto mean = loss.detach().clone().view({1});
       comm.all_reduce(mean, ReduceOp::kMean);
-      EXPECT_NEAR(mean.item<double>(), wanted[step], 1e-5);
+      EXPECT_NEAR(mean.item<double>(), wanted[step], 1e-4 * wanted[step]);
     }
     EXPECT_LE(devices[static_cast<size_t>(comm.rank())].memory().peak_bytes, kLimit);
   });
