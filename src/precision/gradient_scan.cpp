@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kBlocksPerThread = 16;  // fewer are not worth waking another thread
 
-struct Block {
+struct ScanPart {
   int64_t gradient;  // index
   torch::ScalarType dtype;
   void* data;
@@ -38,7 +38,7 @@ torch::Tensor flattened(const torch::Tensor& gradient) {
   return gradient.detach().to(is_double ? torch::kDouble : torch::kFloat).contiguous();
 }
 
-void append_blocks(std::vector<Block>& blocks, const torch::Tensor& gradient, int64_t index) {
+void append_blocks(std::vector<ScanPart>& blocks, const torch::Tensor& gradient, int64_t index) {
   auto* bytes = static_cast<char*>(gradient.data_ptr());
   const auto element_bytes = static_cast<int64_t>(gradient.element_size());
   for (int64_t begin = 0; begin < gradient.numel(); begin += kScanBlock) {
@@ -48,7 +48,7 @@ void append_blocks(std::vector<Block>& blocks, const torch::Tensor& gradient, in
 }
 
 template <class Work>
-void for_each_block(const std::vector<Block>& blocks, const Work& work) {
+void for_each_block(const std::vector<ScanPart>& blocks, const Work& work) {
   parallel_ranges(static_cast<int64_t>(blocks.size()), kBlocksPerThread,
                   [&](int64_t begin, int64_t end) {
                     for (int64_t i = begin; i < end; ++i) work(static_cast<size_t>(i));
@@ -59,7 +59,7 @@ void for_each_block(const std::vector<Block>& blocks, const Work& work) {
 
 GradientScan scan_gradients(std::span<const torch::Tensor> gradients) {
   std::vector<torch::Tensor> converted;  // copies of those that are not flat
-  std::vector<Block> blocks;
+  std::vector<ScanPart> blocks;
   for (size_t i = 0; i < gradients.size(); ++i) {
     if (!gradients[i].defined()) continue;
     if (flat(gradients[i])) {
@@ -80,7 +80,7 @@ GradientScan scan_gradients(std::span<const torch::Tensor> gradients) {
 }
 
 int64_t unscale_gradients(std::span<const torch::Tensor> gradients, float inverse_scale) {
-  std::vector<Block> blocks;
+  std::vector<ScanPart> blocks;
   std::vector<torch::Tensor> elsewhere(gradients.size());  // [gradient], defined if not flat
   bool any_elsewhere = false;
   for (size_t i = 0; i < gradients.size(); ++i) {
