@@ -100,8 +100,8 @@ struct AccumulationContext {
   bool times_count() const { return warning.empty(); }
 
   /// The largest row count of memory_study().
-  const RunSet& many_rows_fp32() const { return runs.all("memory_fp32").back(); }
-  const RunSet& many_rows_amp() const { return runs.all("memory_amp").back(); }
+  const RunSet& many_rows_fp32() const { return runs.some("memory_fp32").back(); }
+  const RunSet& many_rows_amp() const { return runs.some("memory_amp").back(); }
 
   /// What divisor_study() found, as sentences.
   std::string divisor_text() const;

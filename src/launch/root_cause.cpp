@@ -334,6 +334,17 @@ RootCause find_root_cause(const std::vector<RankView>& views, bool out_of_memory
     root_cause.cause = Cause::kDisagreement;
     root_cause.rank = root_cause.first_failure = differing->rank;
   }
+  if (root_cause.cause == Cause::kMissing) {
+    // It came, with another call than the rest, and was only too slow to say so itself.
+    const auto told = std::find_if(views.begin(), views.end(), [&](const RankView& view) {
+      return ended_badly(view) && blamed_by(view) == root_cause.rank &&
+             view.board.error->code == Code::kCallMismatch;
+    });
+    if (told != views.end()) {
+      root_cause.cause = Cause::kDisagreement;
+      root_cause.rank = root_cause.first_failure = told->rank;
+    }
+  }
   list_others(views, root_cause);
   return root_cause;
 }

@@ -185,6 +185,20 @@ TEST(RootCause, ADisagreementHasNoVictims) {
   }
 }
 
+// Found by bench/faults on a machine with ten times as many busy processes as cores.
+TEST(RootCause, ARankThatIsSlowToReportItsOtherCallDidCome) {
+  const std::string said =
+      "ranks made different calls: rank 2 called broadcast #2; ranks 0, 1 called all_reduce #2";
+  const std::vector<RankView> views = {
+      alive(0), with_error(ended(1, 0, exited(1)), Code::kCallMismatch, 2, said), alive(2)};
+  const RootCause root_cause = find_root_cause(views, false);
+  EXPECT_EQ(root_cause.cause, Cause::kDisagreement);
+  EXPECT_EQ(root_cause.exit_code, 1);
+  const Error error = failure_error(root_cause, views, {});
+  EXPECT_EQ(error.code(), Code::kCallMismatch);
+  EXPECT_EQ(error.message(), said);
+}
+
 RankView in_rendezvous(RankView view) {
   view.board.pid = view.pid;
   view.board.collective.sequence = -1;
