@@ -74,8 +74,8 @@ class LaunchElastic : public LaunchTest {
 };
 
 TEST_F(LaunchElastic, GoesOnWithoutALostHost) {
-  const Texts flags = {"--nnodes",    "2:3",     "--max-restarts", "1",
-                       "--last-call", kLastCall, "-n",             "2"};
+  const Texts flags = {"--nnodes", "2:3", "--max-restarts", "1", "--last-call", kLastCall,
+                       "-n",       "2"};
   const auto [a, b, c] = busy_hosts<3>(flags, 6);
   lose(c, "c");
   expect_goes_on(a, "a", "4");
@@ -191,8 +191,8 @@ TEST_F(LaunchElastic, WithoutRestartsALostHostIsTheEnd) {
 TEST_F(LaunchElastic, TrainingResumesOnFewerHostsAndEndsAtTheLastStep) {
   const std::string folder = file("checkpoints");
   // A rank that stops in the first attempt keeps it from its end until the host is lost.
-  const Texts flags = {"--nnodes", "2:3",       "--max-restarts", "2",
-                       "--last-call", kLastCall, "--inject", "stop@rank=0,step=300"};
+  const Texts flags = {"--nnodes",    "2:3",     "--max-restarts", "2",
+                       "--last-call", kLastCall, "--inject",       "stop@rank=0,step=300"};
   const Texts program = {std::string(LOCKSTEP_BIN) + "/tutorial_checkpoint", folder, "600"};
   const pid_t a = host("a", "0", flags, program);
   const pid_t b = host("b", "1", flags, program);
