@@ -24,7 +24,7 @@ std::string precision_text(const RunRecord& run) {
 }
 
 std::string batch_text(const RunRecord& run) {
-  const std::string rows = plural(run.effective_batch / run.accum_steps, "row");
+  const std::string rows = counted(run.effective_batch / run.accum_steps, "row");
   if (run.accum_steps == 1) return rows + " per step";
   return fmt::format("{} micro-steps of {} per step", run.accum_steps, rows);
 }
@@ -33,7 +33,7 @@ std::string steps_text(const RunSet& set_up, const std::string& runs) {
   const RunRecord& run = set_up.first();
   return fmt::format("{} per run: {} to warm up, {} measured; {}", run.warmup_steps + run.step_ms.n,
                      run.warmup_steps, run.step_ms.n,
-                     runs.empty() ? plural(static_cast<int64_t>(set_up.runs.size()), "run") : runs);
+                     runs.empty() ? counted(set_up.runs.size(), "run") : runs);
 }
 
 std::string optimizer_text(const RunRecord& run) {
