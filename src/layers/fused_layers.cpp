@@ -7,12 +7,12 @@
 #include <limits>
 #include <string>
 
+#include "base/counted.hpp"
 #include "layers/cpu_linear.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
 #include "torch_compat.hpp"
 #if LOCKSTEP_CUDA
-#include "base/counted.hpp"
 #include "layers/cuda/layers.hpp"
 #endif
 
