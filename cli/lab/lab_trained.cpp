@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <set>
+#include <utility>
 
 #include "cli/lab/lab_text.hpp"
 #include "lockstep/units.hpp"
@@ -52,7 +54,11 @@ std::string trained_on(const RunRecord& run) {
   std::vector<std::string> names;
   std::vector<std::string> with_hardware;
   std::set<std::string> hardware;
-  for (const auto& device : run.devices) {
+  std::vector<DeviceRecord> devices = run.devices;  // a pipeline's are by rank and stage
+  std::sort(devices.begin(), devices.end(), [](const DeviceRecord& a, const DeviceRecord& b) {
+    return std::pair(a.name.size(), a.name) < std::pair(b.name.size(), b.name);
+  });
+  for (const auto& device : devices) {
     names.push_back(device.name);
     with_hardware.push_back(fmt::format("{} ({})", device.name, hardware_of(device)));
     hardware.insert(hardware_of(device));
