@@ -373,7 +373,7 @@ TEST(Practical10Refuses, BadFlagsBeforeAnythingStarts) {
   refused(0, {"--schedule", "1f2b"}, "did you mean 1f1b?");
   refused(0, {"--schedule", "interleaved", "--stages", "3"}, "LS0028");
   refused(0, {"--place", "apart"}, "\"apart\"");
-  refused(0, {"--place", "0,1,1"}, "3 numbers, but there are 2 stages");
+  refused(0, {"--place", "0,1,1"}, "3 numbers, but the stages are 2");
   refused(0, {"--place", "0,2"}, "--place 0,2 uses device 2 but not 1");
   refused(0, {"--place", "0,"}, "--place 0,");
   refused(0, {"--cut", "3,2"}, "--cut 3,2 has 5 layers, but the model has 15");
