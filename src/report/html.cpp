@@ -71,7 +71,7 @@ pre{margin:0;padding:.8rem 1rem;font-size:.8rem;width:max-content;min-width:100%
 .listing{border:1px solid var(--grid);border-radius:.4rem;max-height:34rem;overflow:auto}
 .listing:focus-visible,.scroll:focus-visible{outline:2px solid #0072b2;outline-offset:2px}
 .records{columns:16rem;font-size:.86rem;padding-left:1.2rem;overflow-wrap:anywhere}
-@media (max-width:48rem){.block .scroll{--shade:rgb(128 128 128/.5);background:
+@media screen and (max-width:48rem){.block .scroll{--shade:rgb(128 128 128/.5);background:
 linear-gradient(90deg,var(--paper) 40%,transparent) 0 0/2rem 100% no-repeat local,
 linear-gradient(270deg,var(--paper) 40%,transparent) 100% 0/2rem 100% no-repeat local,
 linear-gradient(90deg,var(--shade),transparent) 0 0/.7rem 100% no-repeat scroll,
