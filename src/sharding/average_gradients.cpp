@@ -50,8 +50,9 @@ void ShardedModel::State::gradient_accumulated(size_t parameter) {
   rethrow_failure();
   const c10::MultiStreamGuard on_streams(streams->all());
   const auto [unit, index] = location[parameter];
-  if (phase != Phase::kBackward) begin_backward();
   UnitGradients& gradients = *units[unit]->gradients;
+  if (phase == Phase::kStepping) return gradients.accumulated(index);
+  if (phase != Phase::kBackward) begin_backward();
   gradients.accumulated(index);
   if (!backward_averages || options.find_unused_parameters) return;
   if (complete != nullptr) begin_reduce(*std::exchange(complete, nullptr));
@@ -106,19 +107,38 @@ void ShardedModel::State::end_backward() {
   rethrow_failure();
   if (backward_averages) {
     settle_missing();
-    finish_reduces();
-    if (shares_memory()) comm->barrier({.label = "end of backward"});
-    window->close();
-    ++stats.synchronised_backwards;
+    end_average();
     if (!order.empty()) order_known = true;
-    mark_stale();
   } else {
-    for (const auto& unit : units) {
-      if (unit->gradients) unit->gradients->show_local();
-    }
-    window->add_micro_step();
-    shown_nonzero = !window->gradients_cleared();
+    keep_local_gradients();
   }
+  end_step();
+}
+
+// Averages what is not averaged yet; parameters without a gradient count as zeros.
+void ShardedModel::State::begin_average() {
+  for (const auto& unit : units) {
+    if (unit->gradients) begin_reduce(*unit);
+  }
+}
+
+void ShardedModel::State::end_average() {
+  finish_reduces();
+  if (shares_memory()) comm->barrier({.label = "end of backward"});
+  window->close();
+  ++stats.synchronised_backwards;
+  mark_stale();
+}
+
+void ShardedModel::State::keep_local_gradients() {
+  for (const auto& unit : units) {
+    if (unit->gradients) unit->gradients->show_local();
+  }
+  window->add_micro_step();
+  shown_nonzero = !window->gradients_cleared();
+}
+
+void ShardedModel::State::end_step() {
   release_unused();
   marks->add_micro_step();
   phase = Phase::kIdle;

@@ -108,7 +108,8 @@ void ShardedModel::State::finish_gather(ShardedUnit& unit) {
 
 // The first step records in which order groups are used; later ones follow it as long as it holds.
 void ShardedModel::State::follow_order(size_t group) {
-  if (!options.prefetch || phase == Phase::kIdle || group == last_group) return;
+  const bool in_order = phase == Phase::kForwarded || phase == Phase::kBackward;
+  if (!options.prefetch || !in_order || group == last_group) return;
   last_group = group;
   if (!order_known) {
     order.push_back(group);

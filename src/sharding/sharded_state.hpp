@@ -86,6 +86,10 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   void poison(std::span<const size_t> used) noexcept;
   void rethrow_failure();
 
+  // Forward.
+  void require_unchanged();
+  void share_buffers() const;
+
   // Gradients.
   void offer_gradient_memory();
   torch::Tensor gradient_computed(size_t parameter, const torch::Tensor& gradient) override;
@@ -93,6 +97,10 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   void gradient_accumulated(size_t parameter) override;
   void begin_backward();
   void end_backward();
+  void begin_average();
+  void end_average();
+  void keep_local_gradients();
+  void end_step();
   void settle_missing();
   void begin_reduce(ShardedUnit& unit);
   void advance_reduces();
@@ -116,7 +124,8 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   std::map<const c10::TensorImpl*, torch::Tensor> shard_of;  // [parameter of the module]
   std::vector<std::unique_ptr<WatchedStorage>> watched;
 
-  enum class Phase { kIdle, kForwarded, kBackward } phase = Phase::kIdle;
+  // kStepping: from begin_step() to the end of that step.
+  enum class Phase { kIdle, kForwarded, kBackward, kStepping } phase = Phase::kIdle;
   int no_sync_depth = 0;
   bool backward_averages = true;
   bool last_forward_averaged = true;  // only then are buffers sent before the next forward
