@@ -128,6 +128,7 @@ void ShardedModel::State::end_average() {
   window->close();
   ++stats.synchronised_backwards;
   mark_stale();
+  update_follows = true;
 }
 
 void ShardedModel::State::keep_local_gradients() {
@@ -135,6 +136,7 @@ void ShardedModel::State::keep_local_gradients() {
     if (unit->gradients) unit->gradients->show_local();
   }
   window->add_micro_step();
+  shown = !window->gradients_dropped();
   shown_nonzero = !window->gradients_cleared();
 }
 
@@ -234,11 +236,11 @@ void ShardedModel::State::check_window() {
 }
 
 // An optimizer's zero_grad() reaches the shards' grads only, which say so for the whole gradients
-// behind them. A rank without any shard cannot know, so the ranks ask each other.
+// behind them. A rank that has shown none cannot know, so the ranks ask each other.
 bool ShardedModel::State::window_was_dropped() {
   enum Vote : int64_t { kUnknown, kKept, kDropped };
   int64_t vote = kUnknown;
-  if (!trained_shards.empty()) {
+  if (shown) {
     vote = window->gradients_dropped()   ? kDropped
            : !shown_nonzero              ? kUnknown
            : window->gradients_cleared() ? kDropped

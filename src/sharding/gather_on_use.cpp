@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <utility>
 
 #include "base/process.hpp"
 #include "device/slice_map.hpp"
@@ -161,6 +162,12 @@ void ShardedModel::State::notice_changes() {
   marks->add_micro_step();
   mark_stale();
   for (const auto& [name, tensor] : trained) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+// Before a forward that trains: an optimizer may have changed shards, maybe in other elements than
+// the first, after an evaluation has gathered them.
+void ShardedModel::State::expect_update() {
+  if (gathered_guards == 0 && std::exchange(update_follows, false)) mark_stale();
 }
 
 }  // namespace lockstep

@@ -223,6 +223,7 @@ void ShardedModel::before_forward() {
     if (first) state.order_next = state.order.size();
     return;
   }
+  if (first) state.expect_update();
   if (first) state.check_window();
   const bool averages = state.no_sync_depth == 0;
   if (state.options.broadcast_buffers && state.last_forward_averaged && first &&
@@ -259,6 +260,7 @@ void ShardedModel::begin_step(bool share_buffers) {
   state.streams->follow_current();
   if (state.comm->size() > 1) watch_this_thread();
   state.notice_changes();
+  state.expect_update();
   state.check_window();
   if (share_buffers) state.share_buffers();
   for (const auto& unit : state.units) {
@@ -345,6 +347,7 @@ void ShardedModel::gather_all() {
   const WithoutWatching own_work;
   if (state.gathered_guards == 0) {
     state.notice_changes();
+    if (state.update_follows) state.mark_stale();
     std::vector<size_t> all(state.units.size());
     for (size_t i = 0; i < all.size(); ++i) all[i] = i;
     if (state.shares_memory()) state.see_updates();  // whoever reads or writes next

@@ -50,8 +50,9 @@ struct ShardedUnit {
 ///   backward ended         -> rest averaged, shards' grads set              end_backward()
 ///
 /// Note [Fresh parameters] The whole parameters are those of the shards until an optimizer changes
-/// these, which no hook reports. So they count as stale after each averaged backward, and whenever
-/// a shard's version or first element has changed when a forward begins. All ranks run one program,
+/// these, which no hook reports. So they count as stale after each averaged backward, when the next
+/// forward that trains begins (there may have been an evaluation before the update), and whenever a
+/// shard's version or first element has changed when a forward begins. All ranks run one program,
 /// so all come to the same decision; if they do not, their collectives differ, which is an Error.
 ///
 /// Note [Which unit is released] When an operation uses a unit, all units of other groups are
@@ -82,6 +83,7 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   void release_unused();
   void mark_stale();
   void notice_changes();
+  void expect_update();
   void note_whole(bool whole) const;
   void poison(std::span<const size_t> used) noexcept;
   void rethrow_failure();
@@ -136,7 +138,9 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   ShardedUnit* complete = nullptr;
   int gathered_guards = 0;
   double weight = 1;
-  bool shown_nonzero = false;  // gradients of the open window, on this rank
+  bool shown = false;          // gradients of the open window, as grads of this rank's shards
+  bool shown_nonzero = false;
+  bool update_follows = false;  // an average has ended, and no forward that trains has begun since
   std::exception_ptr failure;  // of an operation that could not say so
 
   static constexpr size_t kNoGroup = std::numeric_limits<size_t>::max();

@@ -74,6 +74,40 @@ TEST_P(ShardedFeatures, TwoForwardsAndOneBackward) {
   });
 }
 
+// torch::optim changes no version counter, and the first weights get no gradient here.
+TEST_P(ShardedFeatures, AnUpdateAfterAnEvaluationIsSeen) {
+  const auto train = [](auto& model, const std::vector<torch::Tensor>& parameters,
+                        const Communicator& comm) {
+    torch::optim::SGD optimizer(parameters, 0.5);
+    for (int step = 0; step < 3; ++step) {
+      auto x = own_rows(wave({kRows, 6}, step), comm).clone();
+      x.select(1, 0).zero_();  // the first column of each weight gets no gradient
+      optimizer.zero_grad();
+      model(x).pow(2).mean().backward();
+      {
+        const torch::NoGradGuard no_grad;
+        model(x);
+      }
+      optimizer.step();
+    }
+  };
+  const auto make = [] {
+    torch::nn::Sequential net(torch::nn::Linear(torch::nn::LinearOptions(6, 5).bias(false)));
+    net->to(torch::kDouble);
+    fill_weights(*net);
+    return net;
+  };
+  auto one = make();
+  const auto call_one = [&](const torch::Tensor& x) { return one->forward(x); };
+  train(call_one, one->parameters(), Communicator::self());
+  run_ranks(ranks(), [&](const Communicator& comm) {
+    auto net = make();
+    FullyShardedDataParallel fsdp(net, comm, options());
+    train(fsdp, fsdp.parameters(), comm);
+    expect_near_all(whole_weights(fsdp), weights_of(*one), "weights");
+  });
+}
+
 torch::nn::Sequential small_net(int64_t in, int64_t out, double phase) {
   torch::nn::Sequential net(torch::nn::Linear(in, 9), torch::nn::Tanh(), torch::nn::Linear(9, out));
   net->to(torch::kDouble);
