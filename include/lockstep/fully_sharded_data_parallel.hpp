@@ -84,6 +84,7 @@ class ShardedModel final : public Accumulating {
   void begin_average();
   void end_average();
   void begin_evaluation();  ///< on the thread that calls forward, without gradients
+  void end_evaluation();
 
   /// This rank's shards, by the names of the module's parameters. A parameter with two names is
   /// listed once, under the first.

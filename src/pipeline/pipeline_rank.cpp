@@ -205,6 +205,9 @@ std::vector<torch::Tensor> PipelineRank::evaluate(const StepPlan& plan) {
                      plan.shape_of(action.micro_batch));
     }
   }
+  for (const auto& each : stages_) {
+    if (each->sync) each->sync->end_evaluation();
+  }
   return outputs;
 }
 

@@ -60,6 +60,7 @@ class ShardedStage final : public StageSync {
   }
 
   void begin_evaluation() override { model_->begin_evaluation(); }
+  void end_evaluation() override { model_->end_evaluation(); }
   void call_mismatch() const override { lockstep::call_mismatch(comm_); }
   int64_t unaveraged_steps() const override { return 0; }  // the model tells it when it ends
   std::optional<SyncSpan> span() override { return span_; }

@@ -24,7 +24,7 @@ class StageSync {
   /// accumulate, or the set of trained parameters has changed.
   virtual void begin_step(bool share_buffers) = 0;
 
-  /// Called when an action of the stage has ended, or an evaluation.
+  /// Called when an action of the stage has ended, also one of an evaluation.
   virtual void end_action() {}
 
   /// Called when the stage's last backward of the step has ended. Nothing is sent unless
@@ -37,8 +37,9 @@ class StageSync {
   /// Waits for all.
   virtual void finish() = 0;
 
-  /// Called before forwards without gradients.
+  /// Called before and after forwards without gradients.
   virtual void begin_evaluation() {}
+  virtual void end_evaluation() {}
 
   /// Calls another collective than the other ranks, as `lockstep run --inject mismatch` asks.
   virtual void call_mismatch() const = 0;

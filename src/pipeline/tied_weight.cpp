@@ -50,7 +50,6 @@ TiedWeight::TiedWeight(const Communicator& axis, int first, int second, const to
   pair_ = std::make_shared<const Communicator>(pair);
   require_same_part(*pair_, copy_);
   pair_->broadcast(copy_.detach(), 0, {.label = "tied weight"});
-  copy_.unsafeGetTensorImpl()->bump_version();  // for a sharded model, whose other ranks must see it
   if (pair_->rank() == 1) note_copy(copy_);
 }
 

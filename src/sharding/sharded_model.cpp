@@ -205,6 +205,13 @@ void ShardedModel::State::share_buffers() const {
   broadcast_tensors(*comm, buffers_of(*module), 0, "buffers");
 }
 
+// See Note [Evaluation before an update].
+void ShardedModel::State::end_evaluation() {
+  release_unused();
+  const bool may_be_updated = update_follows && gathered_guards == 0;
+  if (may_be_updated && shares_memory()) comm->barrier({.label = "end of an evaluation"});
+}
+
 void ShardedModel::before_forward() {
   State& state = *state_;
   require_not_capturing("FullyShardedDataParallel", "capture steps of DistributedDataParallel");
@@ -240,7 +247,7 @@ void ShardedModel::after_forward(const std::vector<torch::Tensor>& outputs) {
   const WithoutWatching own_work;
   state.window->forward_ended();
   if (!torch::GradMode::is_enabled()) {
-    if (state.phase == State::Phase::kIdle) state.release_unused();
+    if (state.phase == State::Phase::kIdle) state.end_evaluation();
     return;
   }
   state.hooks->watch(outputs);
@@ -299,6 +306,13 @@ void ShardedModel::begin_evaluation() {
   const WithoutWatching own_work;
   if (state_->comm->size() > 1) watch_this_thread();
   state_->notice_changes();
+  if (state_->update_follows) state_->mark_stale();
+}
+
+void ShardedModel::end_evaluation() {
+  state_->rethrow_failure();
+  const WithoutWatching own_work;
+  state_->end_evaluation();
 }
 
 torch::Tensor ShardedModel::shard_of(const torch::Tensor& parameter) const {

@@ -55,6 +55,10 @@ struct ShardedUnit {
 /// shard's version or first element has changed when a forward begins. All ranks run one program,
 /// so all come to the same decision; if they do not, their collectives differ, which is an Error.
 ///
+/// Note [Evaluation before an update] Where ranks share parameters, one that has evaluated and goes
+/// on to the update would write what others still read. So evaluations that may be followed by an
+/// update end together.
+///
 /// Note [Which unit is released] When an operation uses a unit, all units of other groups are
 /// released, except those that the first step used next. Only an outermost operation does so: one
 /// that is part of another may run while that one has addresses of a unit's parameters.
@@ -91,6 +95,7 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   // Forward.
   void require_unchanged();
   void share_buffers() const;
+  void end_evaluation();
 
   // Gradients.
   void offer_gradient_memory();
@@ -140,7 +145,7 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   double weight = 1;
   bool shown = false;          // gradients of the open window, as grads of this rank's shards
   bool shown_nonzero = false;
-  bool update_follows = false;  // an average has ended, and no forward that trains has begun since
+  bool update_follows = true;  // since the last average no forward that trains has begun
   std::exception_ptr failure;  // of an operation that could not say so
 
   static constexpr size_t kNoGroup = std::numeric_limits<size_t>::max();

@@ -85,7 +85,8 @@ class Check:
                 (2, ["--shard", "2", "--accumulate", "2"]), (2, ["--shard", "3"]),
                 (4, ["--shard", "3", "--tensor-parallel", "2", "--sequence-parallel"]),
                 (4, ["--shard", "1", "--stages", "2", "--accumulate", "2", "--micro-batches", "2"]),
-                (4, ["--shard", "3", "--stages", "2"])]
+                (4, ["--shard", "3", "--stages", "2"]),
+                (8, ["--shard", "2", "--stages", "2", "--tensor-parallel", "2", "--sequence-parallel"])]
         for ranks, flags in rows:
             found = self.losses(data, *flags, ranks=ranks)
             close = all(abs(a - b) < 3e-5 * b for a, b in zip(found, expected)) and len(found) == len(expected)

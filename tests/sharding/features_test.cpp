@@ -1,8 +1,11 @@
 // Sharded models in programs that do more than one forward, backward and update per step.
 #include <gtest/gtest.h>
+#include <torch/script.h>
 
 #include "lockstep/checkpoint.hpp"
 #include "lockstep/lr_schedule.hpp"
+#include "lockstep/script_module.hpp"
+#include "lockstep/sync_batch_norm.hpp"
 #include "lockstep/weight_average.hpp"
 #include "sharding_support.hpp"
 
@@ -201,6 +204,73 @@ TEST_P(ShardedFeatures, EvaluationInsideAWindowOfGroupsWithASchedule) {
                             [&](std::optional<NoSync>& no_sync) { no_sync.emplace(fsdp); });
     expect_near_all(seen, wanted, "evaluated");
     expect_near_all(whole_weights(fsdp), weights_of(*one), "weights");
+  });
+}
+
+// Trains the module that `make` makes, alone and sharded.
+template <class Make>
+void expect_same_training(const Make& make, int ranks, const ShardOptions& options) {
+  const auto train = [](auto& model, const std::vector<torch::Tensor>& parameters,
+                        const Communicator& comm) {
+    Sgd optimizer(parameters, {.lr = 0.1, .momentum = 0.9});
+    for (int step = 0; step < 3; ++step) {
+      model(own_rows(wave({kRows, 6}, step), comm)).pow(2).mean().backward();
+      optimizer.step(StepExtras{.zero_grad = true});
+    }
+  };
+  const auto one = make(Communicator::self());
+  const auto call_one = [&](const torch::Tensor& x) { return one->forward(x); };
+  train(call_one, one->parameters(), Communicator::self());
+  run_ranks(ranks, [&](const Communicator& comm) {
+    const auto net = make(comm);
+    FullyShardedDataParallel fsdp(net, comm, options);
+    train(fsdp, fsdp.parameters(), comm);
+    expect_near_all(whole_weights(fsdp), weights_of(*one), "weights");
+    for (const auto& item : net->named_buffers()) {
+      expect_near_all(item.value().to(torch::kDouble),
+                      one->named_buffers()[item.key()].to(torch::kDouble), item.key());
+    }
+  });
+}
+
+TEST_P(ShardedFeatures, SyncBatchNormBetweenUnits) {
+  const auto make = [](const Communicator& comm) {
+    std::shared_ptr<torch::nn::SequentialImpl> net =
+        torch::nn::Sequential(torch::nn::Linear(6, 8), torch::nn::BatchNorm1d(8),
+                              torch::nn::Tanh(), torch::nn::Linear(8, 3))
+            .ptr();
+    net->to(torch::kDouble);
+    fill_weights(*net);
+    convert_sync_batchnorm(*net, comm);
+    return net;
+  };
+  expect_same_training(make, ranks(), options());
+}
+
+TEST_P(ShardedFeatures, ScriptModules) {
+  const auto make = [](const Communicator&) {
+    torch::jit::Module script("net");
+    script.register_parameter("up", wave({6, 9}, 0.3) * 0.3, /*is_buffer=*/false);
+    script.register_parameter("down", wave({9, 2}, 0.9) * 0.3, /*is_buffer=*/false);
+    script.define(R"(
+      def forward(self, x):
+          return torch.matmul(torch.tanh(torch.matmul(x, self.up)), self.down)
+    )");
+    auto net = std::make_shared<ScriptModule<>>(script);
+    for (auto& each : net->parameters()) each.set_requires_grad(true);
+    return net;
+  };
+  expect_same_training(make, ranks(), options());
+  run_ranks(ranks(), [&](const Communicator& comm) {
+    const ScratchFolder folder;
+    const auto net = make(comm);
+    FullyShardedDataParallel fsdp(net, comm, options());
+    expect_error(Code::kUsage, {"save_script", "GatheredParameters"},
+                 [&] { net->save_script(folder.file("net.pt")); });
+    const GatheredParameters gathered(fsdp);
+    net->save_script(folder.file("net.pt"));
+    EXPECT_TRUE(torch::equal(torch::jit::load(folder.file("net.pt")).attr("up").toTensor(),
+                             wave({6, 9}, 0.3) * 0.3));
   });
 }
 
