@@ -45,9 +45,9 @@ class AveragedStage final : public StageSync {
   const bool checks_updates_;
   std::vector<TrainedParameter> parameters_;  // trained when the pipeline was made
   const LimitedEmbeddings limited_embeddings_;
-  std::vector<ParameterForm> forms_;          // [parameter]
-  std::vector<uint8_t> frozen_;               // [parameter] since then
-  std::optional<GradientBuckets> buckets_;    // none if nothing is trained or comm has one rank
+  std::vector<ParameterForm> forms_;        // [parameter]
+  std::vector<uint8_t> frozen_;             // [parameter] since then
+  std::optional<GradientBuckets> buckets_;  // none if nothing is trained or comm has one rank
   DdpStats stats_;
   NonfiniteGradients nonfinite_;
   InFlightBuckets in_flight_;

@@ -94,12 +94,14 @@ void require_options(const Schedule& schedule, const PipelineOptions& options, s
     throw Error(Code::kUsage, "a pipeline was told to shard its stages, but has no data axis",
                 "set PipelineOptions::data: the ranks that the stages are divided over");
   }
-  if (options.shard && (options.nonfinite != Nonfinite::kWarn || !options.check_unaveraged_updates)) {
-    throw Error(Code::kUsage,
-                fmt::format("a pipeline cannot shard its stages with {}",
-                            options.nonfinite != Nonfinite::kWarn ? "PipelineOptions::nonfinite"
-                                                                  : "check_unaveraged_updates = false"),
-                "leave that option as it is, or do not shard");
+  if (options.shard &&
+      (options.nonfinite != Nonfinite::kWarn || !options.check_unaveraged_updates)) {
+    throw Error(
+        Code::kUsage,
+        fmt::format("a pipeline cannot shard its stages with {}",
+                    options.nonfinite != Nonfinite::kWarn ? "PipelineOptions::nonfinite"
+                                                          : "check_unaveraged_updates = false"),
+        "leave that option as it is, or do not shard");
   }
   for (const int stage : options.recompute) {
     if (stage >= 0 && stage < schedule.stages()) continue;
@@ -259,7 +261,8 @@ void Pipeline::State::add_rank(int index, Device& device, std::unique_ptr<StageC
         LocalStage{Stage(stage, module, device, recompute, last ? options_.loss : nullptr), {}});
     if (data) {
       const bool shards = options_.shard && !trained_in(*module).empty();
-      local->sync = (shards ? make_sharded_stage : make_averaged_stage)(stage, module, *data, options_);
+      local->sync =
+          (shards ? make_sharded_stage : make_averaged_stage)(stage, module, *data, options_);
     }
     rank.add(std::move(local));
     local_stages.push_back(stage);

@@ -16,9 +16,8 @@ ShardOptions options_of_stage(const torch::nn::Sequential& module, const Pipelin
   ShardOptions chosen = *options.shard;
   const auto parameters = module->named_parameters();
   std::erase_if(chosen.units, [&](const std::string& unit) {
-    return std::none_of(parameters.begin(), parameters.end(), [&](const auto& item) {
-      return item.key().starts_with(unit + ".");
-    });
+    return std::none_of(parameters.begin(), parameters.end(),
+                        [&](const auto& item) { return item.key().starts_with(unit + "."); });
   });
   chosen.broadcast_buffers = false;  // the pipeline does it, before a step
   chosen.prefetch = false;           // a unit is released when an action ends

@@ -18,11 +18,11 @@ void require_same_part(const Communicator& pair, const torch::Tensor& copy) {
   for (const Block& block : slice.blocks) mine += ", from " + shape_text(block.whole);
   const auto both = pair.all_gather_text(mine, {.label = "parts of a tied weight"});
   if (both[0] == both[1]) return;
-  throw Error(Code::kTensorMismatch,
-              fmt::format("the copies of a TiedWeight are other parts of it: {}; {}", both[0],
-                          both[1]),
-              "if its stages are sharded, make the weight's module a unit of its own in both: "
-              "ShardOptions::units");
+  throw Error(
+      Code::kTensorMismatch,
+      fmt::format("the copies of a TiedWeight are other parts of it: {}; {}", both[0], both[1]),
+      "if its stages are sharded, make the weight's module a unit of its own in both: "
+      "ShardOptions::units");
 }
 
 }  // namespace

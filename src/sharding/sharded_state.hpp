@@ -143,7 +143,7 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   ShardedUnit* complete = nullptr;
   int gathered_guards = 0;
   double weight = 1;
-  bool shown = false;          // gradients of the open window, as grads of this rank's shards
+  bool shown = false;  // gradients of the open window, as grads of this rank's shards
   bool shown_nonzero = false;
   bool update_follows = true;  // since the last average no forward that trains has begun
   std::exception_ptr failure;  // of an operation that could not say so

@@ -22,14 +22,15 @@ class ShardedFeatures : public testing::TestWithParam<std::tuple<ShardStage, int
     return {.stage = stage(), .min_unit_bytes = 0, .share_on_host = std::get<2>(GetParam())};
   }
 };
-INSTANTIATE_TEST_SUITE_P(
-    Stages, ShardedFeatures,
-    testing::Combine(testing::ValuesIn(kStages), testing::Values(2, 5), testing::Bool()),
-    [](const auto& info) {
-      return "Stage" + std::to_string(static_cast<int>(std::get<0>(info.param))) + "On" +
-             std::to_string(std::get<1>(info.param)) +
-             (std::get<2>(info.param) ? "Shared" : "Gathered");
-    });
+INSTANTIATE_TEST_SUITE_P(Stages, ShardedFeatures,
+                         testing::Combine(testing::ValuesIn(kStages), testing::Values(2, 5),
+                                          testing::Bool()),
+                         [](const auto& info) {
+                           return "Stage" +
+                                  std::to_string(static_cast<int>(std::get<0>(info.param))) + "On" +
+                                  std::to_string(std::get<1>(info.param)) +
+                                  (std::get<2>(info.param) ? "Shared" : "Gathered");
+                         });
 
 // Every rank halves all weights: they are halved once, whoever has the memory.
 TEST_P(ShardedFeatures, ChangesInsideGatheredParametersAreEachRanksOwn) {
@@ -122,7 +123,8 @@ torch::nn::Sequential small_net(int64_t in, int64_t out, double phase) {
 
 // Generator and discriminator in turn; the generator's loss goes backward through both.
 template <class G, class D>
-void train_gan(G& generator, D& discriminator, const std::function<torch::Tensor(torch::Tensor)>& own,
+void train_gan(G& generator, D& discriminator,
+               const std::function<torch::Tensor(torch::Tensor)>& own,
                std::vector<torch::Tensor> of_generator, std::vector<torch::Tensor> of_discriminator,
                const std::function<void()>& drop_discriminator) {
   AdamW g_optimizer(of_generator, {.lr = 0.01});
@@ -147,15 +149,16 @@ TEST_P(ShardedFeatures, AdversarialPair) {
   auto g_one = small_net(4, 6, 1), d_one = small_net(6, 1, 0.8);
   const auto g_call = [&](const torch::Tensor& x) { return g_one->forward(x); };
   const auto d_call = [&](const torch::Tensor& x) { return d_one->forward(x); };
-  train_gan(g_call, d_call, [](torch::Tensor x) { return x; }, g_one->parameters(),
-            d_one->parameters(), [&] { d_one->zero_grad(); });
+  train_gan(
+      g_call, d_call, [](torch::Tensor x) { return x; }, g_one->parameters(), d_one->parameters(),
+      [&] { d_one->zero_grad(); });
   run_ranks(ranks(), [&](const Communicator& comm) {
     auto g_net = small_net(4, 6, 1), d_net = small_net(6, 1, 0.8);
     FullyShardedDataParallel generator(g_net, comm, options());
     FullyShardedDataParallel discriminator(d_net, comm, options());
-    train_gan(generator, discriminator, [&](torch::Tensor x) { return own_rows(x, comm); },
-              generator.parameters(), discriminator.parameters(),
-              [&] { discriminator.zero_grad(); });
+    train_gan(
+        generator, discriminator, [&](torch::Tensor x) { return own_rows(x, comm); },
+        generator.parameters(), discriminator.parameters(), [&] { discriminator.zero_grad(); });
     expect_near_all(whole_weights(generator), weights_of(*g_one), "generator");
     expect_near_all(whole_weights(discriminator), weights_of(*d_one), "discriminator");
   });
@@ -236,8 +239,8 @@ void expect_same_training(const Make& make, int ranks, const ShardOptions& optio
 TEST_P(ShardedFeatures, SyncBatchNormBetweenUnits) {
   const auto make = [](const Communicator& comm) {
     std::shared_ptr<torch::nn::SequentialImpl> net =
-        torch::nn::Sequential(torch::nn::Linear(6, 8), torch::nn::BatchNorm1d(8),
-                              torch::nn::Tanh(), torch::nn::Linear(8, 3))
+        torch::nn::Sequential(torch::nn::Linear(6, 8), torch::nn::BatchNorm1d(8), torch::nn::Tanh(),
+                              torch::nn::Linear(8, 3))
             .ptr();
     net->to(torch::kDouble);
     fill_weights(*net);

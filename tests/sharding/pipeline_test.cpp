@@ -129,9 +129,8 @@ TEST_P(ShardedPipeline, TrainsAsOneDevice) {
       run_ranks(shape.data * shape.ranks, [&](const Communicator& world) {
         const Mesh mesh(world, {{"dp", shape.data}, {"pp", shape.ranks}});
         const Devices devices("cpu:1");
-        auto schedule =
-            make_schedule(shape.schedule, shape.stages, shape.micro_batches,
-                          shape.stages / shape.ranks);
+        auto schedule = make_schedule(shape.schedule, shape.stages, shape.micro_batches,
+                                      shape.stages / shape.ranks);
         if (schedule.ranks() != shape.ranks) {  // the first half of the stages on the first rank
           std::vector<int> rank_of_stage;
           for (int i = 0; i < shape.stages; ++i) {
@@ -237,8 +236,8 @@ TEST(ShardedPipelines, TiedWeightsWhoseShardsDifferAreRefused) {
     options.shard = {.stage = ShardStage::kOptimizer};
     Pipeline pipeline(cut(tied_net(), 2), mesh.axis("pp"), devices[0], one_f_one_b(2, 2), options);
     const int own = mesh.axis("pp").rank();
-    const auto copy = *pipeline.stage(own)->named_parameters().find(own == 0 ? "0.weight"
-                                                                             : "5.weight");
+    const auto copy =
+        *pipeline.stage(own)->named_parameters().find(own == 0 ? "0.weight" : "5.weight");
     const TiedWeight tied(mesh.axis("pp"), 0, 1, pipeline.sharded(own)->shard_of(copy));
   });
   int named = 0;
