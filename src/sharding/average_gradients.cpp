@@ -85,11 +85,12 @@ void ShardedModel::State::begin_backward() {
 }
 
 void ShardedModel::State::begin_reduce(ShardedUnit& unit) {
-  // While a peer is late, more averages would only keep more whole gradients in memory.
+  // While a peer is late, more averages would only keep more whole gradients in memory. In stage 1
+  // these are there all the time.
   constexpr std::ptrdiff_t kMostInFlight = 2;
   const auto in_flight = std::count_if(units.begin(), units.end(),
                                        [](const auto& each) { return each->reducing.has_value(); });
-  if (in_flight >= kMostInFlight) finish_reduces();
+  if (options.stage != ShardStage::kOptimizer && in_flight >= kMostInFlight) finish_reduces();
   ++stats.reduce_scatters;
   stats.reduced_bytes += unit.plan.bytes();
   unit.reducing = unit.gradients->begin_reduce(weight);
@@ -123,9 +124,10 @@ void ShardedModel::State::begin_average() {
   }
 }
 
+// The last averages were begun when backward had ended. So they end when it has ended on all ranks,
+// and nobody reads shared parameters any more: see Note [Shared parameters on a host].
 void ShardedModel::State::end_average() {
   finish_reduces();
-  if (shares_memory()) comm->barrier({.label = "end of backward"});
   window->close();
   ++stats.synchronised_backwards;
   mark_stale();

@@ -81,8 +81,8 @@ void ShardedModel::State::make_ready(std::span<const size_t> used) {
 }
 
 // Note [Shared parameters on a host] Ranks write their parts after backward and read all parts in
-// the next forward. A barrier before the first read lets all writes be seen, and one at the end of
-// backward lets nobody write while another rank still reads.
+// the next forward. A barrier before the first read lets all writes be seen. Nobody writes while
+// another rank still reads, since the last average of a backward ends on all ranks after it.
 void ShardedModel::State::see_updates() {
   comm->barrier({.label = "updates of shared parameters"});
   for (const auto& unit : units) {
