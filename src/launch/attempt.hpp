@@ -35,6 +35,7 @@ struct AttemptContext {
   const Leftovers& leftovers;
   const SignalWatch& signals;
   Console& console;
+  const rlimit& open_files;  ///< of the ranks
   NodeLink* link;  ///< to the launchers of other hosts; nullptr if there is one host
 };
 
@@ -75,6 +76,7 @@ class Attempt {
   void decide();
   void report_root_cause();
   void look_for_early_leaver();
+  void report_early_leaver();
   void look_at_progress(int64_t now_ns);
   void ask_for_stacks() const;
   void judge_if_accused();
@@ -99,6 +101,8 @@ class Attempt {
   int order_ = 0;                               // ends so far
   bool any_bad_ = false;
   bool look_for_waiting_ = false;  // a rank ended well that others may come to miss
+  bool left_reported_ = false;     // the first such rank of this host, to the other hosts
+  std::optional<int> left_elsewhere_;  // the first such rank of another host
   int interrupted_by_ = 0;
   std::optional<RootCause> root_cause_;
   std::vector<RankView> views_;  // when the root cause was found
