@@ -169,8 +169,8 @@ int store(int clients) {
   const double set_s = seconds_since(begin_ns);
   begin_ns = running_ns();
   for (auto& connection : connections) ask(connection, StoreVerb::kGet, "all");
-  auto last = Connection::open_tcp({kLoopback, server.port()}, kToken, kMaxStorePayload,
-                                   in_seconds(120));
+  auto last =
+      Connection::open_tcp({kLoopback, server.port()}, kToken, kMaxStorePayload, in_seconds(120));
   ask(last, StoreVerb::kSet, "all", "here");
   answer_of(last);
   for (auto& connection : connections) answer_of(connection);

@@ -426,6 +426,11 @@ AttemptResult Attempt::result() {
     const int code = preempted ? kPreemptedExit : 128 + interrupted_by_;
     return {AttemptResult::Kind::kInterrupted, code, "", std::nullopt};
   }
+  // Another host's launcher was asked to stop, and the ranks of all hosts have saved together.
+  const bool asked = remote_ && remote_->rank < 0 && remote_->restart == Restart::kImpossible;
+  if (preempted && asked && !root_cause_) {
+    return {AttemptResult::Kind::kPreempted, kPreemptedExit, "", std::nullopt};
+  }
   if (root_cause_ || remote_) return failed();
   if (preempted) return {AttemptResult::Kind::kPreempted, kPreemptedExit, "", std::nullopt};
   return {};

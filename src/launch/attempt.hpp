@@ -36,7 +36,7 @@ struct AttemptContext {
   const SignalWatch& signals;
   Console& console;
   const rlimit& open_files;  ///< of the ranks
-  NodeLink* link;  ///< to the launchers of other hosts; nullptr if there is one host
+  NodeLink* link;            ///< to the launchers of other hosts; nullptr if there is one host
 };
 
 /// One attempt to run all ranks: starts those of this host and watches them until all have ended,
@@ -100,8 +100,8 @@ class Attempt {
   std::vector<int> orders_;                     // [worker] position among the ends
   int order_ = 0;                               // ends so far
   bool any_bad_ = false;
-  bool look_for_waiting_ = false;  // a rank ended well that others may come to miss
-  bool left_reported_ = false;     // the first such rank of this host, to the other hosts
+  bool look_for_waiting_ = false;      // a rank ended well that others may come to miss
+  bool left_reported_ = false;         // the first such rank of this host, to the other hosts
   std::optional<int> left_elsewhere_;  // the first such rank of another host
   int interrupted_by_ = 0;
   std::optional<RootCause> root_cause_;

@@ -165,8 +165,8 @@ class Hosts {
 };
 
 AttemptResult run_attempt(const LaunchPlan& plan, const std::string& program, const Hosts& hosts,
-                          const LogFolder& logs, const SignalWatch& signals,
-                          const ManyFiles& files, Console& console) {
+                          const LogFolder& logs, const SignalWatch& signals, const ManyFiles& files,
+                          Console& console) {
   const Board board =
       Board::create(Board::default_path(plan.run_name), plan.local_world_size, plan.run_name);
   const AttemptEnvironment environment{hosts.layout(), board.path(),
@@ -248,7 +248,7 @@ std::string find_program(const std::string& name, const VariableLookup& lookup,
 
 int launch(const LaunchPlan& plan, const std::string& program) {
   ::signal(SIGPIPE, SIG_IGN);  // a reader of our output that leaves must not end the training
-  const ManyFiles files;  // two pipes for each rank, a connection for each host
+  const ManyFiles files;       // two pipes for each rank, a connection for each host
   const SignalWatch signals(plan.signals);
   remove_stale_boards();
   Console console;

@@ -18,8 +18,8 @@
 namespace lockstep {
 namespace {
 
-// Processes of any kind. What a host really bears is found out when they start: open files, processes
-// and memory have limits that name themselves; ranks of the backend shm are at most 250.
+// Processes of any kind. What a host really bears is found out when they start: open files,
+// processes and memory have limits that name themselves; ranks of the backend shm are at most 250.
 constexpr int kMostRanks = 4096;
 
 // torchrun's stream numbers: "3" for every rank, or "0:1,1:2" by local rank. Returns [local rank].

@@ -381,8 +381,7 @@ void NetworkNodeLink::handle(const NodeMessage& message) {
     state_ = State::kFailed;
     put_event({NodeEvent::Kind::kFailed, failed->failure, -1});
   } else if (const auto* left = std::get_if<LeftMessage>(&message)) {
-    if (state_ == State::kRunning)
-      put_event({NodeEvent::Kind::kLeft, std::nullopt, left->rank});
+    if (state_ == State::kRunning) put_event({NodeEvent::Kind::kLeft, std::nullopt, left->rank});
   } else if (std::holds_alternative<FinishedMessage>(message)) {
     if (state_ == State::kRunning) put_event({NodeEvent::Kind::kFinished, std::nullopt, -1});
     if (state_ != State::kRunning && state_ != State::kJoining) return;

@@ -38,8 +38,8 @@ struct FailedMessage {
   RemoteFailure failure;
 };
 
-/// A rank ended well without ever coming to a rendezvous; from its host to node 0, and from there to
-/// the hosts whose ranks may wait for it.
+/// A rank ended well without ever coming to a rendezvous; from its host to node 0, and from there
+/// to the hosts whose ranks may wait for it.
 struct LeftMessage {
   int rank = 0;  ///< in the world
 };

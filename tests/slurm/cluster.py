@@ -46,7 +46,7 @@ TaskPlugin={tasks}
 JobRequeue=1
 ReturnToService=2
 SchedulerType=sched/builtin
-SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,requeue_setup_env_fail
+SchedulerParameters=sched_interval=1,batch_sched_delay=0
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 DefMemPerCPU=100
@@ -95,10 +95,30 @@ def constrains_memory():
     return (CGROUPS / "memory" / "cgroup.procs").exists() and os.access(CGROUPS / "memory", os.W_OK)
 
 
+class Program:
+    """A process whose output can be read while it runs."""
+
+    def __init__(self, words, path, environment):
+        self.paths = [f"{path}.out", f"{path}.err"]
+        with open(self.paths[0], "wb") as out, open(self.paths[1], "wb") as err:
+            self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=SCRATCH,
+                                            env=environment)
+
+    def wait(self, seconds=60):
+        return self.process.wait(seconds)
+
+    def out(self):
+        return pathlib.Path(self.paths[0]).read_text()
+
+    def err(self):
+        return pathlib.Path(self.paths[1]).read_text()
+
+
 class Cluster:
     def __init__(self, memory_limits=False):
         self.memory_limits = memory_limits
         self.daemons = {}
+        self.programs = 0
 
     def __enter__(self):
         self.write_configuration()
@@ -167,24 +187,23 @@ class Cluster:
     @staticmethod
     def environment():
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "LOCKSTEP_"))}
-        return dict(kept, SLURM_CONF=str(SCRATCH / "slurm.conf"), HOME=str(SCRATCH))
+        return dict(kept, SLURM_CONF=str(SCRATCH / "slurm.conf"), HOME=str(SCRATCH), TMPDIR=str(SCRATCH))
 
     def daemon(self, name, *words):
         with open(SCRATCH / f"{name}.out", "wb") as out:
             self.daemons[name] = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
                                                   env=self.environment())
 
-    def start(self, *words, host=CONTROLLER, **more):
+    def start(self, *words, host=CONTROLLER, variables=None):
         """A program on a host, with the environment of a fresh shell there."""
-        environment = dict(self.environment(), **more.pop("variables", {}))
-        return subprocess.Popen([*self.enter_host(host), *map(str, words)], stdin=subprocess.DEVNULL,
-                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=SCRATCH, env=environment, **more)
+        self.programs += 1
+        environment = dict(self.environment(), **(variables or {}))
+        return Program([*self.enter_host(host), *map(str, words)], SCRATCH / f"program.{self.programs}", environment)
 
     def call(self, *words, seconds=60, **more):
         """(exit code, output, errors) of a program on a host."""
-        process = self.start(*words, **more)
-        out, err = process.communicate(timeout=seconds)
-        return process.returncode, out, err
+        program = self.start(*words, **more)
+        return program.wait(seconds), program.out(), program.err()
 
     def controller(self, *words):
         """The output of one of SLURM's commands; what it refuses is an error."""

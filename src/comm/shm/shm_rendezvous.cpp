@@ -286,8 +286,8 @@ class Host {
   ShmMembership run() {
     while (static_cast<int>(present().size()) < options_.size) {
       if (running_ns() >= options_.deadline_ns) give_up();
-      wait_readable(watched(), news_ ? std::min(tell_at_ns_, options_.deadline_ns)
-                                     : options_.deadline_ns);
+      wait_readable(watched(),
+                    news_ ? std::min(tell_at_ns_, options_.deadline_ns) : options_.deadline_ns);
       while (auto connection = accept_from(listener_->get())) {
         // Another user's process is not even answered.
         if (peer_process(connection->get())) unauthenticated_.push_back(std::move(connection));
