@@ -95,7 +95,7 @@ class ServerProcess {
       ::_exit(0);
     }
     ::close(ends[1]);
-    if (::read(ends[0], &port_, sizeof port_) != sizeof port_) {
+    if (::read(ends[0], &port_, sizeof port_) != ssize_t{sizeof port_}) {
       throw Error(Code::kInternal, "the server did not start");
     }
     ::close(ends[0]);
@@ -183,14 +183,14 @@ int store(int clients) {
 // All launchers but node 0's say that they are here, and wait for the layout of the job.
 int hosts(int count) {
   const auto options = [&](int port) {
-    RendezvousOptions options;
-    options.host = kLoopback;
-    options.port = port;
-    options.serve = true;
-    options.token = kToken;
-    options.nnodes = {count, count};
-    options.deadline_ns = in_seconds(120);
-    return options;
+    RendezvousOptions wanted;
+    wanted.host = kLoopback;
+    wanted.port = port;
+    wanted.serve = true;
+    wanted.token = kToken;
+    wanted.nnodes = {count, count};
+    wanted.deadline_ns = in_seconds(120);
+    return wanted;
   };
   const ServerProcess server([&](int pipe) {
     const int port = bound_port(listen_tcp({kLoopback, 0}));

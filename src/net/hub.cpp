@@ -22,7 +22,10 @@ constexpr int64_t kAcceptPauseNs = 100'000'000;
 constexpr int64_t kLastWordsNs = 1'000'000'000;  // for a dropped peer to read the reason
 constexpr int kReadsAtOnce = 16;                 // from one peer before the others get their turn
 constexpr int kAcceptsAtOnce = 64;  // then those who were accepted get a chance to authenticate
-constexpr size_t kEventsAtOnce = 256;
+constexpr int kEventsAtOnce = 256;
+constexpr uint32_t kRead = EPOLLIN;
+constexpr uint32_t kWrite = EPOLLOUT;
+constexpr uint32_t kEnded = static_cast<uint32_t>(EPOLLHUP) | static_cast<uint32_t>(EPOLLERR);
 constexpr uint64_t kWakeName = 0;  // peers count from 1
 constexpr uint64_t kListenerName = std::numeric_limits<uint64_t>::max();
 
@@ -49,7 +52,7 @@ Hub::Hub(Socket listener, HubOptions options, HubHandler& handler, std::vector<S
     throw Error(Code::kRendezvous, fmt::format("cannot serve: {}", std::strerror(reason)),
                 limit_help(reason, "check whether this machine is out of memory"));
   }
-  watch(wake_.descriptor(), kWakeName, EPOLLIN, EPOLL_CTL_ADD);
+  watch(wake_.descriptor(), kWakeName, kRead, EPOLL_CTL_ADD);
   for (auto& socket : adopted) {
     add_peer({.id = ++last_id_,
               .socket = std::move(socket),
@@ -105,12 +108,12 @@ void Hub::watch(int descriptor, uint64_t name, uint32_t events, int change) cons
 
 void Hub::listen(bool on) {
   if (on == listening_) return;
-  watch(listener_.get(), kListenerName, EPOLLIN, on ? EPOLL_CTL_ADD : EPOLL_CTL_DEL);
+  watch(listener_.get(), kListenerName, kRead, on ? EPOLL_CTL_ADD : EPOLL_CTL_DEL);
   listening_ = on;
 }
 
 void Hub::add_peer(Peer peer) {
-  watch(peer.socket.get(), peer.id, EPOLLIN, EPOLL_CTL_ADD);
+  watch(peer.socket.get(), peer.id, kRead, EPOLL_CTL_ADD);
   if (peer.authenticated) {
     ++authenticated_;
   } else {
@@ -129,15 +132,16 @@ void Hub::one_pass(int64_t latest_ns, bool accepting) {
   const int timeout_ms =
       next_ns == kNever ? -1 : static_cast<int>(std::clamp<int64_t>(left_ms, 0, 3'600'000));
   std::array<epoll_event, kEventsAtOnce> ready;
-  const int count = ::epoll_wait(events_.get(), ready.data(), ready.size(), timeout_ms);
+  const int count = ::epoll_wait(events_.get(), ready.data(), kEventsAtOnce, timeout_ms);
   bool connections = false;
   for (int i = 0; i < count; ++i) {
-    const auto& event = ready[static_cast<size_t>(i)];
-    connections = connections || event.data.u64 == kListenerName;
-    const auto found = peers_.find(event.data.u64);
+    const uint64_t name = ready[static_cast<size_t>(i)].data.u64;
+    const uint32_t events = ready[static_cast<size_t>(i)].events;
+    connections = connections || name == kListenerName;
+    const auto found = peers_.find(name);
     if (found == peers_.end()) continue;  // the wake, or the listener
-    if ((event.events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) read_from(found->second);
-    if ((event.events & EPOLLOUT) != 0) write_to(found->second);
+    if ((events & (kRead | kEnded)) != 0) read_from(found->second);
+    if ((events & kWrite) != 0) write_to(found->second);
   }
   if (connections) accept_some();
   if (monotonic_ns() >= next_tick_ns_) {
@@ -232,7 +236,7 @@ void Hub::write_to(Peer& peer) {
   write_some(peer);
   const bool waits = !peer.gone && !peer.channel.output().empty();
   if (waits == peer.waits_to_write) return;
-  watch(peer.socket.get(), peer.id, waits ? EPOLLIN | EPOLLOUT : EPOLLIN, EPOLL_CTL_MOD);
+  watch(peer.socket.get(), peer.id, waits ? kRead | kWrite : kRead, EPOLL_CTL_MOD);
   peer.waits_to_write = waits;
 }
 

@@ -34,7 +34,7 @@ void note_signal(int signal) {
   const int64_t now_ns = now.tv_sec * int64_t{1'000'000'000} + now.tv_nsec;
   int64_t first = 0;
   received_signal.store(signal);
-  if (!first_ns[signal == SIGTERM ? 0 : 1].compare_exchange_strong(first, now_ns) &&
+  if (!first_ns[signal == SIGTERM ? size_t{0} : size_t{1}].compare_exchange_strong(first, now_ns) &&
       now_ns - first >= kSameRequestNs) {
     ::signal(signal, SIG_DFL);
     ::raise(signal);  // when this handler has returned
