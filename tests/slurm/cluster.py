@@ -2,7 +2,8 @@
 
 Everything lives in one PID and one mount namespace whose first process is the test: however that ends, also by SIGKILL, the
 kernel kills every daemon and every job, and the namespaces, the scratch folder and the network vanish with them. So all
-processes that a job leaves behind are in this /proc, and nothing of the machine is in it.
+processes that a job leaves behind are in this /proc, and nothing of the machine is in it. Only empty control groups outlive a
+SIGKILL of the process outside, too; the next run removes them.
 
 Call enter() first: it starts the program again inside. Then `with Cluster() as cluster:`.
 """
@@ -23,6 +24,8 @@ SCRATCH = pathlib.Path("/run/lockstep-slurm")  # a file system in memory, inside
 INSIDE = "LOCKSTEP_SLURM_INSIDE"
 COMMANDS = ("ip", "nsenter", "unshare", "mount", "munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "scancel")
 CGROUPS = pathlib.Path("/sys/fs/cgroup")
+CONTROLLERS = ("memory", "freezer", "cpuset", "cpuacct", "devices")
+OWN_GROUP = "lockstep-slurm-"
 
 CONFIGURATION = """
 ClusterName=lockstep
@@ -49,7 +52,7 @@ SchedulerType=sched/builtin
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
-DefMemPerCPU=100
+DefMemPerCPU=900
 KillWait=5
 MinJobAge=300
 SlurmctldTimeout=60
@@ -72,27 +75,61 @@ def missing():
 
 
 def run(*words):
-    subprocess.run(words, check=True, capture_output=True, text=True)
+    subprocess.run(list(map(str, words)), check=True, capture_output=True, text=True)
 
 
 def enter():
     """Starts this program again as the first process of its own namespaces, and ends with its exit code."""
-    if os.environ.get(INSIDE):
+    if tag := os.environ.get(INSIDE):
         run("mount", "--make-rprivate", "/")
         run("mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", "/run")
         os.makedirs("/run/netns")
         SCRATCH.mkdir()
+        if limits_memory():
+            enter_control_groups(tag)
         return
     outer = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child=SIGKILL", "--net"]
     if subprocess.run([*outer, "true"], capture_output=True).returncode != 0:
         print("skipped: no namespaces of processes, mounts and networks here")
         sys.exit(77)
-    sys.exit(subprocess.run([*outer, sys.executable, *sys.argv], env=dict(os.environ, **{INSIDE: "1"})).returncode)
+    tag = f"{OWN_GROUP}{os.getpid()}"
+    try:
+        sys.exit(subprocess.run([*outer, sys.executable, *sys.argv], env=dict(os.environ, **{INSIDE: tag})).returncode)
+    finally:
+        remove_control_groups()
 
 
-def constrains_memory():
-    """Whether slurmd can limit the memory of a job here: with version 1 of control groups."""
-    return (CGROUPS / "memory" / "cgroup.procs").exists() and os.access(CGROUPS / "memory", os.W_OK)
+def limits_memory():
+    """Whether slurmd can limit the memory of a job here: Debian's does with version 1 of control groups."""
+    return all((CGROUPS / name / "cgroup.procs").exists() for name in CONTROLLERS)
+
+
+def enter_control_groups(tag):
+    """What slurmd takes for all control groups is a part of them that is named after this test."""
+    for name in CONTROLLERS:
+        own = CGROUPS / name / tag
+        own.mkdir()
+        if name == "cpuset":  # those of a new group are empty
+            for file in ("cpuset.cpus", "cpuset.mems"):
+                (own / file).write_text((CGROUPS / name / file).read_text())
+        run("mount", "--bind", own, CGROUPS / name)
+
+
+def remove_control_groups():
+    """Those of this test and of tests that were killed. The kernel may still be ending their processes."""
+    deadline = time.monotonic() + 5
+    for top in CGROUPS.glob(f"*/{OWN_GROUP}*"):
+        number = int(top.name[len(OWN_GROUP):])
+        if number != os.getpid() and pathlib.Path(f"/proc/{number}").exists():
+            continue
+        for folder in sorted([top, *top.rglob("*/")], reverse=True):
+            while folder.is_dir():
+                try:
+                    folder.rmdir()
+                except OSError:
+                    if time.monotonic() > deadline:
+                        return
+                    time.sleep(0.05)
 
 
 class Program:
@@ -115,8 +152,7 @@ class Program:
 
 
 class Cluster:
-    def __init__(self, memory_limits=False):
-        self.memory_limits = memory_limits
+    def __init__(self):
         self.daemons = {}
         self.programs = 0
 
@@ -150,7 +186,7 @@ class Cluster:
     def write_configuration(self):
         for folder in ("state", "spool.n1", "spool.n2"):
             (SCRATCH / folder).mkdir()
-        limited = self.memory_limits
+        limited = limits_memory()
         (SCRATCH / "slurm.conf").write_text(CONFIGURATION.format(
             scratch=SCRATCH, proctrack="proctrack/cgroup" if limited else "proctrack/linuxproc",
             tasks="task/cgroup,task/affinity" if limited else "task/affinity"))
