@@ -87,6 +87,11 @@ class SlurmCase(unittest.TestCase):
         for ours, alone in zip(found, losses("one.json")):
             self.assertAlmostEqual(ours, alone, delta=1e-5 * abs(alone))
 
+    def assert_saved(self, folder):
+        """The only checkpoint is that of the signal, and it is whole."""
+        self.assertEqual(len(list((SCRATCH / folder).glob("step-*"))), 1)
+        lockstep("ckpt", "verify", SCRATCH / folder)
+
     def await_end(self, program, seconds=20):
         """Seconds until no rank and no launcher is left on either host."""
         begin = time.monotonic()
@@ -186,8 +191,10 @@ class Ending(SlurmCase):
                 return pid
         self.fail(f"there is no rank {number}")
 
-    def test_scancel_leaves_nothing(self):
-        job = self.submit(lockstep("slurm-script", "--nodes", 2, "-n", 2, "--cpus", 2, *ENDLESS))
+    def test_scancel_saves_and_leaves_nothing(self):
+        """SLURM sends SIGTERM to ranks and launchers, and launchers pass it on."""
+        job = self.submit(lockstep("slurm-script", "--nodes", 2, "-n", 2, "--cpus", 2, *ENDLESS, "--checkpoint", SCRATCH / "t",
+                                   "--checkpoint-every", "1000000"))
         log = f"practical6_ddp-{job}.log"
         self.await_text(lambda: self.text(log), "step 1/")
         begin = time.monotonic()
@@ -195,8 +202,9 @@ class Ending(SlurmCase):
         self.cluster.wait_for(lambda: not ranks() and not launchers(), "end of all ranks", 15)
         took = time.monotonic() - begin
         state = self.cluster.await_state(job, "CANCELLED")
-        self.assertEqual(state["ExitCode"], "143:0")
+        self.assertEqual(state["ExitCode"], "75:0", self.text(log))
         self.assertRegex(self.text(log), "Terminated: stopping all ranks")
+        self.assert_saved("t")
         print(f"scancel: all gone after {took:.2f} s", file=sys.stderr)
 
     def test_a_node_that_is_cut_off(self):
@@ -289,7 +297,7 @@ class Preemption(SlurmCase):
         log = f"practical6_ddp-{job}.log"
         state = self.cluster.await_state(job, "TIMEOUT", "COMPLETED", "FAILED", seconds=180)
         self.assertEqual(state["JobState"], "TIMEOUT", self.text(log))
-        self.assertIn("asked to stop: saved step", self.text(log))
+        self.assert_saved("term")
 
 
 def main():
