@@ -278,14 +278,18 @@ bool ShmEngine::look_around(const std::function<bool()>& ready,
   const bool see_processes = now_ns - processes_seen_ns_ >= kProcessCheckNs;
   if (see_processes) processes_seen_ns_ = now_ns;
   const bool aborted = link_.aborted();
+  // With hundreds of ranks a system call for each of them would take most of the time.
+  std::vector<bool> ended;
+  if (see_processes) ended = PeerProcess::which_ended(membership_.processes);
   std::vector<std::pair<int, std::string>> gone;  // group rank, how
   for (int peer = 0; peer < size(); ++peer) {
     if (peer == rank()) continue;
-    const PeerProcess& process = membership_.processes[static_cast<size_t>(peer)];
+    const auto index = static_cast<size_t>(peer);
     if (control_.rank(peer).left.value.load(std::memory_order_seq_cst) != 0) {
       gone.emplace_back(peer, "left the communicator");
-    } else if (see_processes && process.ended()) {
-      gone.emplace_back(peer, fmt::format("died: process {} has ended", process.pid()));
+    } else if (see_processes && ended[index]) {
+      gone.emplace_back(
+          peer, fmt::format("died: process {} has ended", membership_.processes[index].pid()));
     }
   }
   if (ready()) return true;
