@@ -17,12 +17,13 @@ constexpr int kSpins = 1000;  // some 20 microseconds
 constexpr int kYields = 40;
 constexpr int64_t kNapNs = 2'000'000;            // a sleeper that nobody wakes looks this often
 constexpr int64_t kProcessCheckNs = 10'000'000;  // a peer's death is seen within this
-// Hundreds of ranks on few cores would otherwise spend those looking at each other.
-constexpr int kMostRanksPerCore = 16;  // for which a nap grows
 
-int ranks_per_core(int ranks) {
+// How much rarer both are: hundreds of ranks on few cores would spend those looking at each other.
+int patience_of(int ranks) {
+  constexpr int kFewRanksOnACore = 4;
+  constexpr int kMost = 16;
   const auto cores = static_cast<int>(std::max<long>(1, ::sysconf(_SC_NPROCESSORS_ONLN)));
-  return std::clamp(ranks / cores, 1, kMostRanksPerCore);
+  return std::clamp(ranks / cores / kFewRanksOnACore, 1, kMost);
 }
 
 void relax() {
@@ -109,7 +110,7 @@ ShmEngine::ShmEngine(ShmMembership membership)
       session_(membership_.group, &link_),
       owner_(::getpid()),
       spins_(size() <= ::sysconf(_SC_NPROCESSORS_ONLN) ? kSpins : 0),
-      ranks_per_core_(ranks_per_core(size())),
+      patience_(patience_of(size())),
       sends_(static_cast<size_t>(size())),
       receives_(static_cast<size_t>(size())) {}
 
@@ -258,7 +259,7 @@ void ShmEngine::wait_until(const std::function<bool()>& ready,
   while (!look_around(ready, blocker, deadline_ns)) {
     tell_waiting(blocker());
     const int64_t left_ns = std::max<int64_t>(deadline_ns - running_ns(), 1'000);
-    if (control_.sleep(std::min(left_ns, kNapNs * ranks_per_core_), ready)) break;
+    if (control_.sleep(std::min(left_ns, kNapNs * patience_), ready)) break;
   }
   tell_not_waiting();
 }
@@ -283,7 +284,7 @@ void ShmEngine::tell_not_waiting() {
 bool ShmEngine::look_around(const std::function<bool()>& ready,
                             const std::function<const ShmTask&()>& blocker, int64_t deadline_ns) {
   const int64_t now_ns = running_ns();
-  const bool see_processes = now_ns - processes_seen_ns_ >= kProcessCheckNs * ranks_per_core_;
+  const bool see_processes = now_ns - processes_seen_ns_ >= kProcessCheckNs * patience_;
   if (see_processes) processes_seen_ns_ = now_ns;
   const bool aborted = link_.aborted();
   // With hundreds of ranks a system call for each of them would take most of the time.
