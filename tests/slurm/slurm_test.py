@@ -223,6 +223,23 @@ class Ending(SlurmCase):
         print(f"cut node: both sides gone after {took:.2f} s", file=sys.stderr)
         program.wait(60)
 
+    @unittest.skipUnless(os.environ.get(LONG), f"waits until SLURM gives a node up; {LONG}=1 runs it")
+    def test_an_elastic_job_goes_on_without_a_lost_node(self):
+        job = self.submit("#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --no-kill --output=elastic.log\n"
+                          "lockstep run -n 1 --nnodes 1:2 --max-restarts 1 --last-call 2 --host-timeout 3 --grace 1 "
+                          f"tutorial_checkpoint {SCRATCH}/elastic 3000\n")
+        self.await_text(lambda: self.text("elastic.log"), "step 10:")
+        self.cluster.cut("n2")
+        try:
+            state = self.cluster.await_state(job, "COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED", seconds=90)
+        finally:
+            self.cluster.cut("n2", down=False)
+        self.assertEqual(state["JobState"], "COMPLETED", self.text("elastic.log"))
+        self.assertIn("host n2 (node 1) was lost: it was silent for 3.00 s; restart 1 of 1", self.text("elastic.log"))
+        self.assertIn("step 3000:", self.text("elastic.log"))
+        self.cluster.wait_for(lambda: self.cluster.controller("sinfo", "-h", "-n", "n2", "-o", "%T").strip() == "idle",
+                              "return of n2", 60)
+
     @unittest.skipUnless(slurm.limits_memory(), "limits on memory need version 1 of control groups")
     def test_a_job_out_of_memory_says_so(self):
         program = self.start("srun", "-N", "1", "--mem=300", "lockstep", "run", "-n", "2", "python3", "-c",
