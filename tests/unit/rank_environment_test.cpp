@@ -91,8 +91,8 @@ TEST(RankEnvironment, KnowsWhetherMpiCanBegin) {
   EXPECT_FALSE(read({}).under_mpi);
   EXPECT_FALSE(read(kTorchrun).under_mpi);
   EXPECT_TRUE(read(kOpenMpi).under_mpi);
-  EXPECT_FALSE(read(kSlurm).under_mpi) << "srun without --mpi=pmix";
-  EXPECT_TRUE(read(with(kSlurm, {{"PMIX_RANK", "6"}})).under_mpi);
+  EXPECT_FALSE(read(kSrun).under_mpi) << "srun without --mpi=pmix";
+  EXPECT_TRUE(read(with(kSrun, {{"PMIX_RANK", "6"}})).under_mpi);
 }
 
 TEST(RankEnvironment, ReadsWhatLockstepRunSets) {
