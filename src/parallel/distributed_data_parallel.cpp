@@ -15,6 +15,7 @@
 #include "gradients/model_sync.hpp"
 #include "gradients/reducer.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/sync_batch_norm.hpp"
 
 namespace lockstep {
 namespace {
@@ -266,6 +267,7 @@ void GradientSync::run_joined(const std::function<void()>& loop, const JoinOptio
 
 void GradientSync::set_weight(double weight) {
   state_->reducer->set_weight(weight);
+  set_gradient_weight(*state_->module, weight);
 }
 
 // Compares no buffers: within a step each rank's own batches change them.
