@@ -15,6 +15,7 @@
 #include "gradients/model_sync.hpp"
 #include "gradients/reducer.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/sync_batch_norm.hpp"
 #include "parallel/joined_loop.hpp"
 
 namespace lockstep {
@@ -278,6 +279,7 @@ bool inside_join() {
 
 void GradientSync::set_weight(double weight) {
   state_->reducer->set_weight(weight);
+  set_gradient_weight(*state_->module, weight);
 }
 
 // Compares no buffers: within a step each rank's own batches change them.
