@@ -131,22 +131,28 @@ class Worker {
 // The modes of a thread that apply wherever its work runs: grad mode, inference mode, autocast.
 class CallerState {
  public:
-  CallerState() : autocast_(compat::AutocastDtypes::get()) {}
+  CallerState()
+      : autocast_(compat::AutocastDtypes::get()), in_autocast_guard_(autocast_nesting() > 0) {}
 
   // Guard: they apply to this thread.
   class Applied {
    public:
     explicit Applied(const CallerState& state)
         : autocast_before_(compat::AutocastDtypes::get()),
-          thread_local_state_(state.thread_local_state_) {
+          thread_local_state_(state.thread_local_state_),
+          in_autocast_guard_(state.in_autocast_guard_) {
       state.autocast_.set();
-      at::autocast::increment_nesting();
+      // Only then: in a task that trains, a guard around each forward is the outermost one, and
+      // must clear its casts before the weights change.
+      if (in_autocast_guard_) at::autocast::increment_nesting();
     }
 
     // Casts of this task's weights must not outlive it. libtorch 1.13 keeps them per thread, where
     // the caller's own autocast guard cannot clear them.
     ~Applied() {
-      if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+      const int nesting =
+          in_autocast_guard_ ? at::autocast::decrement_nesting() : autocast_nesting();
+      if (nesting == 0) at::autocast::clear_cache();
       autocast_before_.set();
     }
     Applied(const Applied&) = delete;
@@ -155,11 +161,19 @@ class CallerState {
    private:
     compat::AutocastDtypes autocast_before_;
     at::ThreadLocalStateGuard thread_local_state_;
+    bool in_autocast_guard_;
   };
 
  private:
+  // libtorch only tells it when it changes.
+  static int autocast_nesting() {
+    at::autocast::increment_nesting();
+    return at::autocast::decrement_nesting();
+  }
+
   at::ThreadLocalState thread_local_state_;
   compat::AutocastDtypes autocast_;
+  bool in_autocast_guard_;
 };
 
 // Processor time and time without a core of the threads that work for a device besides its worker.

@@ -56,10 +56,10 @@ void accumulate_two(Wrapper& wrapper, const Rows& rows, DistributedSampler& samp
   }
 }
 
-TEST(CheckpointPairs, DdpWithSyncBatchNormScheduleAverageAndScaler) {
+TEST(CheckpointPairs, DdpWithSyncBatchNormAutocastScheduleAverageAndScaler) {
   for (const int ranks : {2, 3}) {
     expect_exact_resume([&](const std::string& folder, int64_t until, uint64_t seed) {
-      return train_on_ranks(ranks, seed, [&](const Communicator& comm, Device&) {
+      return train_on_ranks(ranks, seed, [&](const Communicator& comm, Device& device) {
         auto net = dropout_net();
         convert_sync_batchnorm(*net, comm);
         DistributedDataParallel ddp(net, comm);
@@ -75,7 +75,12 @@ TEST(CheckpointPairs, DdpWithSyncBatchNormScheduleAverageAndScaler) {
         checkpoint.add("schedule", schedule).add("average", average).add("sampler", sampler);
         for (int64_t step = checkpoint.resume() + 1; step <= until; ++step) {
           accumulate_two(ddp, rows, sampler, [&](const auto& x, const auto& y) {
-            scaler.scale(torch::mse_loss(ddp(x), y)).backward();
+            torch::Tensor loss;
+            {
+              const Autocast amp(device, torch::kBFloat16);
+              loss = torch::mse_loss(ddp(x), y);
+            }
+            scaler.scale(loss).backward();
           });
           scaler.step(optimizer, {.max_norm = 1.0, .zero_grad = true});
           scaler.update();

@@ -129,6 +129,27 @@ TEST(Autocast, FollowsWorkToLogicalDevices) {
   EXPECT_EQ(devices[1].run("multiply", product_dtype), torch::kFloat);
 }
 
+// A training loop that is one task: its guards are the outermost ones unless the caller has one.
+TEST(Autocast, GuardsInATaskSeeWeightsThatChangedInIt) {
+  const Devices devices("cpu:1");
+  const auto weight = torch::ones({1, 4}).requires_grad_();
+  const auto train = [&] {
+    std::vector<float> outputs;
+    for (const double value : {1.0, 2.0, 3.0}) {
+      {
+        const torch::NoGradGuard no_grad;
+        weight.fill_(value);
+      }
+      const Autocast amp(kCpu, torch::kBFloat16);
+      outputs.push_back(torch::linear(torch::ones({1, 4}), weight).item<float>());
+    }
+    return outputs;
+  };
+  EXPECT_EQ(devices[0].run("train", train), (std::vector<float>{4, 8, 12}));
+  const Autocast outer(kCpu, torch::kBFloat16);
+  EXPECT_EQ(devices[0].run("train", train), (std::vector<float>{4, 4, 4}));
+}
+
 // [step] losses of a net that trains under Autocast.
 std::vector<float> bf16_losses(const std::function<torch::Tensor(const torch::Tensor&)>& forward,
                                torch::optim::Optimizer& optimizer) {
