@@ -87,9 +87,9 @@ class SlurmCase(unittest.TestCase):
         for ours, alone in zip(found, losses("one.json")):
             self.assertAlmostEqual(ours, alone, delta=1e-5 * abs(alone))
 
-    def assert_saved(self, folder):
+    def assert_saved(self, folder, log=""):
         """The only checkpoint is that of the signal, and it is whole."""
-        self.assertEqual(len(list((SCRATCH / folder).glob("step-*"))), 1)
+        self.assertEqual(len(list((SCRATCH / folder).glob("step-*"))), 1, log)
         lockstep("ckpt", "verify", SCRATCH / folder)
 
     def await_end(self, program, seconds=20):
@@ -314,7 +314,7 @@ class Preemption(SlurmCase):
         log = f"practical6_ddp-{job}.log"
         state = self.cluster.await_state(job, "TIMEOUT", "COMPLETED", "FAILED", seconds=180)
         self.assertEqual(state["JobState"], "TIMEOUT", self.text(log))
-        self.assert_saved("term")
+        self.assert_saved("term", self.text(log))
 
 
 def main():
