@@ -16,6 +16,7 @@
 #include "base/running_clock.hpp"
 #include "base/stack.hpp"
 #include "comm/backend.hpp"
+#include "comm/two_level/host_map.hpp"
 #include "lockstep/detail/board.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/rank_environment.hpp"
@@ -192,14 +193,14 @@ std::string asked_backend(const WorldOptions& options, const RankEnvironment& en
     return name;
   }
   throw Error(Code::kBackend, fmt::format("there is no backend \"{}\"", name),
-              "use auto, self, shm, gloo, nccl or ipc");
+              "use auto, self, shm, gloo, two_level, nccl or ipc");
 }
 
 // The backend of the host's memory, on top of which GPU backends work.
 std::string choose_host_backend(const std::string& asked, const RankEnvironment& environment) {
   if (asked == "auto" || names_gpu_backend(asked)) {
     if (environment.world_size == 1) return "self";
-    return environment.one_host() ? "shm" : "gloo";
+    return environment.one_host() ? "shm" : "two_level";
   }
   if (asked == "self" && environment.world_size > 1) {
     throw Error(
@@ -212,7 +213,7 @@ std::string choose_host_backend(const std::string& asked, const RankEnvironment&
         Code::kBackend,
         fmt::format("backend shm serves the ranks of one host, but {} of {} are on others",
                     environment.world_size - environment.local_world_size, environment.world_size),
-        "use auto or gloo");
+        "use auto, two_level or gloo");
   }
   return asked;
 }
@@ -228,11 +229,13 @@ std::unique_ptr<Backend> make_host_backend(const std::string& name,
                              .deadline_ns = deadline_ns});
   }
   store = std::make_unique<WorldStore>(environment, deadline_ns);
-  return make_gloo_backend({.store = store->store(),
-                            .rank = environment.rank,
-                            .size = environment.world_size,
-                            .address = store->own_address(),
-                            .deadline_ns = deadline_ns});
+  const GlooOptions gloo{.store = store->store(),
+                         .rank = environment.rank,
+                         .size = environment.world_size,
+                         .address = store->own_address(),
+                         .deadline_ns = deadline_ns};
+  if (name == "gloo") return make_gloo_backend(gloo);
+  return make_two_level_backend({.gloo = gloo, .host = host_identity(environment)});
 }
 
 // A host backend that was asked for by name serves GPUs, too, through the host's memory.

@@ -541,6 +541,7 @@ void GlooLink::read_all() {
     for (size_t i = 0; i < who.size(); ++i) {
       if (waiting[i + 1].revents != 0) read_from(*who[i]);
     }
+    if (std::exchange(has_frames_, false)) changed_.notify_all();
     if (act_at_ns_ != 0 && running_ns() >= act_at_ns_) {
       act_at_ns_ = 0;
       act_on_failure();
@@ -588,7 +589,7 @@ void GlooLink::take_frames(Peer& peer) {
     const std::lock_guard lock(mutex_);
     if (static_cast<Frame>(head.frame) == Frame::kFingerprint) ++peer.calls;
     peer.frames[head.frame].push_back(std::move(payload));
-    changed_.notify_all();
+    has_frames_ = true;
   }
 }
 
