@@ -61,7 +61,7 @@ class GlooBackend : public Backend {
   struct Part {
     std::shared_ptr<Store> store;
     Group group;
-    std::vector<int> members;  // [rank in the part] -> group rank here
+    std::vector<int> members = {};  // [rank in the part] -> group rank here
     int color = 0;
   };
   /// Reduces values that came with the fingerprints, as the other ways of this backend would.

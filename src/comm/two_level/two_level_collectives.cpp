@@ -27,6 +27,8 @@ int64_t divide_up(int64_t value, int64_t by) {
   return (value + by - 1) / by;
 }
 
+}  // namespace
+
 // How a buffer is cut into chunks, alike on all hosts.
 struct ChunkPlan {
   int64_t chunks = 1;
@@ -52,6 +54,8 @@ struct ChunkPlan {
     return {number * count, std::min(of, (number + 1) * count)};
   }
 };
+
+namespace {
 
 // The fewest elements of which all ranks of every host can own as many; 1 where those are many.
 int64_t common_unit(const HostMap& hosts) {
