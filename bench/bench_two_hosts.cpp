@@ -57,15 +57,15 @@ int run(int argc, char** argv) {
   if (environment.rank == 0) server.emplace(rendezvous);
   const auto store = connect_store(rendezvous, deadline_ns);
   const auto gloo = [&](const char* prefix) {
-    return GlooOptions{.store = make_prefix_store(store, prefix),
-                       .rank = environment.rank,
-                       .size = environment.world_size,
-                       .address = argv[1],
-                       .deadline_ns = deadline_ns};
+    return NetworkOptions{.store = make_prefix_store(store, prefix),
+                          .rank = environment.rank,
+                          .size = environment.world_size,
+                          .address = argv[1],
+                          .deadline_ns = deadline_ns};
   };
   const auto flat = make_gloo_backend(gloo("flat/"));
   const auto two_level =
-      make_two_level_backend({.gloo = gloo("two/"), .host = host_identity(environment)});
+      make_two_level_backend({.network = gloo("two/"), .host = host_identity(environment)});
   nlohmann::json table;
   for (int argument = 3; argument < argc; ++argument) {
     const int64_t bytes = std::atoll(argv[argument]);

@@ -70,11 +70,12 @@ struct ColorAndKey {
 
 }  // namespace
 
-GlooBackend::GlooBackend(std::shared_ptr<Store> store, Group group, std::string address,
-                         int64_t deadline_ns)
+GlooBackend::GlooBackend(TransportModule module, std::shared_ptr<Store> store, Group group,
+                         std::string address, int64_t deadline_ns)
     : store_(std::move(store)),
       address_(std::move(address)),
-      core_(std::make_shared<GlooCore>(std::move(group), *store_, address_, deadline_ns)) {}
+      core_(std::make_shared<GlooCore>(std::move(group), *store_, address_, deadline_ns, module)),
+      slices_(*core_) {}
 
 std::unique_ptr<Backend::Work> GlooBackend::begin(const Fingerprint& what,
                                                   const CallContext& context, GlooCore::Body body,
@@ -146,6 +147,7 @@ void GlooBackend::move_all_reduce(const Task& task, const Buffer& buffer, Reduce
                                   Calls calls) {
   const auto factors = mean_factors(calls);
   if (buffer.count == 0 || size() == 1) return;
+  if (!core_->reduces()) return slices_.all_reduce(task, buffer, op, factors);
   if (op == ReduceOp::kMean) scale(buffer, factors[static_cast<size_t>(rank())]);
   Reduction how{buffer.dtype, op == ReduceOp::kMean ? ReduceOp::kSum : op};
   core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
@@ -175,6 +177,7 @@ void GlooBackend::move_reduce(const Task& task, const Buffer& buffer, int root, 
                               Calls calls) {
   const auto factors = mean_factors(calls);
   if (buffer.count == 0 || size() == 1) return;
+  if (!core_->reduces()) return slices_.reduce(task, buffer, root, op, factors);
   std::vector<std::byte> copy;
   void* data = buffer.data;
   if (rank() != root) {
@@ -385,7 +388,8 @@ std::unique_ptr<Backend> GlooBackend::split(int color, int key, std::string_view
 }
 
 std::unique_ptr<Backend> GlooBackend::make_part(const Task& task, const Part& part) {
-  return std::make_unique<GlooBackend>(part.store, part.group, address_, task.deadline_ns);
+  return std::make_unique<GlooBackend>(core_->module(), part.store, part.group, address_,
+                                       task.deadline_ns);
 }
 
 std::shared_ptr<RegisteredMemory> GlooBackend::allocate(int64_t bytes, const CallContext& context) {
@@ -402,9 +406,16 @@ std::shared_ptr<RegisteredMemory> GlooBackend::make_memory(const Task&, int64_t 
   return std::make_shared<PlainMemory>(bytes);
 }
 
-std::unique_ptr<Backend> make_gloo_backend(const GlooOptions& options) {
-  return std::make_unique<GlooBackend>(options.store, Group::world(options.rank, options.size),
-                                       options.address, options.deadline_ns);
+std::unique_ptr<Backend> make_gloo_backend(const NetworkOptions& options) {
+  return std::make_unique<GlooBackend>(TransportModule::kGloo, options.store,
+                                       Group::world(options.rank, options.size), options.address,
+                                       options.deadline_ns);
+}
+
+std::unique_ptr<Backend> make_mpi_backend(const NetworkOptions& options) {
+  return std::make_unique<GlooBackend>(TransportModule::kMpi, options.store,
+                                       Group::world(options.rank, options.size), options.address,
+                                       options.deadline_ns);
 }
 
 }  // namespace lockstep

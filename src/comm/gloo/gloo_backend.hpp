@@ -6,6 +6,7 @@
 
 #include "comm/backend.hpp"
 #include "comm/gloo/gloo_core.hpp"
+#include "comm/gloo/sliced_reduce.hpp"
 
 namespace lockstep {
 
@@ -14,10 +15,11 @@ namespace lockstep {
 /// another way overrides them.
 class GlooBackend : public Backend {
  public:
-  GlooBackend(std::shared_ptr<Store> store, Group group, std::string address, int64_t deadline_ns);
+  GlooBackend(TransportModule module, std::shared_ptr<Store> store, Group group,
+              std::string address, int64_t deadline_ns);
   ~GlooBackend() override { core_->shut_down(); }
 
-  std::string_view name() const override { return "gloo"; }
+  std::string_view name() const override { return transport_name(core_->module()); }
   const Group& group() const override { return core_->group(); }
 
   std::unique_ptr<Work> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
@@ -93,6 +95,7 @@ class GlooBackend : public Backend {
   std::shared_ptr<Store> store_;
   std::string address_;
   std::shared_ptr<GlooCore> core_;
+  SlicedReduce slices_;
 };
 
 }  // namespace lockstep

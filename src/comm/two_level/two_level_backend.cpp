@@ -23,7 +23,8 @@ class TwoLevelBackend final : public GlooBackend {
  public:
   TwoLevelBackend(std::shared_ptr<Store> store, Group group, std::string address,
                   int64_t deadline_ns)
-      : GlooBackend(std::move(store), std::move(group), std::move(address), deadline_ns) {}
+      : GlooBackend(TransportModule::kGloo, std::move(store), std::move(group), std::move(address),
+                    deadline_ns) {}
   ~TwoLevelBackend() override { core().shut_down(); }
   TwoLevelBackend(const TwoLevelBackend&) = delete;
   TwoLevelBackend& operator=(const TwoLevelBackend&) = delete;
@@ -331,10 +332,11 @@ std::shared_ptr<RegisteredMemory> TwoLevelBackend::make_memory(const Task& task,
 }  // namespace
 
 std::unique_ptr<Backend> make_two_level_backend(const TwoLevelOptions& options) {
-  const GlooOptions& gloo = options.gloo;
-  auto made = std::make_unique<TwoLevelBackend>(gloo.store, Group::world(gloo.rank, gloo.size),
-                                                gloo.address, gloo.deadline_ns);
-  made->connect_inside(options.host, gloo.deadline_ns);
+  const NetworkOptions& network = options.network;
+  auto made =
+      std::make_unique<TwoLevelBackend>(network.store, Group::world(network.rank, network.size),
+                                        network.address, network.deadline_ns);
+  made->connect_inside(options.host, network.deadline_ns);
   return made;
 }
 

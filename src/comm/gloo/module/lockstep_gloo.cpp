@@ -533,22 +533,11 @@ void destroy(LockstepGlooContext* context) {
   guarded(nullptr, [&] { delete context; });
 }
 
-constexpr LockstepGlooApi kApi = {LOCKSTEP_GLOO_ABI,
-                                  create,
-                                  address,
-                                  connect,
-                                  all_reduce,
-                                  broadcast,
-                                  all_gather,
-                                  reduce,
-                                  exchange,
-                                  begin_exchange,
-                                  end_exchange,
-                                  drop_exchange,
-                                  send,
-                                  recv,
-                                  abort,
-                                  destroy};
+constexpr LockstepGlooApi kApi = {
+    LOCKSTEP_GLOO_ABI, create,        address, connect,  all_reduce,
+    broadcast,         all_gather,    reduce,  exchange, begin_exchange,
+    end_exchange,      drop_exchange, send,    recv,     abort,
+    destroy,           nullptr};
 
 }  // namespace
 }  // namespace lockstep::gloo_module
