@@ -44,6 +44,10 @@ struct ShardOptions {
   /// Shards, and so the optimizer's state and its work, are on the CPU although the model is on a
   /// GPU.
   bool offload_optimizer = false;
+
+  /// As DdpOptions::virtual_shards and part_threads: steps are made with backward_parts().
+  int64_t virtual_shards = 0;
+  int part_threads = 1;
 };
 
 /// What sharding has done so far on this rank.
@@ -82,6 +86,7 @@ class ShardedModel final : public Accumulating {
   /// The shard of one of the module's parameters; the parameter itself if it is not divided.
   torch::Tensor shard_of(const torch::Tensor& parameter) const;
 
+  torch::Tensor backward_parts(const PartLoss& loss_of, const PartStep& how);
   void set_weight(double weight);
   void zero_grad(bool set_to_none);
 
@@ -138,6 +143,16 @@ class FullyShardedDataParallel {
   template <class... Arguments>
   auto operator()(Arguments&&... arguments) {
     return forward(std::forward<Arguments>(arguments)...);
+  }
+
+  /// With ShardOptions::virtual_shards: as DistributedDataParallel's.
+  torch::Tensor backward_parts(const PartLoss& loss_of, const PartStep& how = {}) {
+    return sharded_->backward_parts(loss_of, how);
+  }
+  template <class LossOfRows>
+  torch::Tensor backward_parts(const torch::Tensor& x, const torch::Tensor& y, LossOfRows loss_of,
+                               const PartStep& how = {}) {
+    return sharded_->backward_parts(loss_of_rows(x, y, std::move(loss_of)), how);
   }
 
   /// The trained module. Its parameters are whole only while GatheredParameters live; elsewhere

@@ -61,6 +61,12 @@ struct PipelineOptions {
   bool check_unaveraged_updates = true;
 
   Nonfinite nonfinite = Nonfinite::kWarn;  ///< in gradients that `data` averages
+
+  /// As DdpOptions::virtual_shards and part_threads: every micro-batch is a part, so this is the
+  /// number of micro-batches times that of the ranks of `data`. step() returns the mean loss of all
+  /// parts.
+  int64_t virtual_shards = 0;
+  int part_threads = 1;
 };
 
 /// For PipelineOptions::loss_weight: counts the targets other than `ignore_index`, over which

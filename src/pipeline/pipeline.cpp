@@ -15,6 +15,7 @@
 #include "base/process.hpp"
 #include "device/slice_map.hpp"
 #include "gradients/model_sync.hpp"
+#include "gradients/virtual_shards.hpp"
 #include "lockstep/autocast.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad_scaler.hpp"
@@ -73,6 +74,19 @@ void require_modules_apart(const std::vector<torch::nn::Sequential>& modules) {
   }
 }
 
+// Every micro-batch of every data rank is one virtual shard.
+void require_parts(const Schedule& schedule, const PipelineOptions& options) {
+  if (options.virtual_shards == 0) return;
+  const int ranks = options.data ? options.data->size() : 1;
+  if (options.virtual_shards == int64_t{ranks} * schedule.micro_batches) return;
+  throw Error(Code::kUsage,
+              fmt::format("virtual_shards is {}, but {} data ranks with {} micro-batches each have "
+                          "{} parts",
+                          options.virtual_shards, ranks, schedule.micro_batches,
+                          int64_t{ranks} * schedule.micro_batches),
+              "make the schedule for virtual_shards divided by the data ranks");
+}
+
 void require_options(const Schedule& schedule, const PipelineOptions& options, size_t modules) {
   validate(schedule);
   if (modules != static_cast<size_t>(schedule.stages())) {
@@ -89,6 +103,7 @@ void require_options(const Schedule& schedule, const PipelineOptions& options, s
     throw Error(Code::kUsage, "a pipeline was given a loss_weight for a loss that is a sum",
                 "sums need no weights: remove one of the two");
   }
+  require_parts(schedule, options);
   for (const int stage : options.recompute) {
     if (stage >= 0 && stage < schedule.stages()) continue;
     throw Error(Code::kUsage, fmt::format("recompute names stage {}", stage),
@@ -132,6 +147,8 @@ class Pipeline::State {
                 std::vector<torch::nn::Sequential>& modules);
   int world_rank() const;
   void continue_backward(const torch::Tensor& x, const torch::Tensor& y, const StepPlan& plan);
+  uint64_t next_seed();
+  torch::Tensor loss_of_parts(const StepPlan& plan, const torch::Tensor& mine) const;
   torch::Tensor share_loss(const torch::Tensor& mine) const;
   const Device& last_device() const;
   StepFaults inject_faults() const;
@@ -158,6 +175,7 @@ class Pipeline::State {
   std::vector<std::string> rank_names_;                 // [pipeline rank]
   StepPlanner planner_{schedule, options_, axis_};
   DeviceRng seeds_{torch::Device(torch::kCPU), 0};  // of steps
+  PartSeeds part_seeds_;                            // of steps with virtual shards
   Mailbox mailbox_;
   std::vector<std::unique_ptr<PipelineRank>> ranks_;  // local ones
   mutable std::optional<StepTrace> last_step_;        // read from the devices when first asked for
@@ -228,10 +246,15 @@ Pipeline::State::State(std::vector<torch::nn::Sequential> modules, const Communi
 void Pipeline::State::add_rank(int index, Device& device, std::unique_ptr<StageChannel> channel,
                                std::vector<torch::nn::Sequential>& modules) {
   auto& rank = *ranks_.emplace_back(std::make_unique<PipelineRank>(
-      index, PipelineFacts{schedule, rank_names_, world_rank()}, device, std::move(channel)));
+      index,
+      PipelineFacts{schedule, rank_names_, world_rank(),
+                    options_.virtual_shards > 0 ? options_.part_threads : 0},
+      device, std::move(channel)));
   std::optional<Communicator> data;
   if (options_.data) {
     data = options_.data->split(0, options_.data->rank(), fmt::format("data {}", index));
+  } else if (options_.virtual_shards > 0) {
+    data = Communicator::self();
   }
   for (int stage = 0; stage < schedule.stages(); ++stage) {
     if (schedule.rank_of_stage[static_cast<size_t>(stage)] != index) continue;
@@ -302,10 +325,11 @@ torch::Tensor Pipeline::State::step(const torch::Tensor& x, const torch::Tensor&
     made.faults = faults;
     return made;
   });
-  plan.seed = seeds_.next_seed();
+  plan.seed = next_seed();
   plan.loss_factor = how.loss_factor;
   plan.synchronise = how.synchronise;
-  plan.share_buffers = options_.broadcast_buffers && last_step_synchronised_;
+  plan.share_buffers =
+      options_.broadcast_buffers && (last_step_synchronised_ || options_.virtual_shards > 0);
   if (how.scaler != nullptr) {
     plan.loss_scale = how.scaler->scale(
         torch::ones({}, torch::TensorOptions().device(last_device().torch_device())));
@@ -319,9 +343,41 @@ torch::Tensor Pipeline::State::step(const torch::Tensor& x, const torch::Tensor&
     loss = rank->loss();
     planner_.check_losses(rank->losses(), rank->take_comparison());
   }
+  if (options_.virtual_shards > 0) loss = or_abort([&] { return loss_of_parts(plan, loss); });
   loss = share_loss(loss);
   or_abort([&] { continue_backward(x, y, plan); });
   return loss;
+}
+
+// The same on all data ranks and for every number of them, if the steps before were virtual
+// shards'.
+uint64_t Pipeline::State::next_seed() {
+  if (options_.virtual_shards == 0) return seeds_.next_seed();
+  bool continues = !last_step_synchronised_;
+  for (const auto& rank : ranks_) {
+    for (const auto& each : rank->stages()) {
+      continues = continues || (each->sync && each->sync->has_accumulated());
+    }
+  }
+  part_seeds_.begin_step(continues);
+  return part_seeds_.seed_of(0);
+}
+
+// The weighted mean of all parts' losses, where the last stage is; `mine` tells its form.
+torch::Tensor Pipeline::State::loss_of_parts(const StepPlan& plan,
+                                             const torch::Tensor& mine) const {
+  std::vector<double> losses(plan.weights.size(), 0.0);
+  for (const auto& rank : ranks_) {
+    for (size_t i = 0; mine.defined() && i < rank->losses().size(); ++i) {
+      losses[i] = rank->losses()[i].item<double>();
+    }
+  }
+  const Communicator data = options_.data ? *options_.data : Communicator::self();
+  const PartTree tree(options_.virtual_shards, data.size());
+  const auto means = VirtualShards::exchange(tree, data, plan.weights, losses);
+  if (!mine.defined()) return mine;
+  const bool is_sum = options_.reduction == LossReduction::kSum;
+  return torch::full({}, is_sum ? means.loss * means.weight : means.loss, mine.options());
 }
 
 // Goes backward from x and y with the gradients of this rank's own loss, as a backward on one

@@ -51,6 +51,8 @@ void PipelineRank::run(const StepPlan& plan) {
   input_gradients_.clear();
   const Schedule& schedule = pipeline_.schedule;
   backwards_left_.assign(static_cast<size_t>(schedule.stages()), schedule.micro_batches);
+  std::optional<FixedThreads> threads;
+  if (pipeline_.part_threads > 0) threads.emplace(pipeline_.part_threads);
   for (const auto& each : stages_) {
     if (each->sync) each->sync->begin_step(plan.share_buffers);
   }
@@ -61,7 +63,7 @@ void PipelineRank::run(const StepPlan& plan) {
     }
   }
   for (const auto& each : stages_) {
-    if (each->sync) each->sync->finish();
+    if (each->sync) each->sync->finish(plan.sum_of_weights);
   }
 }
 
@@ -83,13 +85,18 @@ void PipelineRank::run_action(const Action& action, const StepPlan& plan) {
   const torch::Tensor result = attempt(action, input, [&] { return compute(action, plan, input); });
   timed_.push_back({action, begin, DeviceEvent::now(device_.torch_device())});
   pass_on(action, plan, result);
-  auto& left = backwards_left_[static_cast<size_t>(action.stage)];
-  if (completes(action.kind) && --left == 0) {
-    if (action.stage == plan.faults.nan_stage) spoil_gradient(*at(action.stage).stage.module());
-    auto& sync = at(action.stage).sync;
-    if (sync && action.stage == plan.faults.mismatch_stage) sync->call_mismatch();
-    if (sync) sync->launch(plan.synchronise, plan.weight);
+  auto& sync = at(action.stage).sync;
+  const int64_t part = plan.first_part + action.micro_batch;
+  if (sync && action.kind == ActionKind::kBackwardInput) sync->take_early(part);
+  if (!completes(action.kind)) return;
+  const bool is_last = --backwards_left_[static_cast<size_t>(action.stage)] == 0;
+  if (is_last && action.stage == plan.faults.nan_stage) {
+    spoil_gradient(*at(action.stage).stage.module());
   }
+  if (sync) sync->take_part(part);
+  if (!is_last || !sync) return;
+  if (action.stage == plan.faults.mismatch_stage) sync->call_mismatch();
+  sync->launch(plan.synchronise, plan.weight);
 }
 
 torch::Tensor PipelineRank::input_of(const Action& action, const StepPlan& plan) {
@@ -119,6 +126,7 @@ torch::Tensor PipelineRank::rows_here(const torch::Tensor& batch, const StepPlan
 MicroBatchFacts PipelineRank::facts_of(const Action& action, const StepPlan& plan) {
   MicroBatchFacts facts;
   facts.index = action.micro_batch;
+  facts.part = plan.first_part + action.micro_batch;
   facts.step_seed = plan.seed;
   facts.wants_input_gradient = action.stage > 0 || plan.x.requires_grad();
   if (!is_last(action.stage)) return facts;
@@ -132,8 +140,7 @@ MicroBatchFacts PipelineRank::facts_of(const Action& action, const StepPlan& pla
     facts.compares_loss = position == 0 || position == 1;
     return facts;
   }
-  const double factor = plan.loss_shares[static_cast<size_t>(action.micro_batch)] *
-                        plan.loss_factor * plan.data_factor;
+  const double factor = plan.factor_of(action.micro_batch);
   // float64 until the loss's own dtype is known: a third of a batch has no exact float32 value.
   const auto wide = torch::TensorOptions(torch::kFloat64).device(device_.torch_device());
   facts.loss_gradient = plan.loss_scale.defined() ? plan.loss_scale.to(torch::kFloat64) * factor
@@ -146,6 +153,7 @@ torch::Tensor PipelineRank::compute(const Action& action, const StepPlan& plan,
   Stage& stage = at(action.stage).stage;
   switch (action.kind) {
     case ActionKind::kForward:
+      if (at(action.stage).sync) at(action.stage).sync->begin_forward(action.micro_batch);
       return stage.forward(facts_of(action, plan), input);
     case ActionKind::kBackward:
       return stage.backward(facts_of(action, plan), input);

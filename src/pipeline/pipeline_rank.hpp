@@ -25,6 +25,7 @@ struct PipelineFacts {
   const Schedule& schedule;
   const std::vector<std::string>& rank_names;  ///< [pipeline rank] in messages
   int world_rank;                              ///< of this process
+  int part_threads = 0;                        ///< compute virtual shards; 0: there are none
 };
 
 /// One logical device or process of a pipeline: runs its list of actions strictly in order.

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
 
 #include "lockstep/error.hpp"
 
@@ -21,10 +22,15 @@ StageSync::StageSync(int stage, torch::nn::Sequential module, const Communicator
       nonfinite_(parameters_, comm_, options.nonfinite, stats_, fmt::format("stage {}: ", stage)),
       in_flight_(comm_, {}, stats_),
       window_(parameters_) {
+  if (options.virtual_shards > 0) {
+    require_same_in_parts(*module_, options.broadcast_buffers, "Pipeline");
+    tree_.emplace(options.virtual_shards, comm_.size());
+    parts_.emplace(parameters_, *tree_, comm_, options.bucket_cap_bytes);
+  }
   if (comm_.size() == 1) return;
   require_same_model(comm_, model_tensors(*module_));
   broadcast_model(comm_, *module_, 0, "initial stage");
-  if (parameters_.empty()) return;
+  if (parameters_.empty() || parts_) return;
   std::vector<size_t> order(parameters_.size());
   std::iota(order.rbegin(), order.rend(), 0);  // the last layer's gradients come first
   buckets_.emplace(comm_, parameters_, order,
@@ -97,6 +103,7 @@ void StageSync::prepare_gradient(size_t parameter) {
 
 void StageSync::begin_step(bool share_buffers) {
   span_.reset();
+  if (parts_) return begin_parts(share_buffers);
   if (comm_.size() == 1) return;
   require_unchanged();
   require_averaged();
@@ -126,12 +133,63 @@ void StageSync::launch(bool synchronise, double weight) {
   }
 }
 
-void StageSync::finish() {
+void StageSync::finish(double sum_of_weights) {
+  if (parts_) return average_parts(sum_of_weights);
   if (span_) in_flight_.wait();
 }
 
+void StageSync::begin_parts(bool share_buffers) {
+  require_unchanged();
+  agree_on_frozen();
+  if (share_buffers) broadcast_tensors(comm_, buffers_of(*module_), 0, "buffers of a stage");
+  parts_->begin_step();
+  part_buffers_.emplace(*module_);
+  forwards_ = 0;
+  looked_ = false;
+  taken_early_.clear();
+}
+
+void StageSync::begin_forward(int micro_batch) {
+  if (!parts_) return;
+  part_buffers_->begin_part(micro_batch);
+  ++forwards_;
+}
+
+void StageSync::take_early(int64_t part) {
+  if (!parts_ || std::none_of(parameters_.begin(), parameters_.end(),
+                              [](const auto& each) { return each.tensor.grad().defined(); })) {
+    return;
+  }
+  take_part(part);
+  taken_early_.push_back(part);
+}
+
+void StageSync::take_part(int64_t part) {
+  if (!parts_ || std::erase(taken_early_, part) > 0) return;
+  std::vector<torch::Tensor> gradients;
+  for (const auto& [name, tensor] : parameters_) gradients.push_back(tensor.grad());
+  nonfinite_.look(gradients, !std::exchange(looked_, true));
+  parts_->take(part, /*weight=*/1);
+}
+
+void StageSync::average_parts(double sum_of_weights) {
+  if (forwards_ > 1) part_buffers_->finish();
+  part_buffers_.reset();
+  if (parameters_.empty()) return;
+  std::vector<bool> trained;
+  for (const uint8_t frozen : frozen_) trained.push_back(frozen == 0);
+  parts_->average(sum_of_weights, trained);
+  const auto exchanges = parts_->exchanges();
+  if (exchanges.empty()) return;
+  span_.emplace(SyncSpan{.stage = stage_,
+                         .begin_ns = exchanges.front().begun_ns,
+                         .end_ns = exchanges.back().ended_ns});
+  for (const auto& exchange : exchanges) span_->bytes += exchange.bytes;
+  span_->all_reduces = static_cast<int64_t>(exchanges.size());
+}
+
 std::optional<SyncSpan> StageSync::span() {
-  if (!span_) return std::nullopt;
+  if (!span_ || parts_) return span_;
   in_flight_.settle();
   SyncSpan span = *span_;
   span.begin_ns = stats_.last_step.front().launched_ns;

@@ -97,10 +97,11 @@ Finding scan_parts(const OptimizerGradients& gradients, const ModelParallelGroup
     parts[model.part_of(gradients.parameters[i])].add(gradients, i);
   }
   Finding all;
-  for (const auto& part : parts) {
-    Finding found = scan(part, /*squares=*/true);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    Finding found = scan(parts[i], /*squares=*/true);
     found.bring_to_host();
-    squares.push_back(torch::full({}, found.sum_of_squares, torch::kDouble));
+    const auto exact = model.exact_squares(i, parts[i].gradients);
+    squares.push_back(torch::full({}, exact.value_or(found.sum_of_squares), torch::kDouble));
     if (found.first >= 0)
       all.first = all.first < 0 ? found.first : std::min(all.first, found.first);
   }
@@ -212,11 +213,12 @@ torch::Tensor GradScaler::State::step(torch::optim::Optimizer& optimizer, FusedO
   ScaledOptimizer& mine = of(optimizer);
   const ModelParallelGroup model(optimizer.param_groups(), others(extras));
   const auto gradients = collect(optimizer, fused, model);
+  const bool divided = !model.alone() || (model.same_bits() && extras.max_norm);
   ScaledGradients scaled;
   std::vector<torch::Tensor> squares;  // [part], of the gradients before unscaling
   if (mine.stage == ScalerStage::kReady && fused != nullptr) {
     // Only read the gradients: the update multiplies them, which saves a pass that writes.
-    if (model.alone()) {
+    if (!divided) {
       mine.finding = scan(gradients, extras.max_norm.has_value());
     } else {
       mine.finding = scan_parts(gradients, model, squares);
@@ -224,11 +226,11 @@ torch::Tensor GradScaler::State::step(torch::optim::Optimizer& optimizer, FusedO
     scaled = scaled_by(gradients);
   } else if (mine.stage == ScalerStage::kReady) {
     unscale(mine, gradients);
-  } else if (!model.alone() && extras.max_norm) {
+  } else if (divided && extras.max_norm) {
     scan_parts(gradients, model, squares);
   }
 
-  if (fused != nullptr && model.alone() && gradients.all_on_one_gpu() &&
+  if (fused != nullptr && !divided && gradients.all_on_one_gpu() &&
       mine.finding.on_gpus.size() == 1) {
     scaled.found_inf = mine.finding.on_gpus[0].found_inf;
     if (mine.stage == ScalerStage::kReady) {
@@ -236,14 +238,14 @@ torch::Tensor GradScaler::State::step(torch::optim::Optimizer& optimizer, FusedO
     }
   } else {
     mine.finding.bring_to_host();
-    if (!model.alone()) agree(mine.finding, model);
+    if (divided) agree(mine.finding, model);
     if (mine.finding.overflowed()) {
       mine.stage = ScalerStage::kStepped;
       if (extras.zero_grad) drop_gradients(optimizer);
       return {};
     }
     const bool scanned = mine.stage == ScalerStage::kReady && !gradients.gradients.empty();
-    if (extras.max_norm && !model.alone()) {
+    if (extras.max_norm && divided) {
       scaled.sum_of_squares = model.sum(std::move(squares));
     } else if (extras.max_norm && scanned) {
       scaled.sum_of_squares = torch::full({}, mine.finding.sum_of_squares,

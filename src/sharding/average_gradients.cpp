@@ -74,7 +74,7 @@ void ShardedModel::State::finish_reduce(ShardedUnit& unit) {
 
 void ShardedModel::State::begin_backward() {
   phase = Phase::kBackward;
-  backward_averages = no_sync_depth == 0;
+  backward_averages = no_sync_depth == 0 && !parts;
   complete = nullptr;
   if (!end_is_queued) at_end_of_backward([this] { end_backward(); });
   for (const auto& unit : units) {
@@ -104,14 +104,11 @@ void ShardedModel::State::end_backward() {
   if (phase != Phase::kBackward) return;  // it reached no parameter, or has already ended
   const WithoutWatching own_work;
   rethrow_failure();
+  if (parts) return end_part();
   if (backward_averages) {
     settle_missing();
     finish_reduces();
-    if (shares_memory()) comm->barrier({.label = "end of backward"});
-    window->close();
-    ++stats.synchronised_backwards;
-    if (!order.empty()) order_known = true;
-    mark_stale();
+    finish_average();
   } else {
     for (const auto& unit : units) {
       if (unit->gradients) unit->gradients->show_local();
@@ -119,6 +116,22 @@ void ShardedModel::State::end_backward() {
     window->add_micro_step();
     shown_nonzero = !window->gradients_cleared();
   }
+  release_unused();
+  marks->add_micro_step();
+  phase = Phase::kIdle;
+}
+
+// The shards have their grads, and an optimizer may change them.
+void ShardedModel::State::finish_average() {
+  if (shares_memory()) comm->barrier({.label = "end of backward"});
+  window->close();
+  ++stats.synchronised_backwards;
+  if (!order.empty()) order_known = true;
+  mark_stale();
+}
+
+// A part's gradients stay in their units until they are taken.
+void ShardedModel::State::end_part() {
   release_unused();
   marks->add_micro_step();
   phase = Phase::kIdle;
@@ -138,17 +151,7 @@ void ShardedModel::State::settle_missing() {
     }
     if (gradients.is_open() || options.find_unused_parameters) rest.push_back(unit.get());
   }
-  if (!missing.empty() && !options.find_unused_parameters) {
-    constexpr size_t kShown = 8;
-    const size_t count = missing.size();
-    missing.resize(std::min(count, kShown));
-    fail({Code::kUnusedParameter,
-          fmt::format("backward gave no gradient to {} of {} parameters: {}{}", count,
-                      trained.size(), fmt::join(missing, ", "),
-                      count > kShown ? fmt::format(" and {} more", count - kShown) : ""),
-          "use them in forward, freeze them with requires_grad_(false) before they are wrapped, or "
-          "set find_unused_parameters"});
-  }
+  if (!missing.empty() && !options.find_unused_parameters) refuse_missing(std::move(missing));
   std::vector<bool> used(trained.size(), true);
   if (options.find_unused_parameters) {
     torch::Tensor flags = torch::empty({static_cast<int64_t>(trained.size())}, torch::kUInt8);
@@ -172,6 +175,18 @@ void ShardedModel::State::settle_missing() {
     }
     unit->gradients->finish_reduce(of_unit);
   }
+}
+
+void ShardedModel::State::refuse_missing(std::vector<std::string> missing) {
+  constexpr size_t kShown = 8;
+  const size_t count = missing.size();
+  missing.resize(std::min(count, kShown));
+  fail({Code::kUnusedParameter,
+        fmt::format("backward gave no gradient to {} of {} parameters: {}{}", count, trained.size(),
+                    fmt::join(missing, ", "),
+                    count > kShown ? fmt::format(" and {} more", count - kShown) : ""),
+        "use them in forward, freeze them with requires_grad_(false) before they are wrapped, or "
+        "set find_unused_parameters"});
 }
 
 void ShardedModel::State::check_gradient(size_t parameter, const torch::Tensor& gradient) {

@@ -74,6 +74,7 @@ ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Commu
   marks.emplace(trained_shards);
   marks->add_micro_step();
   streams.emplace(trained);
+  if (options.virtual_shards != 0) parts = std::make_unique<Parts>(*this);
   hooks.emplace(trained, *this);
   offer_gradient_memory();
   if (comm->size() > 1) watch_this_thread();
@@ -160,7 +161,7 @@ void ShardedModel::State::divide(ShardedUnit& unit) {
         weights.whole().narrow(0, at.offset, at.whole.numel()).view(at.whole.sizes()));
     if (masters) hold_master(at, *masters, master, masters_memory, plan);
     note_slice(at.shard, slice_of_range(slice_of(at.whole), at.first, at.count));
-    note_data_shard(at.shard, at.whole, comm);
+    note_data_shard(at.shard, at.whole, comm, options.virtual_shards > 0);
     note_sharded(at.whole, true);
   }
   weights.release();
@@ -206,9 +207,10 @@ void ShardedModel::before_forward() {
     if (first) state.order_next = state.order.size();
     return;
   }
+  if (state.parts) state.parts->shards().require_inside("a forward");
   if (first) state.check_window();
-  const bool averages = state.no_sync_depth == 0;
-  if (state.options.broadcast_buffers && state.last_forward_averaged && first &&
+  const bool averages = state.no_sync_depth == 0 && !state.parts;
+  if (state.options.broadcast_buffers && state.last_forward_averaged && first && !state.parts &&
       state.module->is_training()) {
     broadcast_tensors(*state.comm, buffers_of(*state.module), 0, "buffers");
   }
@@ -250,6 +252,16 @@ void ShardedModel::set_weight(double weight) {
                 "give its number of rows, or any other number that is not negative");
   }
   state_->weight = weight;
+  if (state_->parts) state_->parts->shards().set_weight(weight);
+}
+
+torch::Tensor ShardedModel::backward_parts(const PartLoss& loss_of, const PartStep& how) {
+  if (!state_->parts) {
+    throw Error(Code::kUsage,
+                "backward_parts() of a FullyShardedDataParallel without virtual shards",
+                "set ShardOptions::virtual_shards");
+  }
+  return state_->parts->step(loss_of, how);
 }
 
 void ShardedModel::zero_grad(bool set_to_none) {
@@ -329,6 +341,7 @@ const std::shared_ptr<torch::nn::Module>& ShardedModel::module() const {
 }
 
 void ShardedModel::enter_no_sync() {
+  if (state_->parts) state_->parts->shards().require_outside("NoSync", kNoSyncInParts);
   ++state_->no_sync_depth;
 }
 
