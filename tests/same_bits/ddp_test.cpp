@@ -79,17 +79,12 @@ Trained train_recipe(const Recipe& recipe, const Communicator& comm) {
 }
 
 void expect_same_on_ranks(const Recipe& recipe, const std::vector<int>& ranks,
-                          const std::string& what) {
-  torch::manual_seed(7);
-  const auto train = [&](const Communicator& comm) { return train_recipe(recipe, comm); };
-  const Trained alone = train_on(1, train);
+                          const std::string& what, const RunRanks& run = run_ranks) {
+  const Trained alone = expect_same_on(
+      ranks, [&](const Communicator& comm) { return train_recipe(recipe, comm); }, what, run);
   const torch::Tensor before = net_of(recipe.model)->parameters()[0].detach();
   EXPECT_FALSE(torch::allclose(alone.tensors[0].second, before, 1e-3, 1e-3)) << what << " trains";
   EXPECT_EQ(alone.skipped, recipe.overflow_at > 0 ? 1 : 0) << what;
-  for (const int count : ranks) {
-    expect_same_run(train_on(count, train), alone,
-                    what + " on " + std::to_string(count) + " ranks");
-  }
 }
 
 TEST(SameBits, SgdOnOneTwoFourAndEightRanks) {
@@ -121,7 +116,6 @@ TEST(SameBits, MasterWeights) {
 TEST(SameBits, ThreeFiveAndSixRanks) {
   expect_same_on_ranks({.max_norm = 0.5, .shards = 6, .steps = 20}, {2, 3, 6}, "6 parts");
   expect_same_on_ranks({.model = "cnn", .shards = 12, .steps = 20}, {3, 4, 6}, "12 parts");
-  torch::manual_seed(7);
   const auto of_five = [](const Communicator& comm) {
     auto net = net_of("mlp");
     DistributedDataParallel ddp(net, comm, {.virtual_shards = 15});
@@ -138,10 +132,7 @@ TEST(SameBits, ThreeFiveAndSixRanks) {
     trained.add(*net);
     return trained;
   };
-  const Trained alone = train_on(1, of_five);
-  for (const int ranks : {3, 5}) {
-    expect_same_run(train_on(ranks, of_five), alone, "15 parts on " + std::to_string(ranks));
-  }
+  expect_same_on({3, 5}, of_five, "15 parts");
 }
 
 TEST(SameBits, OverGloo) {
@@ -149,22 +140,9 @@ TEST(SameBits, OverGloo) {
   for (const char* model : {"mlp", "cnn"}) {
     const Recipe recipe{
         .model = model, .adamw = true, .accum_steps = 2, .scaled = true, .max_norm = 0.5};
-    torch::manual_seed(7);
-    const auto train = [&](const Communicator& comm) { return train_recipe(recipe, comm); };
-    const Trained alone = train_on(1, train);
-    for (const int ranks : {2, 8}) {
-      expect_same_run(train_on(ranks, train, run_gloo_ranks), alone,
-                      std::string(model) + " over Gloo on " + std::to_string(ranks));
-    }
+    expect_same_on_ranks(recipe, {2, 8}, std::string(model) + " over Gloo", run_gloo_ranks);
   }
-  torch::manual_seed(7);
-  const auto train = [&](const Communicator& comm) {
-    return train_recipe({.shards = 6, .steps = 10}, comm);
-  };
-  const Trained alone = train_on(1, train);
-  for (const int ranks : {2, 3}) {
-    expect_same_run(train_on(ranks, train, run_gloo_ranks), alone, "6 parts over Gloo");
-  }
+  expect_same_on_ranks({.shards = 6, .steps = 10}, {2, 3}, "6 parts over Gloo", run_gloo_ranks);
 }
 
 TEST(SameBits, AfterAResumeWithAnotherNumberOfRanks) {

@@ -69,13 +69,8 @@ Trained train_recipe(const Recipe& recipe, const Communicator& comm) {
 
 void expect_same_on_ranks(const Recipe& recipe, const std::vector<int>& ranks,
                           const std::string& what) {
-  torch::manual_seed(7);
-  const auto train = [&](const Communicator& comm) { return train_recipe(recipe, comm); };
-  const Trained alone = train_on(1, train);
-  for (const int count : ranks) {
-    expect_same_run(train_on(count, train), alone,
-                    what + " on " + std::to_string(count) + " ranks");
-  }
+  expect_same_on(
+      ranks, [&](const Communicator& comm) { return train_recipe(recipe, comm); }, what);
 }
 
 TEST(SameBitsPipeline, EverySchedule) {

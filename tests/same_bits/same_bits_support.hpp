@@ -124,4 +124,17 @@ inline Trained train_on(int ranks, const std::function<Trained(const Communicato
   return result;
 }
 
+/// Expects that every number of ranks leaves the same bits as one rank does; returns what that did.
+inline Trained expect_same_on(const std::vector<int>& ranks,
+                              const std::function<Trained(const Communicator&)>& train,
+                              const std::string& what, const RunRanks& run = run_ranks) {
+  torch::manual_seed(7);
+  const Trained alone = train_on(1, train);
+  for (const int count : ranks) {
+    expect_same_run(train_on(count, train, run), alone,
+                    what + " on " + std::to_string(count) + " ranks");
+  }
+  return alone;
+}
+
 }  // namespace lockstep::test
