@@ -12,6 +12,7 @@
 #include <optional>
 #include <utility>
 
+#include "base/counted.hpp"
 #include "base/process.hpp"
 #include "device/capture.hpp"
 #include "gradients/sparse_gradients.hpp"
@@ -47,13 +48,14 @@ void backward_of_part(const torch::Tensor& loss, const PartStep& how) {
 torch::Tensor BatchPart::rows_of(const torch::Tensor& rank_rows) const {
   const int64_t rows = rank_rows.dim() > 0 ? rank_rows.size(0) : 0;
   if (rows == 0 || rows % local_count != 0) {
-    throw Error(Code::kSplit,
-                fmt::format("{} rows of this rank cannot be divided evenly into its {} parts of {}",
-                            rows, local_count, count),
-                fmt::format("make the global batch a multiple of {} rows; or use backward_parts(), "
-                            "take the rows that belong to part.index yourself and give "
-                            "set_weight() their number",
-                            count));
+    throw Error(
+        Code::kSplit,
+        fmt::format("{} of this rank cannot be divided evenly into its {} of {}",
+                    counted(rows, "row"), counted(local_count, "part"), count),
+        fmt::format("make the global batch a multiple of {}; or let the function that "
+                    "backward_parts() is given take the rows of part.index itself, and give "
+                    "set_weight() their number",
+                    counted(count, "row")));
   }
   const int64_t own = rows / local_count;
   return rank_rows.narrow(0, local_index * own, own).clone();
@@ -115,7 +117,8 @@ VirtualShards::VirtualShards(int64_t parts, int threads, const Communicator& com
                              std::string wrapper)
     : tree_(parts, comm.size()), comm_(comm), threads_(threads), wrapper_(std::move(wrapper)) {
   if (threads >= 1) return;
-  throw Error(Code::kUsage, fmt::format("a part cannot be computed by {} threads", threads),
+  throw Error(Code::kUsage,
+              fmt::format("a part cannot be computed by {}", counted(threads, "thread")),
               "set part_threads to 1, or to what every run shall use");
 }
 

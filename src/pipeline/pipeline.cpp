@@ -11,6 +11,7 @@
 #include <future>
 #include <unordered_map>
 
+#include "base/counted.hpp"
 #include "base/fault.hpp"
 #include "base/process.hpp"
 #include "device/slice_map.hpp"
@@ -79,20 +80,20 @@ void require_parts(const Schedule& schedule, const PipelineOptions& options) {
   if (options.virtual_shards == 0) return;
   const int ranks = options.data ? options.data->size() : 1;
   if (options.virtual_shards == int64_t{ranks} * schedule.micro_batches) return;
-  throw Error(Code::kUsage,
-              fmt::format("virtual_shards is {}, but {} data ranks with {} micro-batches each have "
-                          "{} parts",
-                          options.virtual_shards, ranks, schedule.micro_batches,
-                          int64_t{ranks} * schedule.micro_batches),
-              "make the schedule for virtual_shards divided by the data ranks");
+  throw Error(
+      Code::kUsage,
+      fmt::format("virtual_shards is {}, but {} with {} each have {}", options.virtual_shards,
+                  counted(ranks, "data rank"), counted(schedule.micro_batches, "micro-batch"),
+                  counted(int64_t{ranks} * schedule.micro_batches, "part")),
+      "make the schedule for virtual_shards divided by the data ranks");
 }
 
 void require_options(const Schedule& schedule, const PipelineOptions& options, size_t modules) {
   validate(schedule);
   if (modules != static_cast<size_t>(schedule.stages())) {
     throw Error(Code::kStageMismatch,
-                fmt::format("schedule {} has {} stages, but {} modules were given", schedule.name,
-                            schedule.stages(), modules),
+                fmt::format("schedule {} has {}, but {} were given", schedule.name,
+                            counted(schedule.stages(), "stage"), counted(modules, "module")),
                 "make the schedule for as many stages as the model is cut into");
   }
   if (!options.loss) {
@@ -190,8 +191,8 @@ Pipeline::State::State(std::vector<torch::nn::Sequential> modules, const Devices
   planner_.require_same_weighing();
   if (static_cast<size_t>(schedule.ranks()) > devices.size()) {
     throw Error(Code::kPlacement,
-                fmt::format("schedule {} has {} ranks, but there are {} devices", schedule.name,
-                            schedule.ranks(), devices.size()),
+                fmt::format("schedule {} has {}, but this process has {}", schedule.name,
+                            counted(schedule.ranks(), "rank"), counted(devices.size(), "device")),
                 "give more devices, or put several stages on one with on_ranks()");
   }
   devices.require_not_on_worker("Pipeline");
@@ -219,8 +220,8 @@ Pipeline::State::State(std::vector<torch::nn::Sequential> modules, const Communi
   require_options(schedule, options_, modules.size());
   if (axis.size() != schedule.ranks()) {
     throw Error(Code::kStageMismatch,
-                fmt::format("schedule {} has {} ranks, but the axis has {}", schedule.name,
-                            schedule.ranks(), axis.size()),
+                fmt::format("schedule {} has {}, but the axis has {}", schedule.name,
+                            counted(schedule.ranks(), "rank"), axis.size()),
                 "make the schedule for as many ranks as the pipeline's axis has");
   }
   require_same_schedule(axis, schedule);
@@ -528,10 +529,10 @@ Pipeline::Pipeline(std::vector<torch::nn::Sequential> stages, const Communicator
 Pipeline::~Pipeline() {
   const int64_t steps = state_->unaveraged_steps();
   if (std::uncaught_exceptions() > 0 || steps == 0) return;
-  print_error(fmt::format(
-      "warning[{}]: the last update used the gradients of {} steps with synchronise = false "
-      "that were not averaged: the data ranks' weights differ\n",
-      code_name(Code::kSyncMisuse), steps));
+  print_error(
+      fmt::format("warning[{}]: the last update used the gradients of {} with synchronise = false "
+                  "that were not averaged: the data ranks' weights differ\n",
+                  code_name(Code::kSyncMisuse), counted(steps, "step")));
 }
 
 torch::Tensor Pipeline::step(const torch::Tensor& x, const torch::Tensor& y,

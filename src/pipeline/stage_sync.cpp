@@ -6,6 +6,7 @@
 #include <numeric>
 #include <utility>
 
+#include "base/counted.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -40,8 +41,8 @@ StageSync::StageSync(int stage, torch::nn::Sequential module, const Communicator
 // An update between two unaveraged steps would use gradients that the other ranks do not have.
 void StageSync::require_averaged() const {
   if (unaveraged_steps() == 0) return;
-  refuse(fmt::format("the weights of stage {} changed after {} steps that were not synchronised",
-                     stage_, unaveraged_steps()),
+  refuse(fmt::format("the weights of stage {} changed after {} without synchronisation", stage_,
+                     counted(unaveraged_steps(), "step")),
          "set synchronise = true in the last step before an update; if weights change on "
          "purpose and are changed back, set PipelineOptions::check_unaveraged_updates to false");
 }

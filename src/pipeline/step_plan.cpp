@@ -8,6 +8,7 @@
 #include <functional>
 #include <numeric>
 
+#include "base/counted.hpp"
 #include "base/process.hpp"
 #include "buckets/part_tree.hpp"
 #include "lockstep/error.hpp"
@@ -64,7 +65,8 @@ StepPlan StepPlanner::plan_rows(const torch::Tensor& x, const torch::Tensor& y, 
                 "pass the targets as y");
   }
   if (x.defined() && y.defined() && x.size(0) != y.size(0)) {
-    throw Error(Code::kStageMismatch, fmt::format("x has {} rows and y {}", x.size(0), y.size(0)),
+    throw Error(Code::kStageMismatch,
+                fmt::format("x has {} and y {}", counted(x.size(0), "row"), y.size(0)),
                 "give every row its target");
   }
   StepPlan plan;
@@ -77,7 +79,8 @@ StepPlan StepPlanner::plan_rows(const torch::Tensor& x, const torch::Tensor& y, 
                                       trains);
   if (rows < schedule_.micro_batches) {
     throw Error(Code::kStageMismatch,
-                fmt::format("{} rows cannot make {} micro-batches", rows, schedule_.micro_batches),
+                fmt::format("{} cannot make {}", counted(rows, "row"),
+                            counted(schedule_.micro_batches, "micro-batch")),
                 "give a larger batch, or a schedule with fewer micro-batches");
   }
   plan.rows = tensor_split_rows(rows, schedule_.micro_batches);
@@ -110,10 +113,10 @@ int64_t StepPlanner::agree_on_batch(StepPlan& plan, int64_t rows, bool trains) c
                 "call step() or evaluate() on all ranks of the axis");
   }
   if (rows >= 0 && rows != said[0]) {
-    throw Error(
-        Code::kStageMismatch,
-        fmt::format("this rank was given {} rows, the one with stage 0 has {}", rows, said[0]),
-        "give all ranks of one pipeline the same batch");
+    throw Error(Code::kStageMismatch,
+                fmt::format("this rank was given {}, the one with stage 0 has {}",
+                            counted(rows, "row"), said[0]),
+                "give all ranks of one pipeline the same batch");
   }
   plan.dtype = static_cast<torch::ScalarType>(said[2]);
   plan.row.assign(said + kHeader, said + kHeader + said[3]);
@@ -158,10 +161,9 @@ void StepPlanner::weigh_parts(StepPlan& plan) const {
       plan.rows.end()) {
     throw Error(
         Code::kSplit,
-        fmt::format("{} rows cannot be divided evenly into {} micro-batches, each of which is "
-                    "one of {} virtual shards",
-                    std::accumulate(plan.rows.begin(), plan.rows.end(), int64_t{0}),
-                    plan.rows.size(), options_.virtual_shards),
+        fmt::format("{} cannot be divided evenly into {}, which are virtual shards",
+                    counted(std::accumulate(plan.rows.begin(), plan.rows.end(), int64_t{0}), "row"),
+                    counted(plan.rows.size(), "micro-batch")),
         "make the global batch a multiple of virtual_shards");
   }
   for (const auto& given : {plan.x, plan.y}) {

@@ -9,6 +9,7 @@
 #include <deque>
 #include <optional>
 
+#include "base/counted.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -44,13 +45,11 @@ struct DistributedSampler::State {
 std::vector<int64_t> DistributedSampler::State::batch_at(int64_t begin, int64_t end) const {
   const int64_t own = own_parts();
   if ((end - begin) % own != 0) {
-    throw Error(
-        Code::kSplit,
-        fmt::format("a batch of {} rows cannot be divided evenly into the {} virtual shards "
-                    "of this rank",
-                    end - begin, own),
-        fmt::format("give each rank a multiple of {} rows: {} shards over {} ranks", own, parts(),
-                    ranks));
+    throw Error(Code::kSplit,
+                fmt::format("a batch of {} cannot be divided evenly into the {} of this rank",
+                            counted(end - begin, "row"), counted(own, "virtual shard")),
+                fmt::format("give each rank a multiple of {} rows: {} over {}", own,
+                            counted(parts(), "shard"), counted(ranks, "rank")));
   }
   std::vector<int64_t> batch;
   batch.reserve(static_cast<size_t>(end - begin));
@@ -73,10 +72,11 @@ DistributedSampler::DistributedSampler(int64_t rows, int ranks, int rank,
                 "give world.size() and world.rank(), in this order");
   }
   if (options.virtual_shards < 0 || options.virtual_shards % ranks != 0) {
-    throw Error(Code::kSplit,
-                fmt::format("{} virtual shards cannot be divided over {} ranks",
-                            options.virtual_shards, ranks),
-                "give the virtual_shards of the wrapper's options, a multiple of the ranks");
+    throw Error(
+        Code::kSplit,
+        fmt::format("{} cannot be divided over {}",
+                    counted(options.virtual_shards, "virtual shard"), counted(ranks, "rank")),
+        "give the virtual_shards of the wrapper's options, a multiple of the ranks");
   }
   state_ = std::make_shared<State>(State{rows, ranks, rank, options});
   const int64_t parts = state_->parts();
@@ -150,9 +150,9 @@ std::vector<int64_t> DistributedSampler::next_batch(int64_t count) {
 int64_t DistributedSampler::position() const {
   if (state_->loader_is_ahead()) {
     throw Error(Code::kUsage,
-                fmt::format("a loader has taken {} rows of this DistributedSampler, and nobody "
+                fmt::format("a loader has taken {} of this DistributedSampler, and nobody "
                             "counts how many have reached the training loop",
-                            state_->taken),
+                            counted(state_->taken, "row")),
                 "loop over sampler.batches(*loader) instead of *loader");
   }
   return state_->position;
@@ -161,9 +161,10 @@ int64_t DistributedSampler::position() const {
 void DistributedSampler::seek(int64_t epoch, int64_t position) {
   State& state = *state_;
   if (position < 0 || position > state.size) {
-    throw Error(Code::kSplit,
-                fmt::format("position {} is not in an epoch of {} rows", position, state.size),
-                "give a position that position() has returned");
+    throw Error(
+        Code::kSplit,
+        fmt::format("position {} is not in an epoch of {}", position, counted(state.size, "row")),
+        "give a position that position() has returned");
   }
   state.epoch = epoch;
   state.position = position;
@@ -176,8 +177,8 @@ void DistributedSampler::reset(torch::optional<size_t> new_size) {
   State& state = *state_;
   if (new_size && static_cast<int64_t>(*new_size) != state.rows) {
     throw Error(Code::kSplit,
-                fmt::format("a DistributedSampler of {} rows cannot become one of {}", state.rows,
-                            *new_size),
+                fmt::format("a DistributedSampler of {} cannot become one of {}",
+                            counted(state.rows, "row"), *new_size),
                 "make another sampler and another loader");
   }
   // Without set_epoch() a further loop repeats the epoch, as PyTorch's does.

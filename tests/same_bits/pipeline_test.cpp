@@ -88,7 +88,7 @@ TEST(SameBitsPipeline, BatchNormAndWeights) {
 TEST(SameBitsPipeline, RefusesOtherNumbersOfMicroBatches) {
   const Devices devices("cpu:2");
   const auto net = stage_layers(false);
-  expect_error(Code::kUsage, {"virtual_shards is 8, but 1 data ranks with 4 micro-batches"}, [&] {
+  expect_error(Code::kUsage, {"virtual_shards is 8, but 1 data rank with 4 micro-batches"}, [&] {
     const Pipeline pipeline(
         split_stages(net, cut_by_count(static_cast<int64_t>(net->size()), 2)), devices,
         one_f_one_b(2, 4),
