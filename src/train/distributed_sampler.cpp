@@ -45,11 +45,12 @@ struct DistributedSampler::State {
 std::vector<int64_t> DistributedSampler::State::batch_at(int64_t begin, int64_t end) const {
   const int64_t own = own_parts();
   if ((end - begin) % own != 0) {
-    throw Error(Code::kSplit,
-                fmt::format("a batch of {} cannot be divided evenly into the {} of this rank",
-                            counted(end - begin, "row"), counted(own, "virtual shard")),
-                fmt::format("give each rank a multiple of {} rows: {} over {}", own,
-                            counted(parts(), "shard"), counted(ranks, "rank")));
+    throw Error(
+        Code::kSplit,
+        fmt::format("a batch of {} cannot be divided evenly into the {} of this rank",
+                    lockstep::counted(end - begin, "row"), lockstep::counted(own, "virtual shard")),
+        fmt::format("give each rank a multiple of {} rows: {} over {}", own,
+                    lockstep::counted(parts(), "shard"), lockstep::counted(ranks, "rank")));
   }
   std::vector<int64_t> batch;
   batch.reserve(static_cast<size_t>(end - begin));
