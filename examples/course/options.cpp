@@ -295,14 +295,11 @@ void add_rank_flags(CLI::App& app, Options& options) {
                  "what to do if a gradient of a rank is infinite or not a number")
       ->capture_default_str()
       ->type_name("warn|stop|ignore");
-  app.add_option("--virtual-shards", options.virtual_shards,
-                 options.has_pipeline
-                     ? "make every micro-batch one of so many parts, whose sums are the same bits "
-                       "for every number of data ranks; 0: off"
-                     : "cut each batch into so many parts, whatever the number of ranks: the "
-                       "weights are the same bits then; 0: off")
-      ->capture_default_str();
   if (options.has_pipeline) return;
+  app.add_option("--virtual-shards", options.virtual_shards,
+                 "cut each batch into so many parts, whatever the number of ranks: the weights are "
+                 "the same bits then; 0: off")
+      ->capture_default_str();
   app.add_option("--check-replicas", options.check_replicas,
                  "compare the weights of all ranks every so many steps; 0: never")
       ->capture_default_str();
@@ -463,11 +460,12 @@ std::map<std::string, std::string> Options::as_text() const {
     text.insert({{"backend", backend},
                  {"timeout", timeout_s ? fmt::format("{}", *timeout_s) : ""},
                  {"bucket-mib", fmt::format("{}", bucket_mib)},
-                 {"nonfinite", nonfinite},
-                 {"virtual-shards", std::to_string(virtual_shards)}});
+                 {"nonfinite", nonfinite}});
   }
   if (has_ranks && !has_pipeline) {
-    text.insert({{"check-replicas", std::to_string(check_replicas)}, {"compress", compress}});
+    text.insert({{"check-replicas", std::to_string(check_replicas)},
+                 {"compress", compress},
+                 {"virtual-shards", std::to_string(virtual_shards)}});
   }
   const auto yes_no = [](bool flag) { return flag ? "yes" : "no"; };
   if (has_accumulation) {

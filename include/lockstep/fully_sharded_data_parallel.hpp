@@ -44,10 +44,6 @@ struct ShardOptions {
   /// Shards, and so the optimizer's state and its work, are on the CPU although the model is on a
   /// GPU.
   bool offload_optimizer = false;
-
-  /// As DdpOptions::virtual_shards and part_threads: steps are made with backward_parts().
-  int64_t virtual_shards = 0;
-  int part_threads = 1;
 };
 
 /// What sharding has done so far on this rank.
@@ -79,6 +75,17 @@ class ShardedModel final : public Accumulating {
   void before_forward();
   void after_forward(const std::vector<torch::Tensor>& outputs);
 
+  /// For a Pipeline, instead of the two above: many forwards and backwards, in any order, between
+  /// two averages. begin_step() and all that follows it are called by one thread. A step ends with
+  /// end_step(), which keeps the gradients for the next one, or is averaged.
+  void begin_step(bool share_buffers);
+  void end_action();  ///< after each forward or backward: releases what was gathered
+  void end_step();
+  void begin_average();
+  void end_average();
+  void begin_evaluation();  ///< on the thread that calls forward, without gradients
+  void end_evaluation();
+
   /// This rank's shards, by the names of the module's parameters. A parameter with two names is
   /// listed once, under the first.
   std::vector<std::pair<std::string, torch::Tensor>> named_shards() const;
@@ -86,7 +93,6 @@ class ShardedModel final : public Accumulating {
   /// The shard of one of the module's parameters; the parameter itself if it is not divided.
   torch::Tensor shard_of(const torch::Tensor& parameter) const;
 
-  torch::Tensor backward_parts(const PartLoss& loss_of, const PartStep& how);
   void set_weight(double weight);
   void zero_grad(bool set_to_none);
 
@@ -94,7 +100,9 @@ class ShardedModel final : public Accumulating {
   void gather_all();
   void release_all();
 
-  /// To be called after shards were written by anybody but an optimizer.
+  /// To be called before and after shards are written by anybody but an optimizer: other ranks may
+  /// still read them, and must then see the change. Collective.
+  void begin_change() const;
   void note_changed_shards();
 
   ShardStats stats() const;
@@ -143,16 +151,6 @@ class FullyShardedDataParallel {
   template <class... Arguments>
   auto operator()(Arguments&&... arguments) {
     return forward(std::forward<Arguments>(arguments)...);
-  }
-
-  /// With ShardOptions::virtual_shards: as DistributedDataParallel's.
-  torch::Tensor backward_parts(const PartLoss& loss_of, const PartStep& how = {}) {
-    return sharded_->backward_parts(loss_of, how);
-  }
-  template <class LossOfRows>
-  torch::Tensor backward_parts(const torch::Tensor& x, const torch::Tensor& y, LossOfRows loss_of,
-                               const PartStep& how = {}) {
-    return sharded_->backward_parts(loss_of_rows(x, y, std::move(loss_of)), how);
   }
 
   /// The trained module. Its parameters are whole only while GatheredParameters live; elsewhere

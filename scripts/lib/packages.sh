@@ -28,6 +28,10 @@ deb_packages=(
 oracle_packages=(
   python3-torch  # the parity tests train the same model in PyTorch; brings python3-numpy
 )
+cluster_packages=(  # 13 MB; no daemon of them is needed, and the test brings up its own
+  slurm-wlm  # the test `slurm` starts a controller and two nodes
+  munge      # by which they know each other
+)
 fuzz_packages=(
   clang            # libFuzzer is part of it
   libclang-rt-dev  # and comes with the sanitizers' libraries

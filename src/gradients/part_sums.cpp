@@ -144,19 +144,4 @@ torch::Tensor PartSums::all_reduce(double divisor, int64_t chunk_bytes) {
   return result;
 }
 
-void PartSums::reduce_scatter(const torch::Tensor& block, double divisor,
-                              const std::string& label) {
-  const torch::NoGradGuard no_grad;
-  auto sums = own_sums();
-  for (auto& sum : sums) sum = sum.narrow(0, 0, block.numel() * comm_.size());
-  if (comm_.size() == 1) {
-    block.copy_(sums.front().div_(divisor));
-    return;
-  }
-  const int64_t begun_ns = monotonic_ns();
-  block.copy_(exchange(sums, label).div_(divisor));
-  const auto bytes = static_cast<int64_t>(sums.front().nbytes());
-  exchanges_.push_back({bytes, begun_ns, monotonic_ns()});
-}
-
 }  // namespace lockstep

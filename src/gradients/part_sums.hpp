@@ -54,9 +54,6 @@ class PartSums {
   /// once. Collective.
   torch::Tensor all_reduce(double divisor, int64_t chunk_bytes);
 
-  /// Gives rank r the r-th of size() equal blocks of it. Collective.
-  void reduce_scatter(const torch::Tensor& block, double divisor, const std::string& label);
-
   /// The collectives of this step.
   const std::vector<SumExchange>& exchanges() const { return exchanges_; }
 

@@ -168,19 +168,19 @@ void VirtualShards::set_weight(double weight) {
   weight_ = weight;
 }
 
-VirtualShards::Means VirtualShards::exchange(const PartTree& tree, const Communicator& comm,
-                                             const std::vector<double>& weights,
-                                             const std::vector<double>& losses) {
+// Refuses ranks with other seeds. Collective.
+VirtualShards::Means VirtualShards::exchange(const std::vector<double>& weights,
+                                             const std::vector<double>& losses) const {
   const uint64_t seed = PartSeeds::program_seed();
   std::vector<double> told = {half_of(seed, 0), half_of(seed, 1)};
   const size_t header = told.size();
   told.insert(told.end(), weights.begin(), weights.end());
   told.insert(told.end(), losses.begin(), losses.end());
   const auto mine = torch::tensor(told, torch::kFloat64);
-  const auto all = torch::empty({comm.size(), mine.numel()}, torch::kFloat64);
-  comm.all_gather(all, mine, {.label = "weights and losses of parts"});
+  const auto all = torch::empty({comm_.size(), mine.numel()}, torch::kFloat64);
+  comm_.all_gather(all, mine, {.label = "weights and losses of parts"});
   std::vector<double> every_weight, every_loss;
-  for (int rank = 0; rank < comm.size(); ++rank) {
+  for (int rank = 0; rank < comm_.size(); ++rank) {
     const double* said = all.data_ptr<double>() + rank * mine.numel();
     if (said[0] != all.data_ptr<double>()[0] || said[1] != all.data_ptr<double>()[1]) {
       throw Error(Code::kSyncMisuse,
@@ -196,8 +196,8 @@ VirtualShards::Means VirtualShards::exchange(const PartTree& tree, const Communi
     }
   }
   Means means;
-  means.weight = sum_in_tree(tree, every_weight);
-  means.loss = means.weight == 0 ? 0 : sum_in_tree(tree, every_loss) / means.weight;
+  means.weight = sum_in_tree(tree_, every_weight);
+  means.loss = means.weight == 0 ? 0 : sum_in_tree(tree_, every_loss) / means.weight;
   return means;
 }
 
@@ -238,7 +238,7 @@ torch::Tensor VirtualShards::step(const torch::nn::Module& module, PartOwner& ow
     }
     if (buffers) buffers->finish();
   }
-  const Means means = exchange(tree_, comm_, weights, losses);
+  const Means means = exchange(weights, losses);
   if (means.weight == 0) {
     throw Error(Code::kUsage, "the weights of all parts are zero",
                 "give at least one part a weight; a weight is usually its number of rows");

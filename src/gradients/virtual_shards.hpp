@@ -117,18 +117,15 @@ class VirtualShards {
   /// Refuses what must not happen inside.
   void require_outside(const std::string& what, const std::string& help) const;
 
-  /// What the parts have told each other.
+ private:
+  // What the parts have told each other.
   struct Means {
-    double weight = 0;  ///< the sum over all parts
-    double loss = 0;    ///< the weighted mean over all parts
+    double weight = 0;  // the sum over all parts
+    double loss = 0;    // the weighted mean over all parts
   };
 
-  /// Exchanges the weights and losses of this rank's parts. Refuses ranks with other seeds.
-  /// Collective.
-  static Means exchange(const PartTree& tree, const Communicator& comm,
-                        const std::vector<double>& weights, const std::vector<double>& losses);
+  Means exchange(const std::vector<double>& weights, const std::vector<double>& losses) const;
 
- private:
   const PartTree tree_;
   const Communicator comm_;
   const int threads_;

@@ -133,13 +133,9 @@ double squares_on_cpu(const std::vector<torch::Tensor>& gradients) {
   return squares;
 }
 
-// Returns a double scalar on `home`, without waiting for GPUs unless the sum must be exact.
-torch::Tensor squares_of(const std::vector<torch::Tensor>& gradients, torch::Device home,
-                         const ModelParallelGroup& model, size_t part_of_model) {
+// Returns a double scalar on `home`, without waiting for GPUs.
+torch::Tensor squares_of(const std::vector<torch::Tensor>& gradients, torch::Device home) {
   const auto options = torch::device(home).dtype(torch::kDouble);
-  if (const auto exact = model.exact_squares(part_of_model, gradients)) {
-    return torch::full({}, *exact, options);
-  }
   if (home.is_cpu()) return torch::full({}, squares_on_cpu(gradients), options);
   torch::Tensor sum = torch::zeros({}, options);
 #if LOCKSTEP_CUDA
@@ -224,9 +220,7 @@ ScaledGradients StepItems::with_squares(const ScaledGradients& scaled, const Par
   }
   const torch::Device home = empty() ? torch::Device(torch::kCPU) : items_[0].weight.device();
   std::vector<torch::Tensor> parts;
-  for (size_t i = 0; i < gradients.size(); ++i) {
-    parts.push_back(squares_of(gradients[i], home, model, i));
-  }
+  for (const auto& part : gradients) parts.push_back(squares_of(part, home));
   known.sum_of_squares = model.alone() ? parts[0] : model.sum(std::move(parts));
   return known;
 }
@@ -249,9 +243,7 @@ torch::Tensor clip_grad_norm_(const std::vector<torch::Tensor>& parameters, doub
   const torch::Device home =
       parameters.empty() ? torch::Device(torch::kCPU) : parameters[0].device();
   std::vector<torch::Tensor> parts;
-  for (size_t i = 0; i < gradients.size(); ++i) {
-    parts.push_back(squares_of(gradients[i], home, model, i));
-  }
+  for (const auto& part : gradients) parts.push_back(squares_of(part, home));
   const torch::Tensor norm = (model.alone() ? parts[0] : model.sum(std::move(parts))).sqrt();
   const torch::Tensor factor = (max_norm / (norm + kNormEpsilon)).clamp_max(1);
   for (const auto& part : gradients) {

@@ -16,7 +16,7 @@
 #include "base/process.hpp"
 #include "device/slice_map.hpp"
 #include "gradients/model_sync.hpp"
-#include "gradients/virtual_shards.hpp"
+#include "gradients/trained_parameters.hpp"
 #include "lockstep/autocast.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad_scaler.hpp"
@@ -57,8 +57,8 @@ void require_modules_apart(const std::vector<torch::nn::Sequential>& modules) {
   for (const auto& module : modules) {
     if (module.is_empty()) continue;  // another rank's
     require_not_sharded(*module, "Pipeline",
-                        "let the pipeline average over its data axis (PipelineOptions), or shard a "
-                        "model that is not cut into stages");
+                        "let the pipeline divide its stages over its data axis: "
+                        "PipelineOptions::shard");
   }
   std::unordered_map<const c10::TensorImpl*, size_t> owner;
   for (size_t stage = 0; stage < modules.size(); ++stage) {
@@ -73,19 +73,6 @@ void require_modules_apart(const std::vector<torch::nn::Sequential>& modules) {
           "its own");
     }
   }
-}
-
-// Every micro-batch of every data rank is one virtual shard.
-void require_parts(const Schedule& schedule, const PipelineOptions& options) {
-  if (options.virtual_shards == 0) return;
-  const int ranks = options.data ? options.data->size() : 1;
-  if (options.virtual_shards == int64_t{ranks} * schedule.micro_batches) return;
-  throw Error(
-      Code::kUsage,
-      fmt::format("virtual_shards is {}, but {} with {} each have {}", options.virtual_shards,
-                  counted(ranks, "data rank"), counted(schedule.micro_batches, "micro-batch"),
-                  counted(int64_t{ranks} * schedule.micro_batches, "part")),
-      "make the schedule for virtual_shards divided by the data ranks");
 }
 
 void require_options(const Schedule& schedule, const PipelineOptions& options, size_t modules) {
@@ -104,7 +91,19 @@ void require_options(const Schedule& schedule, const PipelineOptions& options, s
     throw Error(Code::kUsage, "a pipeline was given a loss_weight for a loss that is a sum",
                 "sums need no weights: remove one of the two");
   }
-  require_parts(schedule, options);
+  if (options.shard && !options.data) {
+    throw Error(Code::kUsage, "a pipeline was told to shard its stages, but has no data axis",
+                "set PipelineOptions::data: the ranks that the stages are divided over");
+  }
+  if (options.shard &&
+      (options.nonfinite != Nonfinite::kWarn || !options.check_unaveraged_updates)) {
+    throw Error(
+        Code::kUsage,
+        fmt::format("a pipeline cannot shard its stages with {}",
+                    options.nonfinite != Nonfinite::kWarn ? "PipelineOptions::nonfinite"
+                                                          : "check_unaveraged_updates = false"),
+        "leave that option as it is, or do not shard");
+  }
   for (const int stage : options.recompute) {
     if (stage >= 0 && stage < schedule.stages()) continue;
     throw Error(Code::kUsage, fmt::format("recompute names stage {}", stage),
@@ -148,8 +147,6 @@ class Pipeline::State {
                 std::vector<torch::nn::Sequential>& modules);
   int world_rank() const;
   void continue_backward(const torch::Tensor& x, const torch::Tensor& y, const StepPlan& plan);
-  uint64_t next_seed();
-  torch::Tensor loss_of_parts(const StepPlan& plan, const torch::Tensor& mine) const;
   torch::Tensor share_loss(const torch::Tensor& mine) const;
   const Device& last_device() const;
   StepFaults inject_faults() const;
@@ -176,7 +173,6 @@ class Pipeline::State {
   std::vector<std::string> rank_names_;                 // [pipeline rank]
   StepPlanner planner_{schedule, options_, axis_};
   DeviceRng seeds_{torch::Device(torch::kCPU), 0};  // of steps
-  PartSeeds part_seeds_;                            // of steps with virtual shards
   Mailbox mailbox_;
   std::vector<std::unique_ptr<PipelineRank>> ranks_;  // local ones
   mutable std::optional<StepTrace> last_step_;        // read from the devices when first asked for
@@ -247,15 +243,10 @@ Pipeline::State::State(std::vector<torch::nn::Sequential> modules, const Communi
 void Pipeline::State::add_rank(int index, Device& device, std::unique_ptr<StageChannel> channel,
                                std::vector<torch::nn::Sequential>& modules) {
   auto& rank = *ranks_.emplace_back(std::make_unique<PipelineRank>(
-      index,
-      PipelineFacts{schedule, rank_names_, world_rank(),
-                    options_.virtual_shards > 0 ? options_.part_threads : 0},
-      device, std::move(channel)));
+      index, PipelineFacts{schedule, rank_names_, world_rank()}, device, std::move(channel)));
   std::optional<Communicator> data;
   if (options_.data) {
     data = options_.data->split(0, options_.data->rank(), fmt::format("data {}", index));
-  } else if (options_.virtual_shards > 0) {
-    data = Communicator::self();
   }
   for (int stage = 0; stage < schedule.stages(); ++stage) {
     if (schedule.rank_of_stage[static_cast<size_t>(stage)] != index) continue;
@@ -269,7 +260,11 @@ void Pipeline::State::add_rank(int index, Device& device, std::unique_ptr<StageC
     const bool last = stage + 1 == schedule.stages();
     auto local = std::make_unique<LocalStage>(
         LocalStage{Stage(stage, module, device, recompute, last ? options_.loss : nullptr), {}});
-    if (data) local->sync.emplace(stage, module, *data, options_);
+    if (data) {
+      const bool shards = options_.shard && !trained_in(*module).empty();
+      local->sync =
+          (shards ? make_sharded_stage : make_averaged_stage)(stage, module, *data, options_);
+    }
     rank.add(std::move(local));
     local_stages.push_back(stage);
   }
@@ -326,11 +321,10 @@ torch::Tensor Pipeline::State::step(const torch::Tensor& x, const torch::Tensor&
     made.faults = faults;
     return made;
   });
-  plan.seed = next_seed();
+  plan.seed = seeds_.next_seed();
   plan.loss_factor = how.loss_factor;
   plan.synchronise = how.synchronise;
-  plan.share_buffers =
-      options_.broadcast_buffers && (last_step_synchronised_ || options_.virtual_shards > 0);
+  plan.share_buffers = options_.broadcast_buffers && last_step_synchronised_;
   if (how.scaler != nullptr) {
     plan.loss_scale = how.scaler->scale(
         torch::ones({}, torch::TensorOptions().device(last_device().torch_device())));
@@ -344,41 +338,9 @@ torch::Tensor Pipeline::State::step(const torch::Tensor& x, const torch::Tensor&
     loss = rank->loss();
     planner_.check_losses(rank->losses(), rank->take_comparison());
   }
-  if (options_.virtual_shards > 0) loss = or_abort([&] { return loss_of_parts(plan, loss); });
   loss = share_loss(loss);
   or_abort([&] { continue_backward(x, y, plan); });
   return loss;
-}
-
-// The same on all data ranks and for every number of them, if the steps before were virtual
-// shards'.
-uint64_t Pipeline::State::next_seed() {
-  if (options_.virtual_shards == 0) return seeds_.next_seed();
-  bool continues = !last_step_synchronised_;
-  for (const auto& rank : ranks_) {
-    for (const auto& each : rank->stages()) {
-      continues = continues || (each->sync && each->sync->has_accumulated());
-    }
-  }
-  part_seeds_.begin_step(continues);
-  return part_seeds_.seed_of(0);
-}
-
-// The weighted mean of all parts' losses, where the last stage is; `mine` tells its form.
-torch::Tensor Pipeline::State::loss_of_parts(const StepPlan& plan,
-                                             const torch::Tensor& mine) const {
-  std::vector<double> losses(plan.weights.size(), 0.0);
-  for (const auto& rank : ranks_) {
-    for (size_t i = 0; mine.defined() && i < rank->losses().size(); ++i) {
-      losses[i] = rank->losses()[i].item<double>();
-    }
-  }
-  const Communicator data = options_.data ? *options_.data : Communicator::self();
-  const PartTree tree(options_.virtual_shards, data.size());
-  const auto means = VirtualShards::exchange(tree, data, plan.weights, losses);
-  if (!mine.defined()) return mine;
-  const bool is_sum = options_.reduction == LossReduction::kSum;
-  return torch::full({}, is_sum ? means.loss * means.weight : means.loss, mine.options());
 }
 
 // Goes backward from x and y with the gradients of this rank's own loss, as a backward on one
@@ -563,9 +525,19 @@ Device& Pipeline::device_of(int stage) const {
 std::vector<torch::Tensor> Pipeline::parameters() const {
   std::vector<torch::Tensor> parameters;
   for (const int stage : local_stages()) {
+    const auto& sync = state_->local(stage).sync;
+    if (sync) {
+      for (auto& each : sync->parameters()) parameters.push_back(std::move(each));
+      continue;
+    }
     for (auto& each : trained_in(*this->stage(stage))) parameters.push_back(std::move(each.tensor));
   }
   return parameters;
+}
+
+ShardedModel* Pipeline::sharded(int stage) const {
+  const auto& sync = state_->local(stage).sync;
+  return sync ? sync->sharded() : nullptr;
 }
 
 void Pipeline::for_each_stage(const char* name, const std::function<void(int)>& work) {

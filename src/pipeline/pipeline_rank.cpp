@@ -51,8 +51,6 @@ void PipelineRank::run(const StepPlan& plan) {
   input_gradients_.clear();
   const Schedule& schedule = pipeline_.schedule;
   backwards_left_.assign(static_cast<size_t>(schedule.stages()), schedule.micro_batches);
-  std::optional<FixedThreads> threads;
-  if (pipeline_.part_threads > 0) threads.emplace(pipeline_.part_threads);
   for (const auto& each : stages_) {
     if (each->sync) each->sync->begin_step(plan.share_buffers);
   }
@@ -63,7 +61,7 @@ void PipelineRank::run(const StepPlan& plan) {
     }
   }
   for (const auto& each : stages_) {
-    if (each->sync) each->sync->finish(plan.sum_of_weights);
+    if (each->sync) each->sync->finish();
   }
 }
 
@@ -82,21 +80,20 @@ torch::Tensor PipelineRank::attempt(const Action& action, const torch::Tensor& i
 void PipelineRank::run_action(const Action& action, const StepPlan& plan) {
   const torch::Tensor input = input_of(action, plan);
   const DeviceEvent begin = DeviceEvent::now(device_.torch_device());
-  const torch::Tensor result = attempt(action, input, [&] { return compute(action, plan, input); });
+  auto& sync = at(action.stage).sync;
+  const torch::Tensor result = attempt(action, input, [&] {
+    const torch::Tensor computed = compute(action, plan, input);
+    if (sync) sync->end_action();
+    return computed;
+  });
   timed_.push_back({action, begin, DeviceEvent::now(device_.torch_device())});
   pass_on(action, plan, result);
-  auto& sync = at(action.stage).sync;
-  const int64_t part = plan.first_part + action.micro_batch;
-  if (sync && action.kind == ActionKind::kBackwardInput) sync->take_early(part);
-  if (!completes(action.kind)) return;
-  const bool is_last = --backwards_left_[static_cast<size_t>(action.stage)] == 0;
-  if (is_last && action.stage == plan.faults.nan_stage) {
-    spoil_gradient(*at(action.stage).stage.module());
+  auto& left = backwards_left_[static_cast<size_t>(action.stage)];
+  if (completes(action.kind) && --left == 0) {
+    if (action.stage == plan.faults.nan_stage) spoil_gradient(*at(action.stage).stage.module());
+    if (sync && action.stage == plan.faults.mismatch_stage) sync->call_mismatch();
+    if (sync) sync->launch(plan.synchronise, plan.weight);
   }
-  if (sync) sync->take_part(part);
-  if (!is_last || !sync) return;
-  if (action.stage == plan.faults.mismatch_stage) sync->call_mismatch();
-  sync->launch(plan.synchronise, plan.weight);
 }
 
 torch::Tensor PipelineRank::input_of(const Action& action, const StepPlan& plan) {
@@ -126,7 +123,6 @@ torch::Tensor PipelineRank::rows_here(const torch::Tensor& batch, const StepPlan
 MicroBatchFacts PipelineRank::facts_of(const Action& action, const StepPlan& plan) {
   MicroBatchFacts facts;
   facts.index = action.micro_batch;
-  facts.part = plan.first_part + action.micro_batch;
   facts.step_seed = plan.seed;
   facts.wants_input_gradient = action.stage > 0 || plan.x.requires_grad();
   if (!is_last(action.stage)) return facts;
@@ -140,7 +136,8 @@ MicroBatchFacts PipelineRank::facts_of(const Action& action, const StepPlan& pla
     facts.compares_loss = position == 0 || position == 1;
     return facts;
   }
-  const double factor = plan.factor_of(action.micro_batch);
+  const double factor = plan.loss_shares[static_cast<size_t>(action.micro_batch)] *
+                        plan.loss_factor * plan.data_factor;
   // float64 until the loss's own dtype is known: a third of a batch has no exact float32 value.
   const auto wide = torch::TensorOptions(torch::kFloat64).device(device_.torch_device());
   facts.loss_gradient = plan.loss_scale.defined() ? plan.loss_scale.to(torch::kFloat64) * factor
@@ -153,7 +150,6 @@ torch::Tensor PipelineRank::compute(const Action& action, const StepPlan& plan,
   Stage& stage = at(action.stage).stage;
   switch (action.kind) {
     case ActionKind::kForward:
-      if (at(action.stage).sync) at(action.stage).sync->begin_forward(action.micro_batch);
       return stage.forward(facts_of(action, plan), input);
     case ActionKind::kBackward:
       return stage.backward(facts_of(action, plan), input);
@@ -189,11 +185,18 @@ void PipelineRank::pass_on(const Action& action, const StepPlan& plan,
 
 std::vector<torch::Tensor> PipelineRank::evaluate(const StepPlan& plan) {
   std::vector<torch::Tensor> outputs(static_cast<size_t>(pipeline_.schedule.micro_batches));
+  for (const auto& each : stages_) {
+    if (each->sync) each->sync->begin_evaluation();
+  }
   for (const Action& action : actions()) {
     if (action.kind != ActionKind::kForward) continue;
     const torch::Tensor input = input_of(action, plan);
-    const torch::Tensor output =
-        attempt(action, input, [&] { return at(action.stage).stage.evaluate(input); });
+    LocalStage& local = at(action.stage);
+    const torch::Tensor output = attempt(action, input, [&] {
+      const torch::Tensor computed = local.stage.evaluate(input);
+      if (local.sync) local.sync->end_action();
+      return computed;
+    });
     const auto micro_batch = static_cast<size_t>(action.micro_batch);
     if (is_last(action.stage)) {
       outputs[micro_batch] = output;
@@ -201,6 +204,9 @@ std::vector<torch::Tensor> PipelineRank::evaluate(const StepPlan& plan) {
       channel_->send({Payload::kActivation, action.stage, action.micro_batch}, output,
                      plan.shape_of(action.micro_batch));
     }
+  }
+  for (const auto& each : stages_) {
+    if (each->sync) each->sync->end_evaluation();
   }
   return outputs;
 }

@@ -17,7 +17,7 @@ namespace lockstep {
 
 struct LocalStage {
   Stage stage;
-  std::optional<StageSync> sync;  ///< none without a data axis
+  std::unique_ptr<StageSync> sync;  ///< none without a data axis
 };
 
 /// What every rank of a pipeline knows of it.
@@ -25,7 +25,6 @@ struct PipelineFacts {
   const Schedule& schedule;
   const std::vector<std::string>& rank_names;  ///< [pipeline rank] in messages
   int world_rank;                              ///< of this process
-  int part_threads = 0;                        ///< compute virtual shards; 0: there are none
 };
 
 /// One logical device or process of a pipeline: runs its list of actions strictly in order.

@@ -65,7 +65,7 @@ void move_to(const Device& device, torch::nn::Module& module) {
 
 uint64_t seed_of(const MicroBatchFacts& facts, int stage) {
   const std::array<uint64_t, 3> parts = {facts.step_seed, static_cast<uint64_t>(stage),
-                                         static_cast<uint64_t>(facts.part)};
+                                         static_cast<uint64_t>(facts.index)};
   return XXH3_64bits(parts.data(), sizeof(parts));
 }
 

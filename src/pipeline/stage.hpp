@@ -19,7 +19,6 @@ namespace lockstep {
 /// What a stage must know of a micro-batch in a step.
 struct MicroBatchFacts {
   int index = 0;
-  int64_t part = 0;  ///< its number among all virtual shards, or its index: for random numbers
   uint64_t step_seed = 0;
   bool wants_input_gradient = true;  ///< false in stage 0 where x requires none
   torch::Tensor target;              ///< last stage only, where a loss is computed

@@ -5,12 +5,10 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <functional>
 #include <numeric>
 
 #include "base/counted.hpp"
 #include "base/process.hpp"
-#include "buckets/part_tree.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/split.hpp"
 
@@ -40,11 +38,7 @@ void StepPlanner::require_same_weighing() const {
 
 StepPlan StepPlanner::plan_step(const torch::Tensor& x, const torch::Tensor& y, bool accumulates) {
   StepPlan plan = plan_rows(x, y, /*trains=*/true);
-  if (options_.virtual_shards > 0) {
-    weigh_parts(plan);
-  } else {
-    weigh_micro_batches(plan, accumulates);
-  }
+  weigh_micro_batches(plan, accumulates);
   warn_of_ignored_targets(plan);
   plan.compared = micro_batch_to_compare();
   // The graph behind the targets is traversed once, at the end, not by every micro-batch.
@@ -152,51 +146,6 @@ void StepPlanner::weigh_micro_batches(StepPlan& plan, bool accumulates) const {
   const double of_all = all.item<double>();
   plan.data_factor = of_all > 0 ? total * options_.data->size() / of_all : 0.0;
   plan.weight = 1;
-}
-
-// Every part's gradients are multiplied by its own weight and divided by the sum of all: by numbers
-// that do not depend on the ranks.
-void StepPlanner::weigh_parts(StepPlan& plan) const {
-  if (std::adjacent_find(plan.rows.begin(), plan.rows.end(), std::not_equal_to<>()) !=
-      plan.rows.end()) {
-    throw Error(
-        Code::kSplit,
-        fmt::format("{} cannot be divided evenly into {}, which are virtual shards",
-                    counted(std::accumulate(plan.rows.begin(), plan.rows.end(), int64_t{0}), "row"),
-                    counted(plan.rows.size(), "micro-batch")),
-        "make the global batch a multiple of virtual_shards");
-  }
-  for (const auto& given : {plan.x, plan.y}) {
-    if (!given.defined() || !given.requires_grad()) continue;
-    throw Error(Code::kUsage,
-                "a Pipeline with virtual_shards was given rows that require a gradient",
-                "detach them: the gradients of rows are weighted by rank");
-  }
-  const auto parts = static_cast<int64_t>(plan.rows.size());
-  plan.loss_shares.assign(plan.rows.size(), 1.0);
-  plan.weights = plan.loss_shares;
-  const int rank = options_.data ? options_.data->rank() : 0;
-  plan.first_part = rank * parts;
-  const bool is_sum = options_.reduction == LossReduction::kSum;
-  plan.sum_of_weights = is_sum ? 1 : static_cast<double>(options_.virtual_shards);
-  if (!options_.loss_weight) return;
-  const auto mine = torch::zeros({parts}, torch::kFloat64);
-  if (has_last()) mine.copy_(torch::tensor(read_loss_weights(plan), torch::kFloat64));
-  if (axis_) {
-    axis_->broadcast(mine, schedule_.rank_of_stage.back(),
-                     {.label = "loss weights of a pipeline's step"});
-  }
-  const int ranks = options_.data ? options_.data->size() : 1;
-  torch::Tensor all = mine;
-  if (ranks > 1) {
-    all = torch::empty({options_.virtual_shards}, torch::kFloat64);
-    options_.data->all_gather(all, mine, {.label = "loss weights of a pipeline's step"});
-  }
-  plan.weights.assign(mine.data_ptr<double>(), mine.data_ptr<double>() + parts);
-  for (size_t i = 0; i < plan.weights.size(); ++i) plan.loss_shares[i] = plan.weights[i];
-  const std::vector<double> of_all(all.data_ptr<double>(), all.data_ptr<double>() + all.numel());
-  const double sum = sum_in_tree(PartTree(options_.virtual_shards, ranks), of_all);
-  plan.sum_of_weights = sum > 0 ? sum : 1;  // without any term all gradients are zeros
 }
 
 std::vector<double> StepPlanner::read_loss_weights(const StepPlan& plan) const {

@@ -33,18 +33,9 @@ struct StepPlan {
   uint64_t seed = 0;
   bool synchronise = true;
   bool share_buffers = true;
-  double weight = 1;            ///< of this rank on the data axis
-  int64_t first_part = 0;       ///< of virtual shards: this rank's first micro-batch
-  double sum_of_weights = 1;    ///< of all virtual shards
-  std::vector<double> weights;  ///< [micro-batch] likewise, multiplied with its loss; else empty
+  double weight = 1;  ///< of this rank on the data axis
   int compared = -1;  ///< this micro-batch's loss is compared with the next one's; -1: none is
   StepFaults faults;
-
-  /// What the gradient of a micro-batch's loss is multiplied by.
-  double factor_of(int micro_batch) const {
-    const auto index = static_cast<size_t>(micro_batch);
-    return (weights.empty() ? loss_shares[index] : weights[index]) * loss_factor * data_factor;
-  }
 
   bool has_loss(int micro_batch) const { return loss_shares[static_cast<size_t>(micro_batch)] > 0; }
 
@@ -83,7 +74,6 @@ class StepPlanner {
   StepPlan plan_rows(const torch::Tensor& x, const torch::Tensor& y, bool trains) const;
   int64_t agree_on_batch(StepPlan& plan, int64_t rows, bool trains) const;
   void weigh_micro_batches(StepPlan& plan, bool accumulates) const;
-  void weigh_parts(StepPlan& plan) const;
   std::vector<double> read_loss_weights(const StepPlan& plan) const;
   void warn_of_ignored_targets(const StepPlan& plan);
   bool warns_of_loss() const;

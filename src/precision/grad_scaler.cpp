@@ -97,11 +97,10 @@ Finding scan_parts(const OptimizerGradients& gradients, const ModelParallelGroup
     parts[model.part_of(gradients.parameters[i])].add(gradients, i);
   }
   Finding all;
-  for (size_t i = 0; i < parts.size(); ++i) {
-    Finding found = scan(parts[i], /*squares=*/true);
+  for (const auto& part : parts) {
+    Finding found = scan(part, /*squares=*/true);
     found.bring_to_host();
-    const auto exact = model.exact_squares(i, parts[i].gradients);
-    squares.push_back(torch::full({}, exact.value_or(found.sum_of_squares), torch::kDouble));
+    squares.push_back(torch::full({}, found.sum_of_squares, torch::kDouble));
     if (found.first >= 0)
       all.first = all.first < 0 ? found.first : std::min(all.first, found.first);
   }
@@ -213,12 +212,11 @@ torch::Tensor GradScaler::State::step(torch::optim::Optimizer& optimizer, FusedO
   ScaledOptimizer& mine = of(optimizer);
   const ModelParallelGroup model(optimizer.param_groups(), others(extras));
   const auto gradients = collect(optimizer, fused, model);
-  const bool divided = !model.alone() || (model.same_bits() && extras.max_norm);
   ScaledGradients scaled;
   std::vector<torch::Tensor> squares;  // [part], of the gradients before unscaling
   if (mine.stage == ScalerStage::kReady && fused != nullptr) {
     // Only read the gradients: the update multiplies them, which saves a pass that writes.
-    if (!divided) {
+    if (model.alone()) {
       mine.finding = scan(gradients, extras.max_norm.has_value());
     } else {
       mine.finding = scan_parts(gradients, model, squares);
@@ -226,11 +224,11 @@ torch::Tensor GradScaler::State::step(torch::optim::Optimizer& optimizer, FusedO
     scaled = scaled_by(gradients);
   } else if (mine.stage == ScalerStage::kReady) {
     unscale(mine, gradients);
-  } else if (divided && extras.max_norm) {
+  } else if (!model.alone() && extras.max_norm) {
     scan_parts(gradients, model, squares);
   }
 
-  if (fused != nullptr && !divided && gradients.all_on_one_gpu() &&
+  if (fused != nullptr && model.alone() && gradients.all_on_one_gpu() &&
       mine.finding.on_gpus.size() == 1) {
     scaled.found_inf = mine.finding.on_gpus[0].found_inf;
     if (mine.stage == ScalerStage::kReady) {
@@ -238,14 +236,14 @@ torch::Tensor GradScaler::State::step(torch::optim::Optimizer& optimizer, FusedO
     }
   } else {
     mine.finding.bring_to_host();
-    if (divided) agree(mine.finding, model);
+    if (!model.alone()) agree(mine.finding, model);
     if (mine.finding.overflowed()) {
       mine.stage = ScalerStage::kStepped;
       if (extras.zero_grad) drop_gradients(optimizer);
       return {};
     }
     const bool scanned = mine.stage == ScalerStage::kReady && !gradients.gradients.empty();
-    if (extras.max_norm && divided) {
+    if (extras.max_norm && !model.alone()) {
       scaled.sum_of_squares = model.sum(std::move(squares));
     } else if (extras.max_norm && scanned) {
       scaled.sum_of_squares = torch::full({}, mine.finding.sum_of_squares,

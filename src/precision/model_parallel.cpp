@@ -1,10 +1,6 @@
 #include "precision/model_parallel.hpp"
 
-#include <torch/torch.h>
-
 #include <algorithm>
-#include <cmath>
-#include <limits>
 #include <utility>
 
 #include "device/parameter_map.hpp"
@@ -23,7 +19,6 @@ Axes& tensor_shards() {
 struct DataShard {
   c10::weak_intrusive_ptr<c10::TensorImpl> parameter;
   std::weak_ptr<const Communicator> axis;
-  bool same_bits = false;
 };
 
 ParameterMap<DataShard>& data_shards() {
@@ -63,10 +58,10 @@ void note_tensor_shard(const torch::Tensor& parameter,
 }
 
 void note_data_shard(const torch::Tensor& shard, const torch::Tensor& parameter,
-                     const std::shared_ptr<const Communicator>& axis, bool same_bits) {
+                     const std::shared_ptr<const Communicator>& axis) {
   data_shards().set(
-      shard, DataShard{c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr()), axis,
-                       same_bits});
+      shard,
+      DataShard{c10::weak_intrusive_ptr<c10::TensorImpl>(parameter.getIntrusivePtr()), axis});
 }
 
 void note_pipeline_stage(const torch::Tensor& parameter,
@@ -88,12 +83,11 @@ ModelParallelGroup::ModelParallelGroup(const std::vector<torch::optim::Optimizer
       torch::Tensor whole = parameter;
       if (const auto shard = data_shards().get(parameter)) {
         if (const auto axis = usable(shard->axis)) axes.push_back(find_axis(*axis));
-        same_bits_ = same_bits_ || shard->same_bits;
         if (auto divided = shard->parameter.lock()) whole = torch::Tensor(std::move(divided));
       }
       if (const auto axis = axis_in(tensor_shards(), whole)) axes.push_back(find_axis(*axis));
       if (!axes.empty()) part_[parameter.unsafeGetTensorImpl()] = find_part(axes);
-      if (noted_copies().get(whole)) {
+      if (noted_copies().get(whole) || noted_copies().get(parameter)) {
         part_[parameter.unsafeGetTensorImpl()] = kCopies;
         has_copies_ = true;
       }
@@ -123,46 +117,6 @@ size_t ModelParallelGroup::part_of(const torch::Tensor& parameter) const {
   const auto found = part_.find(parameter.unsafeGetTensorImpl());
   if (found == part_.end()) return 0;
   return found->second == kCopies ? parts() - 1 : found->second;
-}
-
-// Note [Exact sums of squares]: a sum in double precision is exact, and so does not depend on its
-// order, if all its terms are multiples of one power of two and it stays below 2^53 of them. So the
-// squares of all N elements, of which the largest is m, are first rounded to multiples of about
-// m N / 2^52. For a million elements of one size, the norm is then off by less than 1e-9 of itself.
-std::optional<double> ModelParallelGroup::exact_squares(
-    size_t part, const std::vector<torch::Tensor>& gradients) const {
-  if (!same_bits_) return std::nullopt;
-  double largest = 0;
-  double count = 0;
-  for (const auto& gradient : gradients) {
-    if (gradient.numel() == 0) continue;
-    const auto own = gradient.abs().max().item<double>();
-    // NaN is no maximum that ranks could compare.
-    largest = std::isfinite(own) ? std::max(largest, own * own) : INFINITY;
-    count += static_cast<double>(gradient.numel());
-    if (std::isinf(largest)) break;
-  }
-  for (size_t i = 0; part < parts_.size() && i < parts_[part].size(); ++i) {
-    const Communicator& comm = axes_[parts_[part][i]].comm;
-    const auto of_all = [&](double own, ReduceOp op) {
-      const auto told = torch::full({1}, own, torch::kFloat64);
-      comm.all_reduce(told, op, {.label = "squares of a divided model"});
-      return told.item<double>();
-    };
-    largest = of_all(largest, ReduceOp::kMax);
-    count = of_all(count, ReduceOp::kSum);
-  }
-  if (!std::isfinite(largest)) return std::nullopt;
-  if (largest == 0) return 0;
-  const int bits = std::ilogb(largest) + 1 + std::ilogb(count) + 1;
-  const double unit = std::ldexp(1.0, bits - 52);
-  const double shift = std::ldexp(1.5, bits);  // what is added to it is rounded to a unit
-  if (!(unit >= std::numeric_limits<double>::min()) || !std::isfinite(shift)) return std::nullopt;
-  double sum = 0;
-  for (const auto& gradient : gradients) {
-    sum += gradient.to(torch::kFloat64).square().add_(shift).sub_(shift).sum().item<double>();
-  }
-  return sum;
 }
 
 torch::Tensor ModelParallelGroup::sum(std::vector<torch::Tensor> parts) const {

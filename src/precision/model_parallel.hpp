@@ -20,9 +20,8 @@ void note_tensor_shard(const torch::Tensor& parameter,
 /// Notes that `shard` is the part of this parameter that this rank updates, and that the other
 /// data-parallel ranks, those of `axis`, have the other parts. What was noted of the parameter, as
 /// that it is a slice along a tensor axis, holds for its shards too. The note ends with the axis.
-/// `same_bits`: norms must not depend on the number of ranks.
 void note_data_shard(const torch::Tensor& shard, const torch::Tensor& parameter,
-                     const std::shared_ptr<const Communicator>& axis, bool same_bits = false);
+                     const std::shared_ptr<const Communicator>& axis);
 
 /// Notes that this parameter belongs to a stage of a pipeline, and that the other ranks of `axis`
 /// have the other stages. The note ends with the axis.
@@ -46,9 +45,6 @@ class ModelParallelGroup {
   /// Whether this rank has the whole model.
   bool alone() const { return axes_.empty() && !pipeline_ && !others_; }
 
-  /// Whether the norm must have the same bits on any number of ranks.
-  bool same_bits() const { return same_bits_; }
-
   /// How many sums of squares this rank must compute: see part_of().
   size_t parts() const { return parts_.size() + (has_copies_ ? 1 : 0); }
 
@@ -56,12 +52,6 @@ class ModelParallelGroup {
   /// parameter, the last if it is a copy, which sum() leaves out, and otherwise one for all
   /// parameters that are divided over the same axes.
   size_t part_of(const torch::Tensor& parameter) const;
-
-  /// The sum of squares of this rank's gradients of a part, rounded so that sum() has the same bits
-  /// however the part is divided; none where that is not asked for, and where a gradient is not
-  /// finite. See Note [Exact sums of squares]. Collective over the axes of the part.
-  std::optional<double> exact_squares(size_t part,
-                                      const std::vector<torch::Tensor>& gradients) const;
 
   /// Returns the sum over the whole model. `parts` are this rank's: double scalars on one device.
   torch::Tensor sum(std::vector<torch::Tensor> parts) const;
@@ -87,7 +77,6 @@ class ModelParallelGroup {
   std::vector<std::vector<size_t>> parts_ = {{}};  // [part]: the axes that it is divided over
   std::unordered_map<const c10::TensorImpl*, size_t> part_;  // of divided parameters and copies
   bool has_copies_ = false;
-  bool same_bits_ = false;
   std::optional<Communicator> pipeline_;
   std::optional<Communicator> others_;
 };

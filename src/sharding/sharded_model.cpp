@@ -75,7 +75,6 @@ ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Commu
   marks.emplace(trained_shards);
   marks->add_micro_step();
   streams.emplace(trained);
-  if (options.virtual_shards != 0) parts = std::make_unique<Parts>(*this);
   hooks.emplace(trained, *this);
   offer_gradient_memory();
   if (comm->size() > 1) watch_this_thread();
@@ -115,6 +114,15 @@ ShardedModel::State::~State() {
 
 void ShardedModel::State::check_module() const {
   require_not_sharded(*module, "FullyShardedDataParallel", "wrap a module once");
+  // Its forward writes to the weight. What a rank writes to the parts of others would be lost, and
+  // where ranks share the memory, each of them would shorten a row once more.
+  if (const LimitedEmbeddings limited(*module); !limited.empty() && comm->size() > 1) {
+    throw Error(Code::kUsage,
+                fmt::format("FullyShardedDataParallel was given the embedding {} with a max_norm, "
+                            "which changes its weight in forward",
+                            limited.first()),
+                "remove max_norm, or train with DistributedDataParallel");
+  }
   std::optional<torch::Device> device;
   bool any_trained = false;
   for (const auto& item : module->named_parameters()) {
@@ -162,7 +170,7 @@ void ShardedModel::State::divide(ShardedUnit& unit) {
         weights.whole().narrow(0, at.offset, at.whole.numel()).view(at.whole.sizes()));
     if (masters) hold_master(at, *masters, master, masters_memory, plan);
     note_slice(at.shard, slice_of_range(slice_of(at.whole), at.first, at.count));
-    note_data_shard(at.shard, at.whole, comm, options.virtual_shards > 0);
+    note_data_shard(at.shard, at.whole, comm);
     note_sharded(at.whole, true);
   }
   weights.release();
@@ -186,16 +194,31 @@ ShardedModel::ShardedModel(std::shared_ptr<torch::nn::Module> module, const Comm
 
 ShardedModel::~ShardedModel() = default;
 
+void ShardedModel::State::require_unchanged() {
+  if (const auto change = find_change(trained, forms, trained_in(*module))) {
+    fail(sharding_misuse(
+        fmt::format("parameter {} {} after it was wrapped", change->name, change->what),
+        "change the module first and construct FullyShardedDataParallel afterwards"));
+  }
+}
+
+void ShardedModel::State::share_buffers() const {
+  broadcast_tensors(*comm, buffers_of(*module), 0, "buffers");
+}
+
+// See Note [Evaluation before an update].
+void ShardedModel::State::end_evaluation() {
+  release_unused();
+  const bool may_be_updated = update_follows && gathered_guards == 0;
+  if (may_be_updated && shares_memory()) comm->barrier({.label = "end of an evaluation"});
+}
+
 void ShardedModel::before_forward() {
   State& state = *state_;
   require_not_capturing("FullyShardedDataParallel", "capture steps of DistributedDataParallel");
   state.rethrow_failure();
   const WithoutWatching own_work;
-  if (const auto change = find_change(state.trained, state.forms, trained_in(*state.module))) {
-    state.fail(sharding_misuse(
-        fmt::format("parameter {} {} after it was wrapped", change->name, change->what),
-        "change the module first and construct FullyShardedDataParallel afterwards"));
-  }
+  state.require_unchanged();
   state.hooks->follow(state.trained);
   state.streams->follow_current();
   if (state.comm->size() > 1) watch_this_thread();
@@ -208,12 +231,12 @@ void ShardedModel::before_forward() {
     if (first) state.order_next = state.order.size();
     return;
   }
-  if (state.parts) state.parts->shards().require_inside("a forward");
+  if (first) state.expect_update();
   if (first) state.check_window();
-  const bool averages = state.no_sync_depth == 0 && !state.parts;
-  if (state.options.broadcast_buffers && state.last_forward_averaged && first && !state.parts &&
+  const bool averages = state.no_sync_depth == 0;
+  if (state.options.broadcast_buffers && state.last_forward_averaged && first &&
       state.module->is_training()) {
-    broadcast_tensors(*state.comm, buffers_of(*state.module), 0, "buffers");
+    state.share_buffers();
   }
   state.last_forward_averaged = averages;
   state.phase = State::Phase::kForwarded;
@@ -225,10 +248,72 @@ void ShardedModel::after_forward(const std::vector<torch::Tensor>& outputs) {
   const WithoutWatching own_work;
   state.window->forward_ended();
   if (!torch::GradMode::is_enabled()) {
-    if (state.phase == State::Phase::kIdle) state.release_unused();
+    if (state.phase == State::Phase::kIdle) state.end_evaluation();
     return;
   }
   state.hooks->watch(outputs);
+}
+
+void ShardedModel::begin_step(bool share_buffers) {
+  State& state = *state_;
+  state.rethrow_failure();
+  const WithoutWatching own_work;
+  state.require_unchanged();
+  for (const auto& [name, tensor] : state.trained) {
+    if (tensor.requires_grad()) continue;
+    state.fail(sharding_misuse(fmt::format("parameter {} was frozen after it was wrapped", name),
+                               "freeze it before, or give it a learning rate of 0"));
+  }
+  state.hooks->follow(state.trained);
+  state.streams->follow_current();
+  if (state.comm->size() > 1) watch_this_thread();
+  state.notice_changes();
+  state.expect_update();
+  state.check_window();
+  if (share_buffers) state.share_buffers();
+  for (const auto& unit : state.units) {
+    if (unit->gradients) unit->gradients->begin_backward();
+  }
+  state.phase = State::Phase::kStepping;
+}
+
+void ShardedModel::end_action() {
+  state_->rethrow_failure();
+  const WithoutWatching own_work;
+  state_->release_unused();
+}
+
+void ShardedModel::end_step() {
+  const WithoutWatching own_work;
+  state_->rethrow_failure();
+  state_->keep_local_gradients();
+  state_->end_step();
+}
+
+void ShardedModel::begin_average() {
+  const WithoutWatching own_work;
+  state_->rethrow_failure();
+  state_->begin_average();
+}
+
+void ShardedModel::end_average() {
+  const WithoutWatching own_work;
+  state_->end_average();
+  state_->end_step();
+}
+
+void ShardedModel::begin_evaluation() {
+  state_->rethrow_failure();
+  const WithoutWatching own_work;
+  if (state_->comm->size() > 1) watch_this_thread();
+  state_->notice_changes();
+  if (state_->update_follows) state_->mark_stale();
+}
+
+void ShardedModel::end_evaluation() {
+  state_->rethrow_failure();
+  const WithoutWatching own_work;
+  state_->end_evaluation();
 }
 
 torch::Tensor ShardedModel::shard_of(const torch::Tensor& parameter) const {
@@ -253,16 +338,6 @@ void ShardedModel::set_weight(double weight) {
                 "give its number of rows, or any other number that is not negative");
   }
   state_->weight = weight;
-  if (state_->parts) state_->parts->shards().set_weight(weight);
-}
-
-torch::Tensor ShardedModel::backward_parts(const PartLoss& loss_of, const PartStep& how) {
-  if (!state_->parts) {
-    throw Error(Code::kUsage,
-                "backward_parts() of a FullyShardedDataParallel without virtual shards",
-                "set ShardOptions::virtual_shards");
-  }
-  return state_->parts->step(loss_of, how);
 }
 
 void ShardedModel::zero_grad(bool set_to_none) {
@@ -287,10 +362,13 @@ void ShardedModel::gather_all() {
   const WithoutWatching own_work;
   if (state.gathered_guards == 0) {
     state.notice_changes();
+    if (state.update_follows) state.mark_stale();
     std::vector<size_t> all(state.units.size());
     for (size_t i = 0; i < all.size(); ++i) all[i] = i;
     if (state.shares_memory()) state.see_updates();  // whoever reads or writes next
     state.make_ready(all);
+    for (const auto& unit : state.units) unit->weights->copy_for_changes();
+    if (state.shares_memory()) state.comm->barrier({.label = "copies of shared parameters"});
   }
   if (state.gathered_guards++ == 0) state.note_whole(true);
 }
@@ -307,6 +385,11 @@ void ShardedModel::release_all() {
   }
   note_changed_shards();
   state.release_unused();
+}
+
+void ShardedModel::begin_change() const {
+  const WithoutWatching own_work;
+  if (state_->shares_memory()) state_->comm->barrier({.label = "before shards are changed"});
 }
 
 void ShardedModel::note_changed_shards() {
@@ -342,7 +425,6 @@ const std::shared_ptr<torch::nn::Module>& ShardedModel::module() const {
 }
 
 void ShardedModel::enter_no_sync() {
-  if (state_->parts) state_->parts->shards().require_outside("NoSync", kNoSyncInParts);
   ++state_->no_sync_depth;
 }
 

@@ -13,9 +13,7 @@
 #include "device/gradient_memory.hpp"
 #include "device/storage_watch.hpp"
 #include "gradients/gradient_hooks.hpp"
-#include "gradients/part_sums.hpp"
 #include "gradients/trained_parameters.hpp"
-#include "gradients/virtual_shards.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/fully_sharded_data_parallel.hpp"
 #include "lockstep/master_weights.hpp"
@@ -52,9 +50,14 @@ struct ShardedUnit {
 ///   backward ended         -> rest averaged, shards' grads set              end_backward()
 ///
 /// Note [Fresh parameters] The whole parameters are those of the shards until an optimizer changes
-/// these, which no hook reports. So they count as stale after each averaged backward, and whenever
-/// a shard's version or first element has changed when a forward begins. All ranks run one program,
+/// these, which no hook reports. So they count as stale after each averaged backward, when the next
+/// forward that trains begins (there may have been an evaluation before the update), and whenever a
+/// shard's version or first element has changed when a forward begins. All ranks run one program,
 /// so all come to the same decision; if they do not, their collectives differ, which is an Error.
+///
+/// Note [Evaluation before an update] Where ranks share parameters, one that has evaluated and goes
+/// on to the update would write what others still read. So evaluations that may be followed by an
+/// update end together.
 ///
 /// Note [Which unit is released] When an operation uses a unit, all units of other groups are
 /// released, except those that the first step used next. Only an outermost operation does so: one
@@ -84,11 +87,15 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   void release_unused();
   void mark_stale();
   void notice_changes();
+  void expect_update();
   void note_whole(bool whole) const;
   void poison(std::span<const size_t> used) noexcept;
   void rethrow_failure();
 
-  class Parts;  // with virtual shards
+  // Forward.
+  void require_unchanged();
+  void share_buffers() const;
+  void end_evaluation();
 
   // Gradients.
   void offer_gradient_memory();
@@ -97,10 +104,11 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   void gradient_accumulated(size_t parameter) override;
   void begin_backward();
   void end_backward();
-  void end_part();
-  void finish_average();
+  void begin_average();
+  void end_average();
+  void keep_local_gradients();
+  void end_step();
   void settle_missing();
-  [[noreturn]] void refuse_missing(std::vector<std::string> missing);
   void begin_reduce(ShardedUnit& unit);
   void advance_reduces();
   void finish_reduce(ShardedUnit& unit);
@@ -123,7 +131,8 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   std::map<const c10::TensorImpl*, torch::Tensor> shard_of;  // [parameter of the module]
   std::vector<std::unique_ptr<WatchedStorage>> watched;
 
-  enum class Phase { kIdle, kForwarded, kBackward } phase = Phase::kIdle;
+  // kStepping: from begin_step() to the end of that step.
+  enum class Phase { kIdle, kForwarded, kBackward, kStepping } phase = Phase::kIdle;
   int no_sync_depth = 0;
   bool backward_averages = true;
   bool last_forward_averaged = true;  // only then are buffers sent before the next forward
@@ -134,7 +143,9 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   ShardedUnit* complete = nullptr;
   int gathered_guards = 0;
   double weight = 1;
-  bool shown_nonzero = false;  // gradients of the open window, on this rank
+  bool shown = false;  // gradients of the open window, as grads of this rank's shards
+  bool shown_nonzero = false;
+  bool update_follows = true;  // since the last average no forward that trains has begun
   std::exception_ptr failure;  // of an operation that could not say so
 
   static constexpr size_t kNoGroup = std::numeric_limits<size_t>::max();
@@ -148,31 +159,7 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   std::optional<AccumulationWindow> window;
   std::optional<AccumulationWindow> marks;  // for Note [Fresh parameters]
   std::optional<GradientStreams> streams;
-  std::unique_ptr<Parts> parts;
   std::optional<GradientHooks> hooks;  // last, so that no hook runs before all else is ready
-};
-
-/// Steps of virtual shards: see docs/same_bits.md. Each part's gradients are taken out of their
-/// units when its backward has ended, and the mean of all parts is scattered to the shards.
-class ShardedModel::State::Parts final : public PartOwner {
- public:
-  explicit Parts(State& state);
-
-  torch::Tensor step(const PartLoss& loss_of, const PartStep& how);
-  VirtualShards& shards() { return shards_; }
-
-  void begin_part(bool last) override;
-  void take_gradients(const BatchPart& part, double weight) override;
-  void average(double sum_of_weights) override;
-
- private:
-  bool has_accumulated() const;
-
-  State& state_;
-  VirtualShards shards_;
-  std::vector<std::unique_ptr<PartSums>> sums_;  // [unit]; null: not trained
-  std::vector<bool> used_;                       // [trained] in any part of this rank
-  bool accumulates_ = false;                     // the last step was inside NoSync
 };
 
 /// A misuse of the wrapper: gradients or weights would be lost.

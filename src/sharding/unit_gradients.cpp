@@ -3,7 +3,6 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "gradients/gradient_buckets.hpp"
 #include "sharding/whole_parameters.hpp"
@@ -108,8 +107,8 @@ void UnitGradients::accumulated(size_t parameter) {
   ++arrived_count_;
 }
 
-// The whole gradients become this object's alone, with zeros where there are none.
-void UnitGradients::let_go() {
+Work UnitGradients::begin_reduce(double weight) {
+  const torch::NoGradGuard no_grad;
   open();
   for (size_t i = 0; i < unit_.parameters.size(); ++i) {
     unit_.parameters[i].whole.mutable_grad().reset();
@@ -120,33 +119,9 @@ void UnitGradients::let_go() {
     }
   }
   keep_given();
-}
-
-torch::Tensor UnitGradients::memory_of_mean() const {
-  return resident_ ? whole_.narrow(0, comm_.rank() * unit_.shard_elements, unit_.shard_elements)
-                   : torch::empty({unit_.shard_elements}, unit_.options);
-}
-
-torch::Tensor UnitGradients::take_part() {
-  const torch::NoGradGuard no_grad;
-  let_go();
-  state_ = State::kClosed;
-  return resident_ ? whole_ : std::exchange(whole_, torch::Tensor());
-}
-
-void UnitGradients::put_mean(const std::function<void(const torch::Tensor& mean)>& fill,
-                             const std::vector<bool>& used) {
   state_ = State::kReducing;
-  mean_ = memory_of_mean();
-  fill(mean_);
-  finish_reduce(used);
-}
-
-Work UnitGradients::begin_reduce(double weight) {
-  const torch::NoGradGuard no_grad;
-  let_go();
-  state_ = State::kReducing;
-  mean_ = memory_of_mean();
+  mean_ = resident_ ? whole_.narrow(0, comm_.rank() * unit_.shard_elements, unit_.shard_elements)
+                    : torch::empty({unit_.shard_elements}, unit_.options);
   if (comm_.size() == 1) return {};
   return comm_.begin_reduce_scatter(mean_, whole_, ReduceOp::kMean,
                                     {.label = "gradients of " + unit_.name, .weight = weight});
@@ -178,13 +153,13 @@ void UnitGradients::finish_reduce(const std::vector<bool>& used) {
 }
 
 void UnitGradients::show_local() {
-  if (!is_open() || offloaded_) return;
+  if (!is_open()) return;
   for (size_t i = 0; i < unit_.parameters.size(); ++i) {
     UnitParameter& at = unit_.parameters[i];
     torch::Tensor& grad = at.shard.mutable_grad();
     if (at.count == 0 || !present_[i] || grad.defined()) continue;
-    grad = own_part(i);
-    given_[i] = grad.detach();
+    grad = offloaded_ ? own_part(i).to(torch::kCPU) : own_part(i);
+    if (!offloaded_) given_[i] = grad.detach();
     origin_[i] = Origin::kLocal;
   }
 }

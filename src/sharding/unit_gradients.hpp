@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <vector>
 
 #include "lockstep/communicator.hpp"
@@ -46,14 +45,6 @@ class UnitGradients {
   /// empty: all had. The others' grads stay as they are.
   void finish_reduce(const std::vector<bool>& used);
 
-  /// Takes a part's gradients away, flat: parameters without one have zeros. They are there until
-  /// the next part's are written.
-  torch::Tensor take_part();
-
-  /// Adds to the shards' grads the mean over all parts, which `fill` writes. `used` as above.
-  void put_mean(const std::function<void(const torch::Tensor& mean)>& fill,
-                const std::vector<bool>& used);
-
   /// [parameter] whether this rank had a gradient in the average that is under way.
   const std::vector<bool>& had_gradient() const { return present_; }
 
@@ -69,8 +60,6 @@ class UnitGradients {
   enum class Origin { kNone, kLocal, kMean };  // of a shard's grad
 
   void open();
-  void let_go();
-  torch::Tensor memory_of_mean() const;
   void keep_given();
   static void keep(std::vector<torch::Tensor>& tensors);
   torch::Tensor view(size_t parameter) const;

@@ -45,10 +45,6 @@ class SameBits(ScratchTest):
             with self.subTest(program=program, backend="gloo"):
                 self.assertEqual(self.weights(4, program, "--backend", "gloo", *words), alone)
 
-    def test_pipelines(self):
-        alone = self.weights(1, "practical10_hybrid", "--steps", "10", "--micro-batches", "12")
-        self.assertEqual(self.weights(2, "practical10_hybrid", "--steps", "10", "--micro-batches", "6"), alone)
-
     def test_a_resume_with_another_number_of_ranks(self):
         words = ["homework2_combined", "--accum-steps", "2", "--amp", "bf16", "--optimizer", "adamw"]
         whole, losses = self.weights(1, *words, "--steps", "30")
