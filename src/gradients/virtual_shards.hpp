@@ -110,8 +110,6 @@ class VirtualShards {
   /// Of the part that is computed now.
   void set_weight(double weight);
 
-  bool is_inside() const { return inside_; }
-
   /// Refuses what happens outside step(), where sums would depend on the number of ranks.
   void require_inside(const std::string& what) const;
   /// Refuses what must not happen inside.
