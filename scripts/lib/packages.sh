@@ -21,6 +21,10 @@ system_torch_packages=(
   libopenblas0-openmp  # libtorch-dev alone may bring the reference BLAS, 30 times slower; and only
                        # the OpenMP build keeps thread budgets
 )
+mpi_packages=(
+  libopenmpi-dev  # the module of backend mpi; 10 MB, with openmpi-bin
+  openmpi-bin     # mpirun, for its tests
+)
 deb_packages=(
   dpkg-dev  # dpkg-shlibdeps finds what the packages depend on
   file      # and tells programs from scripts for cpack

@@ -344,6 +344,8 @@ RankEnvironment RankEnvironment::from(const Lookup& lookup) {
   const std::string session = variables.text("LOCKSTEP_SESSION");
   world.session = session.empty() ? derive_session(variables, world) : session;
   read_lockstep_variables(variables, world);
+  world.under_mpi = variables.has("PMIX_RANK") || variables.has(kOpenMpiNames.rank) ||
+                    variables.has(kPmiNames.rank);
   return world;
 }
 

@@ -130,6 +130,11 @@ void plan_backend(PlanReader& reader, LaunchPlan& plan) {
   if (std::find(kBackendNames.begin(), kBackendNames.end(), name) == kBackendNames.end()) {
     PlanReader::fail(*setting, "is not a backend", "write auto, shm, gloo, nccl or ipc");
   }
+  if (name == "mpi") {
+    PlanReader::fail(*setting, "needs ranks that MPI itself starts",
+                     "use mpirun -n N PROGRAM --backend mpi, or srun --mpi=pmix, instead of "
+                     "lockstep run");
+  }
   if ((name == "shm" || name == "ipc") && plan.nnodes.several()) {
     PlanReader::fail(*setting, "works on one host only", "write auto, gloo or nccl");
   }

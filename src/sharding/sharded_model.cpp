@@ -48,11 +48,12 @@ ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Commu
     units.push_back(std::make_unique<ShardedUnit>(std::move(plan), *comm, options));
     divide(*units.back());
   }
+  // Each rank has written all initial values to what they share. Before that, no rank's mark of its
+  // shards holds.
+  if (shares_memory()) see_updates();
   std::map<const c10::TensorImpl*, std::pair<size_t, size_t>> found;  // unit, parameter
   for (size_t i = 0; i < units.size(); ++i) {
     ShardedUnit& unit = *units[i];
-    // Another rank may still write what it has made of the whole parameters.
-    if (unit.weights->is_shared()) unit.fresh = false;
     for (size_t p = 0; p < unit.plan.parameters.size(); ++p) {
       const UnitParameter& at = unit.plan.parameters[p];
       shard_of[at.whole.unsafeGetTensorImpl()] = at.shard;
@@ -78,7 +79,6 @@ ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Commu
   hooks.emplace(trained, *this);
   offer_gradient_memory();
   if (comm->size() > 1) watch_this_thread();
-  if (shares_memory()) see_updates();  // all ranks have written the initial values
 }
 
 // A module that outlives its wrapper has no valid parameters: empty ones are refused by every

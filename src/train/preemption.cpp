@@ -54,7 +54,9 @@ PreemptionSignals::PreemptionSignals() {
     action.sa_handler = note_signal;
     ::sigemptyset(&action.sa_mask);
     action.sa_flags = SA_RESTART;
-    ::sigaction(kPreemptionSignals[i], &action, &handlers_before[i]);
+    struct sigaction before {};
+    ::sigaction(kPreemptionSignals[i], &action, &before);
+    if (before.sa_handler != note_signal) handlers_before[i] = before;
   }
 }
 
@@ -62,6 +64,8 @@ PreemptionSignals::~PreemptionSignals() {
   const std::lock_guard lock(guards_mutex);
   if (--guards > 0) return;
   for (size_t i = 0; i < kPreemptionSignals.size(); ++i) {
+    // The same request may come again while the process ends, and must not kill it then.
+    if (first_ns[i] != 0 && handlers_before[i].sa_handler == SIG_DFL) continue;
     ::sigaction(kPreemptionSignals[i], &handlers_before[i], nullptr);
   }
 }

@@ -54,6 +54,22 @@ TEST_P(ShardedFeatures, ChangesInsideGatheredParametersAreEachRanksOwn) {
   });
 }
 
+// Ranks that share memory all write the initial weights there, one maybe after another has begun to
+// use them.
+TEST_P(ShardedFeatures, EvaluationRightAfterConstruction) {
+  auto one = three_layers();
+  const auto x = wave({4, 6}, 0);
+  const auto wanted = one->forward(x).detach();
+  run_ranks(ranks(), [&](const Communicator& comm) {
+    for (int i = 0; i < 20; ++i) {
+      auto net = three_layers();
+      FullyShardedDataParallel fsdp(net, comm, options());
+      const torch::NoGradGuard no_grad;
+      expect_near_all(fsdp(x), wanted, "output");
+    }
+  });
+}
+
 TEST_P(ShardedFeatures, TwoForwardsAndOneBackward) {
   auto one = three_layers();
   Sgd alone(one->parameters(), {.lr = 0.1});

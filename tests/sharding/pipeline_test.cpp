@@ -257,7 +257,10 @@ TEST(ShardedPipelines, MasterWeightsAndAScaler) {
       auto net = eight_layers();
       net->to(torch::kFloat);
       const MasterWeights masters(*net);
-      PipelineOptions options{.loss = mse};
+      PipelineOptions options;
+      options.loss = [](const torch::Tensor& out, const torch::Tensor& y) {
+        return (out - y).pow(2).mean();
+      };
       options.data = mesh.axis("dp");
       options.shard = {.stage = stage, .min_unit_bytes = 0};
       Pipeline pipeline(cut(net, 2), mesh.axis("pp"), devices[0], one_f_one_b(2, 2), options);
