@@ -68,7 +68,9 @@ Trained train_recipe(const Recipe& recipe, const Communicator& comm) {
     }
     scaler.step(*optimizer, {.max_norm = recipe.max_norm, .zero_grad = true});
     scaler.update();
-    if (checkpoint) EXPECT_TRUE(checkpoint->step(step + 1));
+    if (checkpoint) {
+      EXPECT_TRUE(checkpoint->step(step + 1));
+    }
   }
   if (checkpoint) checkpoint->finish();
   trained.scale = scaler.get_scale();
