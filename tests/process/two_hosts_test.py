@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Two network namespaces as two hosts: one job over both, by two `lockstep run`, ranks over Gloo.
+"""Two network namespaces as two hosts: one job over both, by two `lockstep run`, ranks in two levels.
 
 usage: two_hosts_test.py BIN_FOLDER    (skips, by name, without root or network namespaces)
 """
@@ -7,6 +7,7 @@ usage: two_hosts_test.py BIN_FOLDER    (skips, by name, without root or network 
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,8 @@ BIN = pathlib.Path(sys.argv.pop(1))
 NAMES = (f"ls{os.getpid()}a", f"ls{os.getpid()}b")
 ADDRESSES = ("10.77.13.1", "10.77.13.2")
 SLOW_ADDRESSES = ("10.77.14.1", "10.77.14.2")
-TRAIN = ["--steps", "6", "--batch", "12", "--dim", "16", "--hidden", "32", "--seed", "3"]
+# Gradients of 290 KiB: more than travels with a fingerprint or through one rank of a host.
+TRAIN = ["--steps", "6", "--batch", "12", "--dim", "16", "--hidden", "256", "--seed", "3"]
 
 
 def ip(*words):
@@ -87,8 +89,10 @@ class TwoHosts(ScratchTest):
 
     def train_as_one_process(self, ranks=2, **more):
         jobs = self.start([str(BIN / "practical6_ddp"), *TRAIN, "--json", self.path("ddp.json")], ranks=ranks, **more)
-        for code, out, err in self.wait(jobs):
+        results = self.wait(jobs)
+        for code, out, err in results:
             self.assertEqual(code, 0, out + err)
+        self.assertIn("backend: two_level" if ranks > 1 else "backend: gloo", results[0][1])
         single = subprocess.run([str(BIN / "practical5_single"), *TRAIN, "--devices", "cpu:1", "--quiet", "--json",
                                  self.path("one.json")], capture_output=True, text=True)
         self.assertEqual(single.returncode, 0, single.stderr)
@@ -212,6 +216,34 @@ class TwoHosts(ScratchTest):
                 self.assertRegex(out, "resumed after step (16|18|20) of 40")
         whole, cut = (pathlib.Path(self.path(name + ".safetensors")).read_bytes() for name in ("whole", "cut"))
         self.assertEqual(whole, cut)
+
+    def test_a_preemption_signal_reaches_both_hosts_and_the_job_resumes(self):
+        """As SLURM sends it: to all launchers, or with --signal=USR1 to one, which is enough."""
+        program = str(BIN / "tutorial_checkpoint")
+        before = 0
+        for sent, hosts in ((signal.SIGTERM, (0, 1)), (signal.SIGUSR1, (1,))):
+            jobs = self.start([program, self.path("checkpoints"), "100000000"], "--grace", "60")
+            begin = time.monotonic()
+            while (self.checkpoints() or [0])[-1] <= before:
+                self.assertIsNone(jobs[0].poll())
+                self.assertLess(time.monotonic() - begin, 120)
+                time.sleep(0.01)
+            for host in hosts:
+                os.kill(self.launcher_of(jobs[host]), sent)
+            results = self.wait(jobs)
+            for code, out, err in results:
+                self.assertEqual(code, 75, err)
+            saved = re.search(r"asked to stop: saved step (\d+)", results[0][2])
+            self.assertTrue(saved, results[0][2])
+            self.assertGreater(int(saved[1]), before)
+            before = int(saved[1])
+            self.assertEqual(self.checkpoints()[-1], before)
+
+    def launcher_of(self, job):
+        """`ip netns exec`, `unshare` and `sh` become the launcher, one after the other."""
+        while not pathlib.Path(f"/proc/{job.pid}/cmdline").read_bytes().startswith(os.fsencode(BIN / "lockstep")):
+            time.sleep(0.01)
+        return job.pid
 
     def checkpoints(self):
         folder = pathlib.Path(self.path("checkpoints"))
