@@ -8,12 +8,14 @@
 #include <limits>
 #include <optional>
 
+#include "base/mutation.hpp"
 #include "base/process.hpp"
 #include "device/capture.hpp"
 #include "device/slice_map.hpp"
 #include "gradients/model_sync.hpp"
 #include "gradients/reducer.hpp"
 #include "lockstep/error.hpp"
+#include "verify/step_recorder.hpp"
 
 namespace lockstep {
 namespace {
@@ -35,6 +37,7 @@ struct GradientSync::State {
         const DdpOptions& chosen);
 
   bool trains() const;
+  bool synchronises() const;  // outside any NoSync
   bool shares_buffers() const;
   void share_buffers(int root);
   void compare_if_due();
@@ -58,7 +61,8 @@ struct GradientSync::State {
   int no_sync_depth = 0;
   bool last_forward_synchronised = true;  // only then are buffers sent before the next forward
   int64_t checked_at_step = 0;
-  Join* join = nullptr;  // inside join()
+  uint64_t forwards = 0;  // for Mutation::kDropoutOneSeed
+  Join* join = nullptr;   // inside join()
 };
 
 /// Lets ranks have different numbers of steps: before each forward all ranks say whether they still
@@ -96,7 +100,10 @@ GradientSync::State::State(std::shared_ptr<torch::nn::Module> trained, const Com
   require_not_sharded(*module, "DistributedDataParallel",
                       "wrap a module once: FullyShardedDataParallel averages gradients itself");
   require_same_model(comm, model_tensors(*module));
-  broadcast_model(comm, *module, 0, "initial model");
+  if (!is_planted(Mutation::kInitialBroadcastMissing)) {
+    broadcast_model(comm, *module, 0, "initial model");
+  }
+  if (auto* recorder = StepRecorder::of_process()) recorder->learn(*module, "ddp");
   reducer.emplace(by_gradient(*module, trained_parameters(*module)), comm, options);
   if (comm.size() > 1) find_limited_embeddings();
 }
@@ -130,6 +137,12 @@ bool GradientSync::State::trains() const {
   return torch::GradMode::is_enabled() && module->is_training();
 }
 
+bool GradientSync::State::synchronises() const {
+  if (is_planted(Mutation::kNoSyncIgnored)) return true;
+  if (is_planted(Mutation::kSyncBoundaryOff)) return no_sync_depth > 0;
+  return no_sync_depth == 0;
+}
+
 // Buffers are sent before the first forward of a step. If a second forward follows before backward,
 // autograd may have saved them in the first, as BatchNorm does, and they must not change.
 bool GradientSync::State::shares_buffers() const {
@@ -137,6 +150,7 @@ bool GradientSync::State::shares_buffers() const {
 }
 
 void GradientSync::State::share_buffers(int root) {
+  if (is_planted(Mutation::kBuffersNotShared)) return;
   broadcast_tensors(comm, buffers_of(*module), root, "buffers");
 }
 
@@ -256,7 +270,7 @@ void GradientSync::before_forward() {
   State& state = *state_;
   if (!torch::GradMode::is_enabled()) return;
   state.reducer->require_unchanged(by_gradient(*state.module, trained_in(*state.module)));
-  const bool synchronise = state.no_sync_depth == 0;
+  const bool synchronise = state.synchronises();
   if (state.join) require_not_capturing("join", "run the steps of a join without capture");
   const int root = state.join ? state.join->begin_step(synchronise) : 0;
   const bool shares_buffers = state.shares_buffers();
@@ -272,6 +286,9 @@ void GradientSync::before_forward() {
       state.compare_if_due();
     }
     if (shares_buffers) state.share_buffers(root);
+    auto* recorder = StepRecorder::of_process();
+    if (recorder != nullptr && shares_buffers) recorder->note_buffers(*state.module);
+    if (is_planted(Mutation::kDropoutOneSeed)) torch::manual_seed(state.forwards++);
   }
   state.last_forward_synchronised = synchronise;
 }
@@ -321,12 +338,12 @@ const Communicator& GradientSync::comm() const {
 
 void GradientSync::enter_no_sync() {
   state_->no_sync_depth += 1;
-  state_->reducer->set_synchronise(false);
+  state_->reducer->set_synchronise(state_->synchronises());
 }
 
 void GradientSync::leave_no_sync() {
   state_->no_sync_depth -= 1;
-  state_->reducer->set_synchronise(state_->no_sync_depth == 0);
+  state_->reducer->set_synchronise(state_->synchronises());
 }
 
 }  // namespace lockstep

@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <numeric>
 
+#include "gradients/recorded_gradients.hpp"
 #include "lockstep/error.hpp"
+#include "verify/step_recorder.hpp"
 
 namespace lockstep {
 
@@ -119,6 +121,7 @@ void StageSync::launch(bool synchronise, double weight) {
   for (size_t i = 0; i < buckets_->size(); ++i) {
     const PlannedBucket& plan = buckets_->plan(i);
     nonfinite_.look(*buckets_, i);
+    if (StepRecorder::of_process() != nullptr) record_local(*buckets_, i, parameters_, weight);
     in_flight_.launch(buckets_->bucket(i), plan.bytes(),
                       static_cast<int64_t>(plan.gradients.size()), weight);
     span_->bytes += plan.bytes();

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "base/mutation.hpp"
 #include "base/process.hpp"
 #include "device/slice_map.hpp"
 #include "sharding/sharded_state.hpp"
@@ -149,7 +150,7 @@ void ShardedModel::State::release_unused() {
 void ShardedModel::State::mark_stale() {
   for (const auto& unit : units) {
     if (unit->gathering) finish_gather(*unit);
-    if (unit->plan.trained) unit->fresh = comm->size() == 1;
+    if (unit->plan.trained && !is_planted(Mutation::kShardsStale)) unit->fresh = comm->size() == 1;
   }
 }
 

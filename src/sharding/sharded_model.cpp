@@ -11,6 +11,7 @@
 #include "gradients/reducer.hpp"
 #include "precision/model_parallel.hpp"
 #include "sharding/sharded_state.hpp"
+#include "verify/step_recorder.hpp"
 
 namespace lockstep {
 namespace {
@@ -42,6 +43,8 @@ ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Commu
   check_module();
   require_same_model(*comm, model_tensors(*module));
   broadcast_model(*comm, *module, 0, "initial model");
+  auto* recorder = StepRecorder::of_process();
+  if (recorder != nullptr) recorder->learn(*module, "sharded");
   const WithoutWatching own_work;
   for (auto& plan : plan_units(*module, options, comm->rank(), comm->size())) {
     units.push_back(std::make_unique<ShardedUnit>(std::move(plan), *comm, options));
@@ -66,6 +69,7 @@ ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Commu
     const auto [unit, parameter] = found.at(each.tensor.unsafeGetTensorImpl());
     location.emplace_back(unit, parameter);
     const UnitParameter& at = units[unit]->plan.parameters[parameter];
+    if (recorder != nullptr) recorder->name(at.shard, each.name);
     if (at.count > 0) trained_shards.push_back({each.name, at.shard});
     trained.push_back(std::move(each));
   }

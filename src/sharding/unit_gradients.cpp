@@ -4,8 +4,11 @@
 
 #include <algorithm>
 
+#include "base/mutation.hpp"
+#include "device/slice_map.hpp"
 #include "gradients/gradient_buckets.hpp"
 #include "sharding/whole_parameters.hpp"
+#include "verify/step_recorder.hpp"
 
 namespace lockstep {
 
@@ -123,7 +126,15 @@ Work UnitGradients::begin_reduce(double weight) {
   mean_ = resident_ ? whole_.narrow(0, comm_.rank() * unit_.shard_elements, unit_.shard_elements)
                     : torch::empty({unit_.shard_elements}, unit_.options);
   if (comm_.size() == 1) return {};
-  return comm_.begin_reduce_scatter(mean_, whole_, ReduceOp::kMean,
+  if (auto* recorder = StepRecorder::of_process()) {
+    for (size_t i = 0; i < unit_.parameters.size(); ++i) {
+      const UnitParameter& at = unit_.parameters[i];
+      recorder->note_local(at.name, view(i), slice_of(at.whole), weight);
+    }
+    recorder->note_sent(unit_.bytes());
+  }
+  const bool divides = !is_planted(Mutation::kShardsSummed);
+  return comm_.begin_reduce_scatter(mean_, whole_, divides ? ReduceOp::kMean : ReduceOp::kSum,
                                     {.label = "gradients of " + unit_.name, .weight = weight});
 }
 

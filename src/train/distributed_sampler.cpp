@@ -9,6 +9,7 @@
 #include <deque>
 #include <optional>
 
+#include "base/mutation.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -82,8 +83,10 @@ std::vector<int64_t> DistributedSampler::indices() const {
   std::vector<int64_t> mine;
   mine.reserve(static_cast<size_t>(state.size));
   // After the last row the order starts again at its beginning: that is the padding.
+  const int shift = is_planted(Mutation::kShardShifted) && state.rank > 0 ? 1 : 0;
+  const int first = is_planted(Mutation::kSamplesDuplicated) ? 0 : state.rank + shift;
   for (int64_t i = 0; i < state.size; ++i) {
-    mine.push_back(rows[(i * state.ranks + state.rank) % state.rows]);
+    mine.push_back(rows[(i * state.ranks + first) % state.rows]);
   }
   return mine;
 }
