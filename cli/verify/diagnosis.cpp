@@ -16,7 +16,7 @@ struct Multiple {
   double rest = 0;  // relative to what it should be
 };
 
-Multiple multiple_of(const Difference& difference) {
+Multiple multiple_of(const WrongTensor& difference) {
   const Fit fit = least_squares({difference.expected}, difference.got);
   double rest = 0;
   for (size_t i = 0; i < difference.got.size(); ++i) {
@@ -27,8 +27,8 @@ Multiple multiple_of(const Difference& difference) {
   return {fit.coefficients[0], norm > 0 ? std::sqrt(rest) / norm : INFINITY};
 }
 
-std::vector<const Difference*> of_kind(const DiagnosisInput& input, const char* kind) {
-  std::vector<const Difference*> found;
+std::vector<const WrongTensor*> of_kind(const DiagnosisInput& input, const char* kind) {
+  std::vector<const WrongTensor*> found;
   for (const auto& each : input.wrong) {
     if (each.key.starts_with(kind)) found.push_back(&each);
   }
@@ -41,13 +41,13 @@ size_t tensors_of_kind(const TracedStep& step, const char* kind) {
   return count;
 }
 
-const Difference& worst_of(const std::vector<const Difference*>& wrong) {
+const WrongTensor& worst_of(const std::vector<const WrongTensor*>& wrong) {
   return **std::max_element(wrong.begin(), wrong.end(),
                             [](const auto* a, const auto* b) { return a->excess < b->excess; });
 }
 
-Finding found_at(const DiagnosisInput& input, const Difference& where, const char* cause,
-                 std::string text) {
+Divergence found_at(const DiagnosisInput& input, const WrongTensor& where, const char* cause,
+                    std::string text) {
   return {input.step.step, parameter_of(where.key), {}, cause, std::move(text)};
 }
 
@@ -79,7 +79,7 @@ std::string ratio_text(const DiagnosisInput& input, double ratio) {
 }
 
 // All tensors are the same multiple of what they should be.
-std::optional<double> common_ratio(const std::vector<const Difference*>& wrong, double rest) {
+std::optional<double> common_ratio(const std::vector<const WrongTensor*>& wrong, double rest) {
   std::optional<double> ratio;
   for (const auto* each : wrong) {
     if (each->missing || norm_of(each->expected) == 0) continue;
@@ -91,16 +91,16 @@ std::optional<double> common_ratio(const std::vector<const Difference*>& wrong, 
   return ratio;
 }
 
-bool equals_earlier(const DiagnosisInput& input, const Difference& difference) {
+bool equals_earlier(const DiagnosisInput& input, const WrongTensor& difference) {
   if (input.reference_before == nullptr) return false;
   const auto earlier = input.reference_before->merged(difference.key);
   if (!earlier || earlier->size() != difference.got.size()) return false;
   return distance_of(*earlier, difference.got) <= 1e-3 * norm_of(difference.got);
 }
 
-Finding diagnose_gradients(const DiagnosisInput& input,
-                           const std::vector<const Difference*>& wrong) {
-  const Difference& worst = worst_of(wrong);
+Divergence diagnose_gradients(const DiagnosisInput& input,
+                              const std::vector<const WrongTensor*>& wrong) {
+  const WrongTensor& worst = worst_of(wrong);
   const size_t all = tensors_of_kind(input.reference, "gradient/");
   const std::string of_all = fmt::format(" ({} of {} gradients)", wrong.size(), all);
   if (std::any_of(wrong.begin(), wrong.end(), [](const auto* each) { return each->missing; })) {
@@ -163,8 +163,9 @@ bool rates_differ(const DiagnosisInput& input) {
   return ours.contains("lr") && theirs.contains("lr") && ours.at("lr") != theirs.at("lr");
 }
 
-Finding diagnose_update(const DiagnosisInput& input, const std::vector<const Difference*>& wrong) {
-  const Difference& worst = worst_of(wrong);
+Divergence diagnose_update(const DiagnosisInput& input,
+                           const std::vector<const WrongTensor*>& wrong) {
+  const WrongTensor& worst = worst_of(wrong);
   const std::string name = parameter_of(worst.key);
   const std::string of_all =
       fmt::format(" ({} of {} weights)", wrong.size(), tensors_of_kind(input.reference, "weight/"));
@@ -216,7 +217,7 @@ double distance_of(const std::vector<double>& a, const std::vector<double>& b) {
   return std::sqrt(sum);
 }
 
-Finding diagnose(const DiagnosisInput& input) {
+Divergence diagnose(const DiagnosisInput& input) {
   const auto gradients = of_kind(input, "gradient/");
   const bool skipped = input.step.is_skipped(0);
   if (skipped != input.reference.is_skipped(0)) {
@@ -244,7 +245,7 @@ Finding diagnose(const DiagnosisInput& input) {
                                 "({} tensors)",
                                 states.size()));
   }
-  const Difference& first = input.wrong.front();
+  const WrongTensor& first = input.wrong.front();
   return found_at(input, first, "buffer-differs", "the buffer is not the reference's");
 }
 

@@ -12,7 +12,7 @@ double norm_of(const std::vector<double>& values);
 double distance_of(const std::vector<double>& a, const std::vector<double>& b);
 
 /// A tensor that differs from the reference by more than its tolerance.
-struct Difference {
+struct WrongTensor {
   std::string key;
   std::vector<double> expected;
   std::vector<double> got;
@@ -26,13 +26,13 @@ struct DiagnosisInput {
   const TracedStep& reference;
   const TracedStep* before = nullptr;            ///< null: it is the first
   const TracedStep* reference_before = nullptr;  ///< likewise
-  const std::vector<Difference>& wrong;
+  const std::vector<WrongTensor>& wrong;
   const RunFacts& facts;
   std::optional<double> loss = {};
   std::optional<double> reference_loss = {};
 };
 
 /// Names the first wrong tensor and a likely cause, by what the difference looks like.
-Finding diagnose(const DiagnosisInput& input);
+Divergence diagnose(const DiagnosisInput& input);
 
 }  // namespace lockstep::cli

@@ -6,7 +6,7 @@
 #include <set>
 
 #include "cli/verify/diagnosis.hpp"
-#include "cli/verify/finding.hpp"
+#include "cli/verify/divergence.hpp"
 #include "cli/verify/least_squares.hpp"
 
 namespace lockstep::cli {
@@ -45,7 +45,7 @@ std::map<int64_t, int64_t> counted(const std::map<int, Rows>& rows) {
   return counts;
 }
 
-std::optional<Finding> check_rows(const TracedStep& step, const TracedStep* reference) {
+std::optional<Divergence> check_rows(const TracedStep& step, const TracedStep* reference) {
   if (reference == nullptr) return std::nullopt;
   const auto rows = rows_by_rank(step);
   const auto wanted = counted(rows_by_rank(*reference));
@@ -72,26 +72,28 @@ std::optional<Finding> check_rows(const TracedStep& step, const TracedStep* refe
       return found == given.end() || found->second < each.second;
     });
     if (repeated == own.size()) {
-      return Finding{step.step,
-                     "",
-                     {rank},
-                     "rows-repeated",
-                     fmt::format("rank {} computes the rows of rank {} again, and {} rows of the "
-                                 "step are computed by nobody: both take the same shard",
-                                 rank, other, missing)};
+      return Divergence{
+          step.step,
+          "",
+          {rank},
+          "rows-repeated",
+          fmt::format("rank {} computes the rows of rank {} again, and {} rows of the "
+                      "step are computed by nobody: both take the same shard",
+                      rank, other, missing)};
     }
     if (foreign > 0 || repeated > 0) {
-      return Finding{step.step,
-                     "",
-                     {rank},
-                     "rows-shifted",
-                     fmt::format("of {} rows of rank {}, {} do not belong to this step and {} are "
-                                 "also another rank's; {} rows are computed by nobody: its shard "
-                                 "begins in the wrong place",
-                                 own.size(), rank, foreign, repeated, missing)};
+      return Divergence{
+          step.step,
+          "",
+          {rank},
+          "rows-shifted",
+          fmt::format("of {} rows of rank {}, {} do not belong to this step and {} are "
+                      "also another rank's; {} rows are computed by nobody: its shard "
+                      "begins in the wrong place",
+                      own.size(), rank, foreign, repeated, missing)};
     }
   }
-  return Finding{step.step, "", {}, "rows-missing", "rows of the step are computed by nobody"};
+  return Divergence{step.step, "", {}, "rows-missing", "rows of the step are computed by nobody"};
 }
 
 // The first of some ranks' facts that differs from rank 0's.
@@ -114,20 +116,20 @@ bool holds_parts(const TracedStep& step) {
   return false;
 }
 
-std::optional<Finding> check_start(const TracedStep& step) {
+std::optional<Divergence> check_start(const TracedStep& step) {
   if (holds_parts(step)) return std::nullopt;
   std::map<std::string, std::pair<int, json>> first;  // [name]
   for (const auto& [rank, facts] : step.facts) {
     for (const auto& [name, hash] : facts.at("before").items()) {
       const auto [known, is_new] = first.emplace(name, std::pair(rank, hash));
       if (is_new || known->second.second == hash) continue;
-      return Finding{step.step,
-                     name,
-                     {rank},
-                     "initial-weights",
-                     fmt::format("rank {} begins the step with other weights than rank {}: they "
-                                 "were not sent to all ranks",
-                                 rank, known->second.first)};
+      return Divergence{step.step,
+                        name,
+                        {rank},
+                        "initial-weights",
+                        fmt::format("rank {} begins the step with other weights than rank {}: they "
+                                    "were not sent to all ranks",
+                                    rank, known->second.first)};
     }
   }
   return std::nullopt;
@@ -138,29 +140,29 @@ bool has(const TracedStep& step, const char* list, const char* word) {
   return words.contains(word);
 }
 
-std::optional<Finding> check_random(const TracedStep& step) {
+std::optional<Divergence> check_random(const TracedStep& step) {
   const auto rows = rows_by_rank(step);
   if (!has(step, "kinds", "dropout") || rows.size() < 2) return std::nullopt;
   const auto& [first, own] = *rows.begin();
   for (const auto& [rank, others] : rows) {
     const bool same = step.facts.at(rank).at("generator") == step.facts.at(first).at("generator");
     if (rank == first || !same || own == others) continue;
-    return Finding{step.step,
-                   "",
-                   {rank},
-                   "one-seed",
-                   fmt::format("rank {} has drawn the random numbers of rank {}: their dropout "
-                               "masks are the same, although their rows are not",
-                               rank, first)};
+    return Divergence{step.step,
+                      "",
+                      {rank},
+                      "one-seed",
+                      fmt::format("rank {} has drawn the random numbers of rank {}: their dropout "
+                                  "masks are the same, although their rows are not",
+                                  rank, first)};
   }
   return std::nullopt;
 }
 
-std::optional<Finding> check_buffers(const TracedStep& step) {
+std::optional<Divergence> check_buffers(const TracedStep& step) {
   if (!has(step, "wrappers", "ddp")) return std::nullopt;
   const auto rank = first_different(step, "forward_buffers");
   if (!rank) return std::nullopt;
-  return Finding{
+  return Divergence{
       step.step,
       "buffers",
       {*rank},
@@ -170,32 +172,45 @@ std::optional<Finding> check_buffers(const TracedStep& step) {
                   *rank)};
 }
 
-std::optional<Finding> check_averages(const TracedStep& step) {
+std::optional<Divergence> check_averages(const TracedStep& step) {
   for (const auto& [rank, facts] : step.facts) {
     for (const auto& [name, count] : facts.at("averages").items()) {
-      if (count.get<int64_t>() <= 1) continue;
-      return Finding{step.step,
-                     name,
-                     {},
-                     "averaged-too-often",
-                     fmt::format("its gradient was averaged {} times in one update, which sent {} "
-                                 "instead of {} bytes: NoSync had no effect",
-                                 count.get<int64_t>(), facts.at("sent_bytes").get<int64_t>(),
-                                 facts.at("sent_bytes").get<int64_t>() / count.get<int64_t>())};
+      const auto times = count.get<int64_t>();
+      const auto forwards = facts.value("forwards", int64_t{0});
+      if (times <= 1) continue;
+      if (times < forwards) {
+        return Divergence{
+            step.step,
+            name,
+            {},
+            "sync-boundary",
+            fmt::format("its gradient was averaged {} times in {} micro-steps: the last "
+                        "average must follow the last micro-step, and no other",
+                        times, forwards)};
+      }
+      return Divergence{
+          step.step,
+          name,
+          {},
+          "averaged-too-often",
+          fmt::format("its gradient was averaged {} times in one update, and {} bytes "
+                      "were sent instead of {}: NoSync had no effect",
+                      times, facts.at("sent_bytes").get<int64_t>(),
+                      facts.at("sent_bytes").get<int64_t>() / times)};
     }
   }
   const auto rank = first_different(step, "sent_bytes");
   if (!rank || has(step, "wrappers", "pipeline")) return std::nullopt;
-  return Finding{step.step,
-                 "",
-                 {*rank},
-                 "traffic-differs",
-                 fmt::format("rank {} sent {} bytes of gradients, rank 0 {}", *rank,
-                             step.facts.at(*rank).at("sent_bytes").get<int64_t>(),
-                             step.facts.begin()->second.at("sent_bytes").get<int64_t>())};
+  return Divergence{step.step,
+                    "",
+                    {*rank},
+                    "traffic-differs",
+                    fmt::format("rank {} sent {} bytes of gradients, rank 0 {}", *rank,
+                                step.facts.at(*rank).at("sent_bytes").get<int64_t>(),
+                                step.facts.begin()->second.at("sent_bytes").get<int64_t>())};
 }
 
-std::optional<Finding> check_weights_in_mean(const TracedStep& step) {
+std::optional<Divergence> check_weights_in_mean(const TracedStep& step) {
   const auto rows = rows_by_rank(step);
   const json& first = step.facts.begin()->second;
   if (rows.size() < 2 || first.at("averages").empty() || first.value("weighed", false)) {
@@ -211,13 +226,14 @@ std::optional<Finding> check_weights_in_mean(const TracedStep& step) {
   if (!uneven || !alike) return std::nullopt;
   std::vector<std::string> counts;
   for (const auto& [rank, own] : rows) counts.push_back(std::to_string(own.size()));
-  return Finding{step.step,
-                 "",
-                 {},
-                 "counted-alike",
-                 fmt::format("ranks have {} rows and count alike in the mean: rows of a rank with "
-                             "fewer weigh more",
-                             fmt::join(counts, ", "))};
+  return Divergence{
+      step.step,
+      "",
+      {},
+      "counted-alike",
+      fmt::format("ranks have {} rows and count alike in the mean: rows of a rank with "
+                  "fewer weigh more",
+                  fmt::join(counts, ", "))};
 }
 
 // ---- The average is the mean of what the ranks put into it.
@@ -282,10 +298,10 @@ Misfit misfit_of(const std::vector<double>& mean, const std::vector<Share>& shar
 }
 
 // Explains a wrong mean by the multiple of each rank's gradient that it contains.
-Finding explain_mean(const TracedStep& step, const TracedStep* before, const std::string& name,
-                     int rank, const std::vector<double>& mean, const std::vector<Share>& shares,
-                     const Misfit& misfit) {
-  Finding finding{step.step, name, {rank}, "mean-wrong", ""};
+Divergence explain_mean(const TracedStep& step, const TracedStep* before, const std::string& name,
+                        int rank, const std::vector<double>& mean, const std::vector<Share>& shares,
+                        const Misfit& misfit) {
+  Divergence finding{step.step, name, {rank}, "mean-wrong", ""};
   std::vector<std::vector<double>> columns;
   double all = 0;
   for (const auto& share : shares) {
@@ -359,9 +375,9 @@ Finding explain_mean(const TracedStep& step, const TracedStep* before, const std
   return finding;
 }
 
-std::optional<Finding> check_mean(const TracedStep& step, const TracedStep* before) {
+std::optional<Divergence> check_mean(const TracedStep& step, const TracedStep* before) {
   const double unit = rounding_of(step);
-  std::optional<Finding> worst;
+  std::optional<Divergence> worst;
   size_t wrong = 0;
   size_t looked_at = 0;
   for (const auto& [key, local] : step.pieces) {
@@ -396,36 +412,38 @@ std::optional<Finding> check_mean(const TracedStep& step, const TracedStep* befo
 
 // ---- The update.
 
-std::optional<Finding> check_skipped(const TracedStep& step) {
+std::optional<Divergence> check_skipped(const TracedStep& step) {
   if (step.updates.empty()) return std::nullopt;
   const int first = step.updates.begin()->first;
   for (const auto& [rank, updates] : step.updates) {
     if (step.is_skipped(rank) == step.is_skipped(first)) continue;
     const int skipping = step.is_skipped(rank) ? rank : first;
-    return Finding{step.step,
-                   "",
-                   {rank},
-                   "skip-not-agreed",
-                   fmt::format("rank {} skipped the step and rank {} did not: an overflow on one "
-                               "rank must skip the update on all",
-                               skipping, skipping == rank ? first : rank)};
+    return Divergence{
+        step.step,
+        "",
+        {rank},
+        "skip-not-agreed",
+        fmt::format("rank {} skipped the step and rank {} did not: an overflow on one "
+                    "rank must skip the update on all",
+                    skipping, skipping == rank ? first : rank)};
   }
   const double factor = factor_of(step, first);
   for (const auto& [rank, updates] : step.updates) {
     const double own = factor_of(step, rank);
     if (std::abs(own - factor) <= 1e-6 * std::abs(factor)) continue;
-    return Finding{step.step,
-                   "",
-                   {rank},
-                   "factor-differs",
-                   fmt::format("rank {} multiplied its gradients by {:.4g} and rank {} by {:.4g}: "
-                               "each clips by the norm of its own part",
-                               rank, own, first, factor)};
+    return Divergence{
+        step.step,
+        "",
+        {rank},
+        "factor-differs",
+        fmt::format("rank {} multiplied its gradients by {:.4g} and rank {} by {:.4g}: "
+                    "each clips by the norm of its own part",
+                    rank, own, first, factor)};
   }
   return std::nullopt;
 }
 
-std::optional<Finding> check_masters(const TracedStep& step) {
+std::optional<Divergence> check_masters(const TracedStep& step) {
   for (const auto& [key, pieces] : step.pieces) {
     if (!key.starts_with("rounded/")) continue;
     const auto& masters = step.pieces.at("weight/" + parameter_of(key));
@@ -442,7 +460,7 @@ std::optional<Finding> check_masters(const TracedStep& step) {
         if (std::abs(rounded[i] - exact[i]) > unit * std::abs(exact[i]) + 0x1p-24) ++stale;
       }
       if (stale == 0) continue;
-      return Finding{
+      return Divergence{
           step.step,
           parameter_of(key),
           {piece.rank},
@@ -455,7 +473,7 @@ std::optional<Finding> check_masters(const TracedStep& step) {
   return std::nullopt;
 }
 
-std::optional<Finding> check_replicas(const TracedStep& step) {
+std::optional<Divergence> check_replicas(const TracedStep& step) {
   for (const char* kind : {"gradient/", "state/", "weight/"}) {
     for (const auto& [key, pieces] : step.pieces) {
       if (!key.starts_with(kind)) continue;
@@ -465,7 +483,7 @@ std::optional<Finding> check_replicas(const TracedStep& step) {
                          [&](const auto& each) { return each.slice == pieces[i].slice; });
         if (same == pieces.begin() + static_cast<long>(i) || same->bytes == pieces[i].bytes)
           continue;
-        return Finding{
+        return Divergence{
             step.step,
             parameter_of(key),
             {pieces[i].rank},
@@ -497,8 +515,8 @@ std::string ranks_text(const std::vector<int>& ranks) {
   return fmt::format("{}", fmt::join(ranks, ", "));
 }
 
-std::optional<Finding> broken_invariant(const TracedStep& step, const TracedStep* before,
-                                        const TracedStep* reference) {
+std::optional<Divergence> broken_invariant(const TracedStep& step, const TracedStep* before,
+                                           const TracedStep* reference) {
   if (step.facts.empty()) return std::nullopt;
   if (auto found = check_rows(step, reference)) return found;
   if (step.facts.size() == 1) return check_masters(step);

@@ -120,7 +120,7 @@ Judgement judge(const TracedRun& reference, const RoundingGrowth& growth, const 
       result.finding = std::move(found);
       return result;
     }
-    std::vector<Difference> wrong;
+    std::vector<WrongTensor> wrong;
     for (const auto& [key, pieces] : wanted.pieces) {
       if (!is_compared(key)) continue;
       const auto expected = wanted.merged(key);
@@ -164,7 +164,7 @@ Judgement judge(const TracedRun& reference, const RoundingGrowth& growth, const 
   }
   if (result.steps == 0) {
     result.verdict = Verdict::kWrong;
-    result.finding = Finding{0, "", {}, "nothing-recorded", "no step of it is in the reference"};
+    result.finding = Divergence{0, "", {}, "nothing-recorded", "no step of it is in the reference"};
   } else if (!result.explanation.empty()) {
     result.verdict = Verdict::kExplained;
   } else if (!same_bits) {

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "cli/verify/finding.hpp"
+#include "cli/verify/divergence.hpp"
 #include "cli/verify/traced_run.hpp"
 
 namespace lockstep::cli {
@@ -45,8 +45,8 @@ struct RunFacts {
 /// What comparing a run with its reference showed.
 struct Judgement {
   Verdict verdict = Verdict::kSameBits;
-  std::optional<Finding> finding;  ///< with kWrong
-  std::string explanation;         ///< with kExplained
+  std::optional<Divergence> finding;  ///< with kWrong
+  std::string explanation;            ///< with kExplained
   int64_t steps = 0;
   int64_t tensors = 0;           ///< compared with the reference
   double largest = 0;            ///< difference, relative to the tensor's norm

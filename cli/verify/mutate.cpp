@@ -74,7 +74,7 @@ std::vector<MutationCase> mutation_cases() {
        false,
        3},
       {kNoSyncIgnored, "verify_models", windows, in_windows, 2, "averaged-too-often", {}, false, 3},
-      {kSyncBoundaryOff, "verify_models", windows, in_windows, 2, "refused", {}, false, 3},
+      {kSyncBoundaryOff, "verify_models", windows, in_windows, 2, "sync-boundary", {}, false, 3},
       {kInitialBroadcastMissing, "verify_models", three, {}, 2, "initial-weights"},
       {kBuffersNotShared,
        "verify_models",
@@ -287,7 +287,7 @@ int run_mutations(const VerifyOptions& options, const std::string& command) {
                             : finding ? "caught under another name, " + finding->cause
                                       : "escaped",
                             clean ? "" : "; and an alarm without the bug"));
-    const Finding shown = finding.value_or(Finding{});
+    const Divergence shown = finding.value_or(Divergence{});
     table.add_row({std::string(info.name), std::string(info.bug),
                    named     ? "yes"
                    : finding ? "wrong name"

@@ -21,7 +21,8 @@ using Words = std::vector<std::string>;
 
 constexpr int64_t kFewSteps = 5;
 constexpr int64_t kMicroSteps = 2;
-constexpr int64_t kKilledIn = 4;  // after the checkpoint of step 2
+constexpr int64_t kKilledIn = 4;            // after the checkpoint of step 2
+constexpr const char* kFreshFolder = "{}";  // as an argument of the program
 constexpr std::chrono::seconds kHelpDeadline{20};
 constexpr std::chrono::seconds kRunDeadline{1800};
 
@@ -104,6 +105,7 @@ class Planner {
     add_counts();
     add_accumulation();
     add_sharding();
+    add_layouts();
     add_stages();
     add_resume();
     families_.push_back(std::move(family));
@@ -165,6 +167,23 @@ class Planner {
     }
   }
 
+  // Ways to divide a model that have a flag of their own, as those of examples/gpt2.
+  void add_layouts() {
+    if (is_pipeline()) return;
+    const auto offer = [this](const std::string& flag, const std::string& value, const char* name) {
+      if (flags_.has(flag) && !names(words_, flag)) {
+        add_variant(fmt::format("2 ranks, {}", name), 2, {flag, value});
+      }
+    };
+    offer("--accumulate", "2", "2 micro-steps");
+    offer("--stages", "2", "2 stages");
+    offer("--tensor-parallel", "2", "matrices divided");
+    if (request_.quick) return offer("--shard", "3", "ZeRO 3");
+    for (const char* stage : {"1", "2", "3"}) {
+      offer("--shard", stage, fmt::format("ZeRO {}", stage).c_str());
+    }
+  }
+
   void add_stages() {
     if (!is_pipeline()) return;
     const auto found = flags_.choices.find("--schedule");
@@ -194,7 +213,9 @@ class Planner {
     if (request_.quick || !flags_.has("--checkpoint") || names(words_, "--checkpoint")) return;
     const int ranks = varies_devices() ? 1 : 2;
     Variant& variant = add_variant("killed and resumed", ranks, {});
-    if (flags_.has("--checkpoint-every")) add(variant.arguments, {"--checkpoint-every", "2"});
+    for (const char* every : {"--checkpoint-every", "--save-every"}) {
+      if (flags_.has(every)) add(variant.arguments, {every, "2"});
+    }
     if (varies_devices()) add(variant.arguments, {"--devices", "cpu:2"});
     variant.launch = {"--max-restarts", "1", "--inject",
                       fmt::format("kill@rank={},step={}", ranks - 1, kKilledIn)};
@@ -226,7 +247,8 @@ ProgramFlags parse_help(const std::string& help) {
     std::smatch part;
     flags.defaults.emplace(flag, std::regex_search(rest, part, kDefault) ? part[1].str() : "");
     if (std::regex_search(rest, part, kChoices)) {
-      for (const std::string_view word : split_list(part[1].str(), '|')) {
+      const std::string words = part[1];
+      for (const std::string_view word : split_list(words, '|')) {
         flags.choices[flag].emplace_back(word);
       }
     }
@@ -253,9 +275,15 @@ ProgramFlags VerifyRunner::flags() const {
   const fs::path folder = folder_ / "help";
   fs::create_directories(folder);
   ChildCommand command{.program = "/usr/bin/env",
-                       .arguments = {"-C", folder.string(), path_, "--help"},
+                       .arguments = {"-C", folder.string(), path_},
                        .variables = {{"COLUMNS", "200"}},
                        .deadline = kHelpDeadline};
+  // Words before the first flag may be a command of the program, which has flags of its own.
+  for (const auto& word : arguments_) {
+    if (word.starts_with("-")) break;
+    command.arguments.push_back(word);
+  }
+  command.arguments.emplace_back("--help");
   try {
     const ChildResult result = run_child(command, interrupts_);
     return result.exit_code == 0 ? parse_help(result.output) : ProgramFlags();
@@ -281,7 +309,9 @@ VerifyRunner::Outcome VerifyRunner::run(const Variant& variant, const Words& fam
   };
   add(variant.launch);
   words.push_back(path_);
-  add(arguments_);
+  for (const auto& word : arguments_) {
+    words.push_back(word == kFreshFolder ? (folder / "fresh").string() : word);
+  }
   add(family_arguments);
   add(variant.arguments);
   if (variant.saves) add({"--checkpoint", (folder / "checkpoints").string()});

@@ -49,6 +49,25 @@ std::string first_error(const std::string& errors) {
       outcome.exit_code);
 }
 
+// A run that ended with an error, by the steps that it recorded, else by what it said.
+Judgement judge_failed(const Baseline& baseline, const VerifyRunner::Outcome& outcome,
+                       const Variant& variant) {
+  const std::string said = first_error(outcome.errors);
+  Judgement judgement;
+  try {
+    judgement =
+        judge(*baseline.reference, baseline.growth, TracedRun(outcome.recording), variant.facts);
+  } catch (const Error&) {  // it ended before its first step
+  }
+  if (judgement.verdict != Verdict::kWrong) {
+    judgement.verdict = Verdict::kWrong;
+    judgement.finding = Divergence{judgement.steps + 1, "", {}, "refused", said};
+  } else {
+    judgement.finding->text += "; the run ended with " + said;
+  }
+  return judgement;
+}
+
 void tell(const std::string& line) {
   print_error(line + "\n");
 }
@@ -72,12 +91,12 @@ int verify_program(const VerifyOptions& options, const Words& program, const std
     repeated.judgement.steps = static_cast<int64_t>(baseline.reference->steps().size());
     if (!baseline.repeats) {
       repeated.judgement.verdict = Verdict::kWrong;
-      repeated.judgement.finding =
-          Finding{0,
-                  "",
-                  {},
-                  "not-repeatable",
-                  "the same run twice differs: seed its random numbers, and draw rows by number"};
+      repeated.judgement.finding = Divergence{
+          0,
+          "",
+          {},
+          "not-repeatable",
+          "the same run twice differs: seed its random numbers, and draw rows by number"};
     }
     repeated.seconds = baseline.seconds;
     runs.push_back(std::move(repeated));
@@ -134,12 +153,11 @@ VerifiedRun verify_variant(const VerifyRunner& runner, const Baseline& baseline,
   Judgement& judgement = run.judgement;
   if (outcome.exit_code == 2) {
     run.refusal = first_error(outcome.errors);
-  } else if (outcome.exit_code != 0) {
-    judgement.verdict = Verdict::kWrong;
-    judgement.finding = Finding{0, "", {}, "refused", first_error(outcome.errors)};
-  } else {
+  } else if (outcome.exit_code == 0) {
     judgement =
         judge(*baseline.reference, baseline.growth, TracedRun(outcome.recording), variant.facts);
+  } else {
+    judgement = judge_failed(baseline, outcome, variant);
   }
   fs::remove_all(outcome.recording);
   return run;

@@ -61,7 +61,7 @@ Table findings_table(const std::vector<VerifiedRun>& runs) {
       {{"run"}, {"step", Align::kRight}, {"module"}, {"ranks"}, {"likely cause"}, {"seen"}});
   for (const auto& run : runs) {
     if (!run.judgement.finding) continue;
-    const Finding& found = *run.judgement.finding;
+    const Divergence& found = *run.judgement.finding;
     table.add_row({run.family.empty() ? run.name : run.family + ": " + run.name,
                    found.step > 0 ? std::to_string(found.step) : "—",
                    found.where.empty() ? "whole step" : module_of(found.where),

@@ -155,6 +155,7 @@ void StepRecorder::note_rows(const std::vector<torch::Tensor>& inputs) {
   const torch::Tensor rows = on_host(*first);
   const size_t bytes = rows.nbytes() / static_cast<size_t>(rows.size(0));
   const std::lock_guard lock(mutex_);
+  ++forwards_;
   for (int64_t row = 0; row < rows.size(0); ++row) {
     rows_.push_back(static_cast<int64_t>(XXH3_64bits(
         static_cast<const char*>(rows.data_ptr()) + static_cast<size_t>(row) * bytes, bytes)));
@@ -244,6 +245,7 @@ void StepRecorder::begin_step(int64_t step, const torch::optim::Optimizer& optim
                 {"weighed", std::exchange(weighed_, false)},
                 {"rows", std::exchange(rows_, {})},
                 {"forward_buffers", std::exchange(forward_buffers_, {})},
+                {"forwards", std::exchange(forwards_, 0)},
                 {"sent_bytes", std::exchange(sent_bytes_, 0)},
                 {"all_reduces", std::exchange(all_reduces_, 0)},
                 {"averages", json::object()},

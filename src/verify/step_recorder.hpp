@@ -120,6 +120,7 @@ class StepRecorder {
   std::map<std::string, int64_t> averages_;  // [name]
   double weight_ = 1;
   bool weighed_ = false;
+  int64_t forwards_ = 0;
   int64_t sent_bytes_ = 0;
   int64_t all_reduces_ = 0;
   std::vector<int64_t> rows_;

@@ -59,6 +59,7 @@ class Recording {
                   {"weight", 1.0},
                   {"rows", rows},
                   {"forward_buffers", json::array()},
+                  {"forwards", 2},
                   {"sent_bytes", ranks_ > 1 ? 64 : 0},
                   {"averages", json::object()},
                   {"before", {{"net.weight", 7}}},
@@ -157,9 +158,9 @@ TEST(Verify, BrokenInvariantsNameTheRank) {
   const auto finding = [](const json& of_rank_1) {
     const Judgement found = judged(parallel(kMean, kMean, of_rank_1));
     EXPECT_EQ(found.verdict, Verdict::kWrong);
-    return found.finding.value_or(Finding{});
+    return found.finding.value_or(Divergence{});
   };
-  Finding found = finding({{"rows", {4, 5}}});  // rank 0's
+  Divergence found = finding({{"rows", {4, 5}}});  // rank 0's
   EXPECT_EQ(found.cause, "rows-repeated");
   EXPECT_EQ(found.ranks, std::vector<int>{1});
   found = finding({{"rows", {7, 99}}});

@@ -10,7 +10,7 @@
 namespace lockstep::cli {
 
 /// What is wrong, and the likely cause. docs/verify.md says what each cause looks like.
-struct Finding {
+struct Divergence {
   int64_t step = 0;
   std::string where;       ///< a parameter, or "" where the whole step is wrong
   std::vector<int> ranks;  ///< that are wrong; none: all of them alike
@@ -37,8 +37,8 @@ std::string ranks_text(const std::vector<int>& ranks);
 /// - buffers agree when a synchronised forward begins; dropout masks differ between ranks
 ///
 /// `before`: the step before; `reference`: the same step of one rank. Either may be null.
-std::optional<Finding> broken_invariant(const TracedStep& step, const TracedStep* before,
-                                        const TracedStep* reference);
+std::optional<Divergence> broken_invariant(const TracedStep& step, const TracedStep* before,
+                                           const TracedStep* reference);
 
 /// How many rows the ranks of a step had together; 0: nobody recorded any.
 size_t rows_of(const TracedStep& step);
