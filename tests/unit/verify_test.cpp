@@ -70,7 +70,7 @@ class Recording {
                   {"generator", rank},
                   {"slices", json::object()}};
     if (ranks_ > 1) facts["averages"]["net.weight"] = 1;
-    facts.update(more);
+    if (more.is_object()) facts.update(more);
     std::map<std::string, Values> local;
     if (ranks_ > 1) local["local/net.weight"] = own;
     write(step, rank, "facts", local, facts);
