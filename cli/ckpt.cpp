@@ -12,6 +12,7 @@
 #include <optional>
 #include <set>
 
+#include "base/counted.hpp"
 #include "base/file.hpp"
 #include "base/json_text.hpp"
 #include "checkpoint/compare.hpp"
@@ -231,8 +232,8 @@ int CkptCommand::diff() const {
     return differences.empty() ? 0 : 1;
   }
   if (differences.empty()) {
-    fmt::print("{} and {} are the same, bit for bit: {} tensors, max |a - b| = 0\n", first.path(),
-               second.path(), first.manifest().tensors.size());
+    fmt::print("{} and {} are the same, bit for bit: {}, max |a - b| = 0\n", first.path(),
+               second.path(), counted(first.manifest().tensors.size(), "tensor"));
     return 0;
   }
   Table table(fmt::format("{} against {}", first.path(), second.path()),
@@ -324,7 +325,7 @@ int CkptCommand::import_files() const {
     if (json_) {
       print(json{{"path", path}, {"tensors", manifest.tensors.size()}});
     } else {
-      fmt::print("{}: {} tensors\n", path, manifest.tensors.size());
+      fmt::print("{}: {}\n", path, counted(manifest.tensors.size(), "tensor"));
     }
     return 0;
   } catch (...) {

@@ -298,8 +298,8 @@ std::string AccumulationContext::divisor_text() const {
       "from {:.3g} to {:.3g} in {}. Undivided, the first gradient had the norm {:.3g} instead of "
       "{:.3g} ({:.2f} times), and {}.",
       undivided.size, option_text(divided, "lr"), with.front(), with.back(),
-      plural(static_cast<int64_t>(with.size()), "step"), gradients_of(undivided)->norm,
-      gradients_of(divided)->norm, *norms, undivided_outcome(with, without, undivided.size));
+      counted(with.size(), "step"), gradients_of(undivided)->norm, gradients_of(divided)->norm,
+      *norms, undivided_outcome(with, without, undivided.size));
   const size_t equal = equal_losses(without, larger);
   if (equal == 0) return text;
   return text + fmt::format(

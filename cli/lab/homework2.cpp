@@ -125,9 +125,9 @@ Table codes_table(const AnswerContext& context) {
       "Time: the whole run of {}, of {} rows each with codes 1 and 3 (ACCUM_STEPS {}) and of {} "
       "with code 2, mean ± deviation over {}; per 1000 rows: over the {} of them. Memory: "
       "the peak of a device, 1 GB = 10^9 bytes. AMP: {} autocast and GradScaler.",
-      plural(static_cast<int64_t>(run.losses.size()), "update"), context.rows, context.micro_steps,
-      context.micro_rows, plural(static_cast<int64_t>(context.fp32.runs.size()), "run"),
-      plural(run.step_ms.n, "timed step"), context.precision));
+      counted(run.losses.size(), "update"), context.rows, context.micro_steps, context.micro_rows,
+      counted(context.fp32.runs.size(), "run"), counted(run.step_ms.n, "timed step"),
+      context.precision));
   table.add_note(
       "Loss gap: the largest in any update against fp32 with as many rows. Stable: every loss is "
       "finite and the gap is at most 5 %. Skipped: updates that the scaler left out.");
@@ -199,8 +199,8 @@ Table accum_steps_table(const AnswerContext& context) {
       "Every run has {}, each of ACCUM_STEPS × {} rows. Code 1 is compared with fp32 alone and "
       "with "
       "ACCUM_STEPS {}, code 3 with code 1; a difference must exceed the deviations of both.",
-      plural(static_cast<int64_t>(context.accumulated.first().losses.size()), "update"),
-      context.micro_rows, context.micro_steps));
+      counted(context.accumulated.first().losses.size(), "update"), context.micro_rows,
+      context.micro_steps));
   return table;
 }
 

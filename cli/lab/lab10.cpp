@@ -558,8 +558,7 @@ LabFacts trained(const AnswerContext& context) {
       fmt::format("10.3: {}; schedules: {}", others.empty() ? "no other" : "also " + listed(others),
                   rows_of(context.gpipe));
   box.runs = fmt::format("{} of each part, {} of each schedule",
-                         plural(static_cast<int64_t>(context.base.runs.size()), "run"),
-                         context.gpipe.runs.size());
+                         counted(context.base.runs.size(), "run"), context.gpipe.runs.size());
   return what_was_trained(context.runs, context.base, box);
 }
 

@@ -44,7 +44,7 @@ std::string answer_processes(const AnswerContext& context) {
   if (pipeline.stages.empty()) {
     return fmt::format(
         "There were {}. This run recorded no stages, so it cannot show where they lie.",
-        plural(run.world_size, "process", "processes"));
+        counted(run.world_size, "process"));
   }
   std::vector<std::string> ranks;
   for (int rank = 0; rank < ranks_of(pipeline); ++rank) ranks.push_back(rank_text(pipeline, rank));
@@ -52,8 +52,7 @@ std::string answer_processes(const AnswerContext& context) {
              "{}, one for each rank: {}. Ranks divide the batch (data parallel) and the "
              "stages of a rank divide the model (model parallel), so {} logical devices work on "
              "one step.",
-             plural(run.world_size, "process", "processes"), fmt::join(ranks, "; "),
-             devices_used(pipeline)) +
+             counted(run.world_size, "process"), fmt::join(ranks, "; "), devices_used(pipeline)) +
          sharing_sentence(context.base);
 }
 
@@ -102,8 +101,7 @@ std::string answer_when(const AnswerContext& context) {
       "{}, on rank 0: {}.",
       once ? fmt::format("Once per step for each stage{}", trained < all ? " with weights" : "")
            : fmt::format("{} in a step for {} with weights",
-                         plural(static_cast<int64_t>(syncs.size()), "synchronisation"),
-                         plural(trained, "stage")),
+                         counted(syncs.size(), "synchronisation"), counted(trained, "stage")),
       fmt::join(stages, "; "));
   if (hidden > 0) {
     text +=
@@ -111,7 +109,7 @@ std::string answer_when(const AnswerContext& context) {
                     format_ms(hidden));
   }
   text += early > 0 ? fmt::format(" {} began before the stage's last backward had ended.",
-                                  plural(early, "synchronisation"))
+                                  counted(early, "synchronisation"))
                     : fmt::format(" Until then gradients only add up over the {} micro-batches.",
                                   pipeline_of(context.base).micro_batches);
   return text;
@@ -135,7 +133,7 @@ std::string micro_batch_time(const std::vector<RunSet>& all, bool judged) {
 
 std::string answer_micro_batches(const AnswerContext& context) {
   const auto& all = context.micro_batches;
-  const auto counted = [&all](int64_t ActionCounts::*which) {
+  const auto actions_of = [&all](int64_t ActionCounts::*which) {
     return listed_for(all, [which](const RunSet& set_up) {
       return std::to_string(counts_of(pipeline_of(set_up), 0).*which);
     });
@@ -150,7 +148,7 @@ std::string answer_micro_batches(const AnswerContext& context) {
       "each per micro-batch and stage. In theory more micro-batches make the bubble smaller, "
       "(stages - 1) / (micro-batches + stages - 1) of the time; it was predicted as {} and "
       "measured as {}{}.",
-      sizes_of(all), counted(&ActionCounts::forwards), counted(&ActionCounts::backwards),
+      sizes_of(all), actions_of(&ActionCounts::forwards), actions_of(&ActionCounts::backwards),
       bubbles(&PipelineRecord::predicted_bubble), bubbles(&PipelineRecord::bubble),
       sharing(context.base) > 1 ? ", on devices that share hardware" : "");
   text +=
@@ -221,7 +219,7 @@ std::string answer_one_process(const AnswerContext& context) {
                                rows_of(context.one_process), listed(devices_of(pipeline, 0)),
                                counts_of(pipeline).forwards, counts_of(pipeline).backwards)
                          : fmt::format("Against expectation the trace has {} of rank 1.",
-                                       plural(others.forwards, "forward action"));
+                                       counted(others.forwards, "forward action"));
   const int64_t syncs = counts_of(pipeline).synchronisations;
   const AllReduces& calls = context.base.first().all_reduces;
   if (syncs == 0 && run.all_reduces.count == 0) {
@@ -230,7 +228,7 @@ std::string answer_one_process(const AnswerContext& context) {
                " There is no synchronisation, since nobody else has gradients to average "
                "with: the trace has no such line, and there were no all-reduces. With {} there "
                "were {:g} per step, {} in all. The stages still work as a pipeline.",
-               plural(context.base.first().world_size, "process", "processes"), calls.count,
+               counted(context.base.first().world_size, "process"), calls.count,
                format_bytes(calls.bytes));
   }
   return text + fmt::format(
@@ -255,7 +253,7 @@ std::string answer_same_device(const AnswerContext& context) {
   std::string text = fmt::format(
       "The lines name other devices: {}. {} are used in all, instead of {}{}. There are as many "
       "forward and backward lines as before, {} and {}.",
-      fmt::join(ranks, ", "), plural(devices_used(same), "device"), devices_used(base),
+      fmt::join(ranks, ", "), counted(devices_used(same), "device"), devices_used(base),
       one_each ? ": no rank uses several" : "; against expectation a rank still uses several",
       counts.forwards, counts.backwards);
   const double overlap = overlap_of(same);
@@ -371,7 +369,7 @@ std::string answer_memory(const AnswerContext& context) {
       "{} A backward that comes early frees its activations early: stages held at most {} with "
       "1f1b and {} with gpipe, and the peak was {}.{}",
       lower > 0 && held < gpipe_held ? "Memory." : "Nothing that this run can show.",
-      plural(held, "micro-batch", "micro-batches"), gpipe_held, fmt::join(devices, "; "),
+      counted(held, "micro-batch"), gpipe_held, fmt::join(devices, "; "),
       context.judged()
           ? fmt::format(" The bubble was {} with 1f1b and {} with gpipe.",
                         format_percent(mean_of(context.one_f_one_b, &PipelineRecord::bubble)),

@@ -150,10 +150,10 @@ void add_proportional_note(Table& table) {
 
 void add_method_note(Table& table, const RunSet& set_up) {
   const RunRecord& run = set_up.first();
-  table.add_note(fmt::format(
-      "Mean ± deviation over {} of {} each, in turns; {} per run {} left out.",
-      plural(static_cast<int64_t>(set_up.runs.size()), "run"), plural(run.step_ms.n, "timed step"),
-      plural(run.warmup_steps, "warm-up step"), run.warmup_steps == 1 ? "is" : "are"));
+  table.add_note(
+      fmt::format("Mean ± deviation over {} of {} each, in turns; {} per run {} left out.",
+                  counted(set_up.runs.size(), "run"), counted(run.step_ms.n, "timed step"),
+                  counted(run.warmup_steps, "warm-up step"), run.warmup_steps == 1 ? "is" : "are"));
 }
 
 }  // namespace lockstep::cli

@@ -132,7 +132,7 @@ std::string format_rows(const std::vector<int64_t>& rows) {
 }
 
 std::string rows_text(const std::vector<int64_t>& rows) {
-  if (rows.size() > 1 && all_equal(rows)) return plural(rows.front(), "row") + " each";
+  if (rows.size() > 1 && all_equal(rows)) return counted(rows.front(), "row") + " each";
   std::vector<std::string> words;
   for (const int64_t count : rows) words.push_back(std::to_string(count));
   return listed(words) + (rows == std::vector<int64_t>{1} ? " row" : " rows");
@@ -153,14 +153,6 @@ std::string format_count(int64_t count) {
     digits.insert(static_cast<size_t>(at), ",");
   }
   return digits;
-}
-
-std::string plural(int64_t count, const std::string& what) {
-  return plural(count, what, what + "s");
-}
-
-std::string plural(int64_t count, const std::string& one, const std::string& many) {
-  return fmt::format("{} {}", count, count == 1 ? one : many);
 }
 
 std::string listed(const std::vector<std::string>& words) {
@@ -233,9 +225,8 @@ std::string loss_parity(const RunRecord& one, const RunRecord& many, const std::
                        steps == 1 ? "Its loss equals" : fmt::format("All {} losses equal", steps),
                        whose);
   }
-  return fmt::format(" Over {} the losses differ from {} by {}{}.",
-                     plural(static_cast<int64_t>(steps), "step"), whose, at_most(*apart),
-                     *apart < kSameNorm ? ", which is rounding" : "");
+  return fmt::format(" Over {} the losses differ from {} by {}{}.", counted(steps, "step"), whose,
+                     at_most(*apart), *apart < kSameNorm ? ", which is rounding" : "");
 }
 
 }  // namespace lockstep::cli

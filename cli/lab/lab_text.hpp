@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "base/counted.hpp"
 #include "cli/lab/lab_measures.hpp"
 
 namespace lockstep::cli {
@@ -66,10 +67,6 @@ std::string against_text(int64_t bytes);
 
 /// "4,198,400".
 std::string format_count(int64_t count);
-
-/// "1 device", "3 devices"; "1 process", "2 processes".
-std::string plural(int64_t count, const std::string& what);
-std::string plural(int64_t count, const std::string& one, const std::string& many);
 
 /// "2, 4 and 8".
 std::string listed(const std::vector<std::string>& words);

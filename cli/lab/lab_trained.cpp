@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <set>
+#include <utility>
 
 #include "cli/lab/lab_text.hpp"
 #include "lockstep/units.hpp"
@@ -24,7 +26,7 @@ std::string precision_text(const RunRecord& run) {
 }
 
 std::string batch_text(const RunRecord& run) {
-  const std::string rows = plural(run.effective_batch / run.accum_steps, "row");
+  const std::string rows = counted(run.effective_batch / run.accum_steps, "row");
   if (run.accum_steps == 1) return rows + " per step";
   return fmt::format("{} micro-steps of {} per step", run.accum_steps, rows);
 }
@@ -33,7 +35,7 @@ std::string steps_text(const RunSet& set_up, const std::string& runs) {
   const RunRecord& run = set_up.first();
   return fmt::format("{} per run: {} to warm up, {} measured; {}", run.warmup_steps + run.step_ms.n,
                      run.warmup_steps, run.step_ms.n,
-                     runs.empty() ? plural(static_cast<int64_t>(set_up.runs.size()), "run") : runs);
+                     runs.empty() ? counted(set_up.runs.size(), "run") : runs);
 }
 
 std::string optimizer_text(const RunRecord& run) {
@@ -52,7 +54,11 @@ std::string trained_on(const RunRecord& run) {
   std::vector<std::string> names;
   std::vector<std::string> with_hardware;
   std::set<std::string> hardware;
-  for (const auto& device : run.devices) {
+  std::vector<DeviceRecord> devices = run.devices;  // a pipeline's are by rank and stage
+  std::sort(devices.begin(), devices.end(), [](const DeviceRecord& a, const DeviceRecord& b) {
+    return std::pair(a.name.size(), a.name) < std::pair(b.name.size(), b.name);
+  });
+  for (const auto& device : devices) {
     names.push_back(device.name);
     with_hardware.push_back(fmt::format("{} ({})", device.name, hardware_of(device)));
     hardware.insert(hardware_of(device));

@@ -246,10 +246,10 @@ std::vector<ComparedSide> compared_sides(const std::vector<std::string>& words,
     }
   }
   if (!names.empty() && names.size() != sides.size()) {
-    throw Error(Code::kUsage,
-                fmt::format("--names has {} for {} commands",
-                            plural(static_cast<int64_t>(names.size()), "name"), sides.size()),
-                "give a name to each: --names a,b");
+    throw Error(
+        Code::kUsage,
+        fmt::format("--names has {} for {} commands", counted(names.size(), "name"), sides.size()),
+        "give a name to each: --names a,b");
   }
   const auto chosen = names.empty() ? names_of(sides) : names;
   for (size_t i = 0; i < sides.size(); ++i) sides[i].name = chosen[i];

@@ -97,7 +97,7 @@ Table time_table(const std::vector<SetRow>& rows) {
   table.add_note(fmt::format(
       "Step time: mean ± deviation and range over all timed steps, without {} at the start of a "
       "run. The peak is that of the device that held most.",
-      warmups.size() == 1 ? plural(*warmups.begin(), "warm-up step") : "its warm-up steps"));
+      warmups.size() == 1 ? counted(*warmups.begin(), "warm-up step") : "its warm-up steps"));
   return table;
 }
 
@@ -215,7 +215,7 @@ Table stages_table(const std::vector<SetRow>& rows) {
     }
     table.add_note(fmt::format("{}: {} with {}, bubble {:.0f} % predicted and {:.0f} % measured.",
                                row.name, pipeline.schedule,
-                               plural(pipeline.micro_batches, "micro-batch"),
+                               counted(pipeline.micro_batches, "micro-batch"),
                                pipeline.predicted_bubble * 100, pipeline.bubble * 100));
   }
   return table;

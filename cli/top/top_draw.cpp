@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 
+#include "base/counted.hpp"
 #include "cli/top/top_line.hpp"
 #include "lockstep/table.hpp"
 #include "lockstep/units.hpp"
@@ -61,8 +62,7 @@ void add_fields(Flow& flow, const GpuSample& gpu, bool utf8) {
   if (gpu.temperature_c) flow.add(fmt::format("{} {}C", *gpu.temperature_c, utf8 ? "°" : ""));
   if (gpu.sm_clock_mhz) flow.add(fmt::format("{} MHz", *gpu.sm_clock_mhz), Ink::kFaint);
   if (gpu.processes) {
-    const size_t count = gpu.processes->size();
-    flow.add(fmt::format("{} process{}", count, count == 1 ? "" : "es"), Ink::kFaint);
+    flow.add(counted(gpu.processes->size(), "process"), Ink::kFaint);
   }
 }
 
@@ -255,16 +255,12 @@ std::string error_text(const FirstError& error) {
   return text;
 }
 
-std::string counted_ranks(size_t count) {
-  return fmt::format("{} rank{}", count, count == 1 ? "" : "s");
-}
-
 void add_run(std::vector<Line>& lines, const RunView& run, const DrawStyle& style) {
   const int64_t scale_bytes = largest_peak(run);
   Flow title(style.width, kIndent);
   title.add(printable(run.info.run_name, style.utf8), Ink::kStrong);
   if (run.ended) title.add("ended", Ink::kWarn);
-  title.add(counted_ranks(run.ranks.size()));
+  title.add(counted(run.ranks.size(), "rank"));
   title.add("for " + duration(run.age_s, style.utf8));
   title.add(fmt::format("process {}", run.info.launcher_pid));
   if (scale_bytes > 0) {
@@ -358,9 +354,9 @@ std::string draw_folded_run(const RunView& run, const DrawStyle& style) {
   fields.add(printable(run.info.run_name, style.utf8), Ink::kStrong);
   if (run.ended) fields.add("ended", Ink::kWarn);
   if (summary.troubled > 0) {
-    fields.add(fmt::format("{} in trouble", counted_ranks(summary.troubled)), Ink::kBad);
+    fields.add(fmt::format("{} in trouble", counted(summary.troubled, "rank")), Ink::kBad);
   }
-  fields.add(counted_ranks(run.ranks.size()));
+  fields.add(counted(run.ranks.size(), "rank"));
   if (summary.first != nullptr) {
     const RankView& rank = *summary.first;
     if (summary.troubled == 0) fields.add(rank.state, Ink::kGood);

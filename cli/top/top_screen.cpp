@@ -6,6 +6,7 @@
 #include <array>
 #include <utility>
 
+#include "base/counted.hpp"
 #include "cli/top/top_line.hpp"
 #include "lockstep/table.hpp"
 #include "lockstep/units.hpp"
@@ -184,7 +185,7 @@ std::string TopScreen::title(const TopView& view, size_t shown, const DrawStyle&
   Flow fields(style.width, 0);
   fields.add("lockstep top", Ink::kStrong);
   const std::string some = shown < all ? fmt::format("{} of ", shown) : "";
-  fields.add(fmt::format("{}{} run{}", some, all, all == 1 ? "" : "s"));
+  fields.add(some + counted(all, "run"));
   if (!filter_.empty() && !typing_) {
     fields.add(fmt::format("with \"{}\"", filter_), Ink::kWarn);
   }

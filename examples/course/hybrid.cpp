@@ -43,8 +43,8 @@ std::vector<int64_t> parse_list(const char* flag, const std::string& text, const
   }
   if (static_cast<int64_t>(numbers.size()) == stages) return numbers;
   throw Error(Code::kUsage,
-              fmt::format("{} {} has {} numbers, but there are {} stages", flag, text,
-                          numbers.size(), stages),
+              fmt::format("{} {} has {} number{}, but the stages are {}", flag, text,
+                          numbers.size(), numbers.size() == 1 ? "" : "s", stages),
               "give a number for each stage, or change --stages");
 }
 
@@ -91,7 +91,8 @@ std::optional<std::vector<int64_t>> planned_cut(const Options& options, int64_t 
   if (sum == layers) return cut;
   throw Error(
       Code::kUsage,
-      fmt::format("--cut {} has {} layers, but the model has {}", options.cut, sum, layers),
+      fmt::format("--cut {} has {} layer{}, but the model has {}", options.cut, sum,
+                  sum == 1 ? "" : "s", layers),
       fmt::format("give numbers that add up to {}, such as {}", layers, fmt::join(equal, ",")));
 }
 

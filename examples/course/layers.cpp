@@ -155,15 +155,16 @@ void require_stages(std::span<const int64_t> layers_per_stage, size_t layers) {
   const int64_t cut = std::accumulate(layers_per_stage.begin(), layers_per_stage.end(), int64_t{0});
   if (cut == static_cast<int64_t>(layers)) return;
   throw Error(Code::kStageMismatch,
-              fmt::format("{} stages have {} layers together, but the model has {}",
-                          layers_per_stage.size(), cut, layers),
+              fmt::format("the stages have {} layer{} together, but the model has {}", cut,
+                          cut == 1 ? "" : "s", layers),
               "give the layers per stage that the model was cut by");
 }
 
 void require_ranks(std::span<const int> rank_of_stage, size_t stages, int ranks) {
   if (rank_of_stage.size() != stages) {
     throw Error(Code::kStageMismatch,
-                fmt::format("{} ranks were given for {} stages", rank_of_stage.size(), stages),
+                fmt::format("{} rank{} given for {} stages", rank_of_stage.size(),
+                            rank_of_stage.size() == 1 ? " was" : "s were", stages),
                 "give the rank_of_stage of the schedule that was run");
   }
   for (const int rank : rank_of_stage) {

@@ -136,10 +136,10 @@ void check_amp(const Options& options) {
                 "add --amp bf16 or --amp fp16");
   }
   if (options.overflow_at < 0 || options.overflow_at > options.steps) {
-    throw Error(
-        Code::kUsage,
-        fmt::format("--overflow-at {} is none of the {} steps", options.overflow_at, options.steps),
-        fmt::format("give a step from 1 to {}, or leave it out", options.steps));
+    throw Error(Code::kUsage,
+                fmt::format("--overflow-at {} is none of the steps 1 to {}", options.overflow_at,
+                            options.steps),
+                fmt::format("give a step from 1 to {}, or leave it out", options.steps));
   }
 }
 

@@ -324,9 +324,10 @@ std::string percent(double fraction) {
 std::string step_note(const RunRecord& record) {
   const auto& step = record.step_ms;
   return fmt::format(
-      "step time {:.3f} ms ± {:.3f} (median {:.3f}, {:.3f} to {:.3f}, {} steps after {} of "
+      "step time {:.3f} ms ± {:.3f} (median {:.3f}, {:.3f} to {:.3f}, {} step{} after {} of "
       "warm-up{}), {:.0f} samples/s, {} in all",
-      step.mean, step.stddev, step.median, step.min, step.max, step.n, record.warmup_steps,
+      step.mean, step.stddev, step.median, step.min, step.max, step.n, step.n == 1 ? "" : "s",
+      record.warmup_steps,
       record.resumed_after == 0 ? "" : fmt::format(", resumed after {}", record.resumed_after),
       record.samples_per_s, lockstep::format_seconds(record.total_s));
 }

@@ -239,10 +239,11 @@ class PipelineModel final : public ParallelModel {
 lockstep::Mesh make_mesh(const Communicator& world, const Layout& layout) {
   const int64_t model = layout.stages * layout.tensor_parallel;
   if (model < 1 || world.size() % model != 0) {
-    throw Error(Code::kUsage,
-                fmt::format("{} ranks cannot make --stages {} times --tensor-parallel {}",
-                            world.size(), layout.stages, layout.tensor_parallel),
-                fmt::format("start a multiple of {} ranks: lockstep run -n {} …", model, model));
+    throw Error(
+        Code::kUsage,
+        fmt::format("{} rank{} cannot make --stages {} times --tensor-parallel {}", world.size(),
+                    world.size() == 1 ? "" : "s", layout.stages, layout.tensor_parallel),
+        fmt::format("start a multiple of {} ranks: lockstep run -n {} …", model, model));
   }
   return lockstep::Mesh(world, {{"dp", static_cast<int>(world.size() / model)},
                                 {"pp", static_cast<int>(layout.stages)},

@@ -98,25 +98,49 @@ std::optional<double> minutes_of(std::string_view text) {
   return (*minutes * 60 + *seconds) * 1000;
 }
 
+// How many digits a number was written with, from the first that is not 0.
+int significant_digits(std::string_view written) {
+  written.remove_prefix(std::min(written.find_first_of("123456789"), written.size()));
+  return static_cast<int>(std::count_if(written.begin(), written.end(), is_digit));
+}
+
+// The number in the unit that is written. What becomes smaller keeps its digits, so that 601 KiB
+// are 0.587 MiB and not 0.5869140625.
+double in_unit(double value, const UnitScale& unit, int digits) {
+  const double scaled = value * unit.scale;
+  if (unit.scale >= 1) return scaled;
+  const std::string text = fmt::format("{:.{}g}", scaled, std::max(3, digits));
+  double rounded = scaled;
+  std::from_chars(text.data(), text.data() + text.size(), rounded);
+  return rounded;
+}
+
 // A number, or two around `separator`, and then their unit.
 std::optional<Quantities> quantities_around(std::string_view text, std::string_view separator,
                                             Quantities::Kind kind) {
   Quantities read{.kind = kind, .unit = {}, .values = {}};
-  const auto first = take_number(text);
-  if (!first) return std::nullopt;
-  read.values.push_back(*first);
+  std::vector<int> digits;
+  const auto take = [&] {
+    const std::string_view before = text;
+    const auto number = take_number(text);
+    if (!number) return false;
+    read.values.push_back(*number);
+    digits.push_back(significant_digits(before.substr(0, before.size() - text.size())));
+    return true;
+  };
+  if (!take()) return std::nullopt;
   if (!separator.empty()) {
     text = trim(text);
     if (!text.starts_with(separator)) return std::nullopt;
     text.remove_prefix(separator.size());
-    const auto second = take_number(text);
-    if (!second) return std::nullopt;
-    read.values.push_back(*second);
+    if (!take()) return std::nullopt;
   }
   const UnitScale* unit = unit_named(trim(text));
   if (unit == nullptr) return std::nullopt;
   read.unit = unit->written;
-  for (double& value : read.values) value *= unit->scale;
+  for (size_t i = 0; i < read.values.size(); ++i) {
+    read.values[i] = in_unit(read.values[i], *unit, digits[i]);
+  }
   return read;
 }
 
@@ -186,6 +210,9 @@ std::optional<Quantities> parse_quantities(const std::string& text) {
   if (auto list = parse_list(text, " ")) return list;
   return parse_with_remark(text);
 }
+
+// A number that there is none of, in a column of numbers.
+constexpr std::string_view kNotFinite = "not finite";
 
 bool is_missing(const std::string& cell) {
   return cell.empty() || cell == "—" || cell == "-";
@@ -262,13 +289,13 @@ std::string unit_in_title(std::string& title) {
   return column_name(unit);
 }
 
-// What at least half of the cells of a column are; none if they are texts.
+// What at least half of a column's cells are that could be numbers; none if they are texts.
 std::optional<Quantities> shape_of(const std::vector<std::optional<Quantities>>& read,
                                    const TextColumn& column) {
   size_t present = 0;
   std::map<std::string, size_t> units;
   for (size_t i = 0; i < read.size(); ++i) {
-    present += is_missing(column.cells[i]) ? 0 : 1;
+    present += is_missing(column.cells[i]) || column.cells[i] == kNotFinite ? 0 : 1;
     if (read[i]) ++units[read[i]->unit];
   }
   for (const auto& [unit, count] : units) {
@@ -345,17 +372,19 @@ void add_column(TableData& data, const TextColumn& column) {
   const auto names = part_names(title, *shape);
   for (size_t part = 0; part < names.size(); ++part) {
     append_column(data, {column_name(names[part]), unit}, [&](size_t row) -> DataCell {
-      if (!read[row]) return part == 0 ? text_of(row) : DataCell{};
-      if (part < read[row]->values.size()) return read[row]->values[part];
+      if (read[row] && part < read[row]->values.size()) return read[row]->values[part];
       return {};
     });
   }
-  const auto remarked = [](const auto& cell) { return cell && !cell->remark.empty(); };
-  if (std::none_of(read.begin(), read.end(), remarked)) return;
-  append_column(data, {column_name(title) + "_remark", ""}, [&](size_t row) -> DataCell {
-    if (!remarked(read[row])) return {};
-    return read[row]->remark;
-  });
+  const auto remark_of = [&](size_t row) -> DataCell {
+    if (!read[row]) return text_of(row);
+    return read[row]->remark.empty() ? DataCell{} : DataCell{read[row]->remark};
+  };
+  for (size_t row = 0; row < read.size(); ++row) {
+    if (std::holds_alternative<std::monostate>(remark_of(row))) continue;
+    append_column(data, {column_name(title) + "_remark", ""}, remark_of);
+    return;
+  }
 }
 
 std::string csv_field(const std::string& cell) {

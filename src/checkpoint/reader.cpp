@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "base/checksum.hpp"
+#include "base/counted.hpp"
 #include "base/file.hpp"
 #include "lockstep/error.hpp"
 
@@ -60,8 +61,8 @@ CheckpointReader::CheckpointReader(std::string path)
     struct stat status {};
     if (::stat(name.c_str(), &status) != 0) fail_damaged(name, "the file is missing");
     if (status.st_size != file.bytes) {
-      fail_damaged(name,
-                   fmt::format("the file has {} bytes instead of {}", status.st_size, file.bytes));
+      fail_damaged(name, fmt::format("the file has {} instead of {}",
+                                     counted(status.st_size, "byte"), file.bytes));
     }
     files_.emplace(file.name, std::make_unique<SafetensorsReader>(name));
   }

@@ -9,6 +9,7 @@
 #include <limits>
 #include <utility>
 
+#include "base/counted.hpp"
 #include "base/fault.hpp"
 #include "base/mutation.hpp"
 #include "device/capture.hpp"
@@ -495,9 +496,9 @@ void Reducer::check_window(bool synchronise) {
       window_.gradients_dropped() || (spoiled && synchronise && window_.gradients_cleared());
   if (spoiled && !(dropped && synchronise)) {
     fail(Code::kSyncMisuse,
-         fmt::format("the weights changed after {} micro-step{} whose gradients were not averaged: "
+         fmt::format("the weights changed after {} whose gradients were not averaged: "
                      "from here on ranks would differ",
-                     spoiled_micro_steps(), spoiled_micro_steps() == 1 ? "" : "s"),
+                     counted(spoiled_micro_steps(), "micro-step")),
          "run the last micro-step before each update outside NoSync, also in a last, shorter "
          "window, whose loss is divided by the micro-steps it has. Drop gradients that another "
          "model's loss left here with zero_grad() before this model's next step. If weights change "
@@ -571,8 +572,8 @@ void Reducer::refuse_missing(const std::vector<size_t>& awaited) {
   for (const size_t parameter : awaited) names.push_back(parameters_[parameter].name);
   fail(
       Code::kUnusedParameter,
-      fmt::format("backward gave no gradient to {} of {} parameters: {}", names.size(),
-                  parameters_.size(), list_names(names)),
+      fmt::format("backward gave no gradient to {} of {}: {}", names.size(),
+                  counted(parameters_.size(), "parameter"), list_names(names)),
       "use them in forward, freeze them with requires_grad_(false) before they are wrapped, or set "
       "find_unused_parameters");
 }

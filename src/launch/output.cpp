@@ -12,6 +12,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "base/counted.hpp"
 #include "base/file.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
@@ -293,8 +294,8 @@ void OutputRouter::report_lost() const {
     files += pipe.lost_bytes > 0 ? 1 : 0;
   }
   if (files == 0) return;
-  console_.message(fmt::format("lockstep: {} log file{} in {} lack{} {} lines ({})", files,
-                               files == 1 ? "" : "s", folder_, files == 1 ? "s" : "", lines,
+  console_.message(fmt::format("lockstep: {} in {} lack{} {} ({})", counted(files, "log file"),
+                               folder_, files == 1 ? "s" : "", counted(lines, "line"),
                                format_bytes(bytes)));
 }
 

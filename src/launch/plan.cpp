@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "base/counted.hpp"
 #include "base/number_list.hpp"
 #include "base/split_list.hpp"
 #include "launch/plan_hosts.hpp"
@@ -301,19 +302,14 @@ void note_flags_without_effect(const PlanReader& reader, LaunchPlan& plan) {
   }
 }
 
-std::string plural(int count, const char* noun) {
-  return fmt::format("{} {}{}", count, noun, count == 1 ? "" : "s");
-}
-
 // "1 thread and 1 core each", "2 threads each, cores shared".
 std::string share_of_each(const LaunchPlan& plan) {
-  const std::string threads = plural(plan.threads, "thread");
+  const std::string threads = counted(plan.threads, "thread");
   const auto& cores = plan.slots[0].cores;
   if (!cores.empty()) {
-    return fmt::format("{} and {} each", threads, plural(static_cast<int>(cores.size()), "core"));
+    return fmt::format("{} and {} each", threads, counted(cores.size(), "core"));
   }
-  return fmt::format("{} each, {} {}", threads,
-                     plural(static_cast<int>(plan.host_cores.size()), "core"),
+  return fmt::format("{} each, {} {}", threads, counted(plan.host_cores.size(), "core"),
                      plan.pin ? "shared" : "not pinned");
 }
 
@@ -369,7 +365,7 @@ std::string start_line(const LaunchPlan& plan) {
   const std::string hosts =
       plan.nnodes.several() ? fmt::format(" on each of {} hosts", plan.nnodes.words()) : "";
   return fmt::format("lockstep {}: {}{}, {}, backend {}, {} {}", kVersion,
-                     plural(plan.local_world_size, "rank"), hosts, share_of_each(plan),
+                     counted(plan.local_world_size, "rank"), hosts, share_of_each(plan),
                      plan.backend.empty() ? "auto" : plan.backend,
                      plan.keep_logs ? "logs in" : "logs after a failure in", plan.log_folder);
 }

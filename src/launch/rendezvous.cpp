@@ -15,6 +15,7 @@
 #include <numeric>
 #include <thread>
 
+#include "base/counted.hpp"
 #include "base/process.hpp"
 #include "base/running_clock.hpp"
 #include "launch/coordinator.hpp"
@@ -267,10 +268,9 @@ bool NetworkNodeLink::await_layout(int64_t deadline_ns) {
 std::string NetworkNodeLink::waiting_for(int64_t longest_ns) const {
   const auto here = static_cast<int>(status_.present.size());
   if (status_.running > 0) {
-    return fmt::format(
-        "the job runs on {} host{} now; this host waits for its next attempt, at most {}",
-        status_.running, status_.running == 1 ? "" : "s",
-        format_seconds(static_cast<double>(longest_ns) / 1e9));
+    return fmt::format("the job runs on {} now; this host waits for its next attempt, at most {}",
+                       counted(status_.running, "host"),
+                       format_seconds(static_cast<double>(longest_ns) / 1e9));
   }
   if (here == 0 || here == options_.nnodes.most) return "";
   if (!options_.nnodes.elastic() && status_.lost.empty()) return "";

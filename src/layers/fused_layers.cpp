@@ -7,6 +7,7 @@
 #include <limits>
 #include <string>
 
+#include "base/counted.hpp"
 #include "layers/cpu_linear.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
@@ -34,8 +35,8 @@ void require_linear_shapes(const std::string& who, int64_t width, const torch::T
   }
   if (width != weight.size(1)) {
     throw Error(Code::kTensorMismatch,
-                fmt::format("{}: a row has {} values, but the weight {} takes {}", who, width,
-                            shape_text(weight.sizes()), weight.size(1)),
+                fmt::format("{}: a row has {}, but the weight {} takes {}", who,
+                            counted(width, "value"), shape_text(weight.sizes()), weight.size(1)),
                 "let the last dimension of x be the weight's second");
   }
   if (bias.defined() && (bias.dim() != 1 || bias.size(0) != weight.size(0))) {

@@ -7,6 +7,7 @@
 #include <numbers>
 #include <utility>
 
+#include "base/counted.hpp"
 #include "base/mutation.hpp"
 #include "lockstep/error.hpp"
 
@@ -70,9 +71,10 @@ LrSchedule sequential_lr(std::vector<LrSchedule> schedules, std::vector<int64_t>
 LrSchedule warmup_cosine_lr(int64_t warmup, int64_t updates, double min_lr) {
   require_updates("warmup_cosine_lr", updates);
   if (warmup < 0 || warmup >= updates) {
-    throw Error(Code::kUsage,
-                fmt::format("warmup_cosine_lr warms up for {} of {} updates", warmup, updates),
-                "give it fewer updates of warm-up than updates in all");
+    throw Error(
+        Code::kUsage,
+        fmt::format("warmup_cosine_lr warms up for {} of {}", warmup, counted(updates, "update")),
+        "give it fewer updates of warm-up than updates in all");
   }
   LrSchedule rest = sequential_lr(
       {cosine_lr(updates - warmup, min_lr), [min_lr](int64_t, double) { return min_lr; }},
@@ -105,10 +107,11 @@ std::vector<double> LrScheduler::rates() const {
 
 void LrScheduler::load(const State& state) {
   if (state.base_lrs.size() != optimizer_.param_groups().size()) {
-    throw Error(Code::kTensorMismatch,
-                fmt::format("the saved schedule is of {} groups, and the optimizer has {}",
-                            state.base_lrs.size(), optimizer_.param_groups().size()),
-                "make the optimizer with the groups that it had");
+    throw Error(
+        Code::kTensorMismatch,
+        fmt::format("the saved schedule is of {}, and the optimizer has {}",
+                    counted(state.base_lrs.size(), "group"), optimizer_.param_groups().size()),
+        "make the optimizer with the groups that it had");
   }
   state_ = state;
   set_rates();

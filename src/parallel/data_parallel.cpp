@@ -10,6 +10,7 @@
 
 #include <unordered_set>
 
+#include "base/counted.hpp"
 #include "device/streams.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/split.hpp"
@@ -405,8 +406,8 @@ std::vector<int64_t> ReplicaGroup::split(const Tensors& inputs) const {
     if (first == nullptr) first = &inputs[i];
     if (inputs[i].size(0) != first->size(0)) {
       throw Error(Code::kSplit,
-                  fmt::format("tensor {} of DataParallel's arguments has {} rows, others have {}",
-                              i, inputs[i].size(0), first->size(0)),
+                  fmt::format("tensor {} of DataParallel's arguments has {}, others have {}", i,
+                              counted(inputs[i].size(0), "row"), first->size(0)),
                   "give all tensors the same size in dimension 0");
     }
   }

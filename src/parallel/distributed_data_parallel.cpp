@@ -8,6 +8,7 @@
 #include <limits>
 #include <optional>
 
+#include "base/counted.hpp"
 #include "base/mutation.hpp"
 #include "base/process.hpp"
 #include "device/capture.hpp"
@@ -163,11 +164,11 @@ void GradientSync::State::compare_if_due() {
   constexpr double kRoundings = 64 * std::numeric_limits<float>::epsilon();
   if (found.largest <= static_cast<double>(dropped->count) * kRoundings * found.magnitude) return;
   throw Error(Code::kSyncMisuse,
-              fmt::format("the weights changed after {} micro-step{} whose gradients were dropped "
+              fmt::format("the weights changed after {} whose gradients were dropped "
                           "instead of averaged, and were not changed back: {} on rank {} is off by "
                           "{:.2g}",
-                          dropped->micro_steps, dropped->micro_steps == 1 ? "" : "s", found.name,
-                          found.rank, found.largest),
+                          counted(dropped->micro_steps, "micro-step"), found.name, found.rank,
+                          found.largest),
               "run the last micro-step before each update outside NoSync; or, if ranks may differ, "
               "set DdpOptions::check_unaveraged_updates to false");
 }
@@ -260,10 +261,10 @@ GradientSync::GradientSync(std::shared_ptr<torch::nn::Module> module, const Comm
 GradientSync::~GradientSync() {
   const auto spoiled = state_->reducer->spoiled_micro_steps();
   if (std::uncaught_exceptions() > 0 || spoiled == 0) return;
-  print_error(fmt::format(
-      "warning[{}]: the last update used {} micro-step{} inside NoSync whose gradients were not "
-      "averaged: the ranks' weights differ\n",
-      code_name(Code::kSyncMisuse), spoiled, spoiled == 1 ? "" : "s"));
+  print_error(
+      fmt::format("warning[{}]: the last update used {} inside NoSync whose gradients were not "
+                  "averaged: the ranks' weights differ\n",
+                  code_name(Code::kSyncMisuse), counted(spoiled, "micro-step")));
 }
 
 void GradientSync::before_forward() {

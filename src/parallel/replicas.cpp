@@ -5,6 +5,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "base/counted.hpp"
 #include "base/mutation.hpp"
 #include "device/slice_map.hpp"
 #include "device/streams.hpp"
@@ -216,8 +217,9 @@ void Replicas::require_same_tensors(const Replica& replica) const {
               fmt::format("a replica of {} has other parameters or buffers than the module",
                           original->name()),
               "make replicas with the same constructor arguments as the module",
-              {fmt::format("module: {} parameters and {} buffers; replica: {} and {}",
-                           replicas_[0].parameters.size(), replicas_[0].buffers.size(),
+              {fmt::format("module: {} and {}; replica: {} and {}",
+                           counted(replicas_[0].parameters.size(), "parameter"),
+                           counted(replicas_[0].buffers.size(), "buffer"),
                            replica.parameters.size(), replica.buffers.size())});
 }
 

@@ -6,6 +6,7 @@
 
 #include <limits>
 
+#include "base/counted.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
 #include "parallel/tensor_axis.hpp"
@@ -52,10 +53,11 @@ torch::Tensor VocabParallelEmbeddingImpl::forward(const torch::Tensor& ids) {
   // Only one rank would notice an id that is too large, and the others would wait for it.
   if (ids.is_cpu() && ids.numel() > 0 &&
       (ids.min().item<int64_t>() < 0 || ids.max().item<int64_t>() >= rows())) {
-    throw Error(Code::kTensorMismatch,
-                fmt::format("VocabParallelEmbedding has {} rows, but was given ids from {} to {}",
-                            rows(), ids.min().item<int64_t>(), ids.max().item<int64_t>()),
-                "give ids from 0 to one less than the rows of the whole Embedding");
+    throw Error(
+        Code::kTensorMismatch,
+        fmt::format("VocabParallelEmbedding has {}, but was given ids from {} to {}",
+                    counted(rows(), "row"), ids.min().item<int64_t>(), ids.max().item<int64_t>()),
+        "give ids from 0 to one less than the rows of the whole Embedding");
   }
   if (options_.sequence_parallel) {
     require_sequence("VocabParallelEmbedding", ids.unsqueeze(-1), axis());

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/counted.hpp"
 #include "base/process.hpp"
 #include "device/streams.hpp"
 #include "lockstep/error.hpp"
@@ -173,11 +174,12 @@ void RankLink::send(const MessageTag& tag, const torch::Tensor& tensor,
   const TensorShape shape{tensor.scalar_type(), tensor.sizes().vec()};
   const auto [known, is_new] = shapes_.emplace(key_of(input), shape);
   if (known->second != shape) {
-    throw Error(Code::kStageMismatch,
-                fmt::format("the {} is {}; for {} rows of the same shape it was {} before",
-                            label_of(tag), shape.text(), input.rows, known->second.text()),
-                "between ranks the shape and dtype of a stage's output must follow from those of "
-                "the step's input");
+    throw Error(
+        Code::kStageMismatch,
+        fmt::format("the {} is {}; for {} of the same shape it was {} before", label_of(tag),
+                    shape.text(), counted(input.rows, "row"), known->second.text()),
+        "between ranks the shape and dtype of a stage's output must follow from those of "
+        "the step's input");
   }
   {
     const std::lock_guard lock(mutex_);

@@ -11,6 +11,7 @@
 #include <future>
 #include <unordered_map>
 
+#include "base/counted.hpp"
 #include "base/fault.hpp"
 #include "base/process.hpp"
 #include "device/slice_map.hpp"
@@ -78,8 +79,8 @@ void require_options(const Schedule& schedule, const PipelineOptions& options, s
   validate(schedule);
   if (modules != static_cast<size_t>(schedule.stages())) {
     throw Error(Code::kStageMismatch,
-                fmt::format("schedule {} has {} stages, but {} modules were given", schedule.name,
-                            schedule.stages(), modules),
+                fmt::format("schedule {} has {}, but {} were given", schedule.name,
+                            counted(schedule.stages(), "stage"), counted(modules, "module")),
                 "make the schedule for as many stages as the model is cut into");
   }
   if (!options.loss) {
@@ -173,8 +174,8 @@ Pipeline::State::State(std::vector<torch::nn::Sequential> modules, const Devices
   planner_.require_same_weighing();
   if (static_cast<size_t>(schedule.ranks()) > devices.size()) {
     throw Error(Code::kPlacement,
-                fmt::format("schedule {} has {} ranks, but there are {} devices", schedule.name,
-                            schedule.ranks(), devices.size()),
+                fmt::format("schedule {} has {}, but this process has {}", schedule.name,
+                            counted(schedule.ranks(), "rank"), counted(devices.size(), "device")),
                 "give more devices, or put several stages on one with on_ranks()");
   }
   devices.require_not_on_worker("Pipeline");
@@ -202,8 +203,8 @@ Pipeline::State::State(std::vector<torch::nn::Sequential> modules, const Communi
   require_options(schedule, options_, modules.size());
   if (axis.size() != schedule.ranks()) {
     throw Error(Code::kStageMismatch,
-                fmt::format("schedule {} has {} ranks, but the axis has {}", schedule.name,
-                            schedule.ranks(), axis.size()),
+                fmt::format("schedule {} has {}, but the axis has {}", schedule.name,
+                            counted(schedule.ranks(), "rank"), axis.size()),
                 "make the schedule for as many ranks as the pipeline's axis has");
   }
   require_same_schedule(axis, schedule);
@@ -479,10 +480,10 @@ Pipeline::Pipeline(std::vector<torch::nn::Sequential> stages, const Communicator
 Pipeline::~Pipeline() {
   const int64_t steps = state_->unaveraged_steps();
   if (std::uncaught_exceptions() > 0 || steps == 0) return;
-  print_error(fmt::format(
-      "warning[{}]: the last update used the gradients of {} steps with synchronise = false "
-      "that were not averaged: the data ranks' weights differ\n",
-      code_name(Code::kSyncMisuse), steps));
+  print_error(
+      fmt::format("warning[{}]: the last update used the gradients of {} with synchronise = false "
+                  "that were not averaged: the data ranks' weights differ\n",
+                  code_name(Code::kSyncMisuse), counted(steps, "step")));
 }
 
 torch::Tensor Pipeline::step(const torch::Tensor& x, const torch::Tensor& y,

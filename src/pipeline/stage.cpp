@@ -15,6 +15,7 @@
 #include <numeric>
 #include <utility>
 
+#include "base/counted.hpp"
 #include "device/streams.hpp"
 #include "lockstep/autocast.hpp"
 #include "lockstep/clock.hpp"
@@ -103,8 +104,9 @@ void require_cut(int64_t layers, std::span<const int64_t> layers_per_stage) {
                                      [](int64_t count) { return count < 1; });
   if (total == layers && !any_empty) return;
   throw Error(Code::kStageMismatch,
-              fmt::format("{} layers cannot be cut into {} stages of {} layers in all{}", layers,
-                          layers_per_stage.size(), total, any_empty ? ", one without a layer" : ""),
+              fmt::format("{} cannot be cut into {} of {} in all{}", counted(layers, "layer"),
+                          counted(layers_per_stage.size(), "stage"), counted(total, "layer"),
+                          any_empty ? ", one without a layer" : ""),
               "give every stage at least one layer, and as many in all as the model has");
 }
 

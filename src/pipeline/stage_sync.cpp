@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "base/counted.hpp"
 #include "gradients/recorded_gradients.hpp"
 #include "lockstep/error.hpp"
 #include "verify/step_recorder.hpp"
@@ -36,8 +37,8 @@ StageSync::StageSync(int stage, torch::nn::Sequential module, const Communicator
 // An update between two unaveraged steps would use gradients that the other ranks do not have.
 void StageSync::require_averaged() const {
   if (unaveraged_steps() == 0) return;
-  refuse(fmt::format("the weights of stage {} changed after {} steps that were not synchronised",
-                     stage_, unaveraged_steps()),
+  refuse(fmt::format("the weights of stage {} changed after {} without synchronisation", stage_,
+                     counted(unaveraged_steps(), "step")),
          "set synchronise = true in the last step before an update; if weights change on "
          "purpose and are changed back, set PipelineOptions::check_unaveraged_updates to false");
 }

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "base/counted.hpp"
 #include "base/mutation.hpp"
 #include "base/process.hpp"
 #include "lockstep/error.hpp"
@@ -59,7 +60,8 @@ StepPlan StepPlanner::plan_rows(const torch::Tensor& x, const torch::Tensor& y, 
                 "pass the targets as y");
   }
   if (x.defined() && y.defined() && x.size(0) != y.size(0)) {
-    throw Error(Code::kStageMismatch, fmt::format("x has {} rows and y {}", x.size(0), y.size(0)),
+    throw Error(Code::kStageMismatch,
+                fmt::format("x has {} and y {}", counted(x.size(0), "row"), y.size(0)),
                 "give every row its target");
   }
   StepPlan plan;
@@ -72,7 +74,8 @@ StepPlan StepPlanner::plan_rows(const torch::Tensor& x, const torch::Tensor& y, 
                                       trains);
   if (rows < schedule_.micro_batches) {
     throw Error(Code::kStageMismatch,
-                fmt::format("{} rows cannot make {} micro-batches", rows, schedule_.micro_batches),
+                fmt::format("{} cannot make {}", counted(rows, "row"),
+                            counted(schedule_.micro_batches, "micro-batch")),
                 "give a larger batch, or a schedule with fewer micro-batches");
   }
   plan.rows = tensor_split_rows(rows, schedule_.micro_batches);
@@ -105,10 +108,10 @@ int64_t StepPlanner::agree_on_batch(StepPlan& plan, int64_t rows, bool trains) c
                 "call step() or evaluate() on all ranks of the axis");
   }
   if (rows >= 0 && rows != said[0]) {
-    throw Error(
-        Code::kStageMismatch,
-        fmt::format("this rank was given {} rows, the one with stage 0 has {}", rows, said[0]),
-        "give all ranks of one pipeline the same batch");
+    throw Error(Code::kStageMismatch,
+                fmt::format("this rank was given {}, the one with stage 0 has {}",
+                            counted(rows, "row"), said[0]),
+                "give all ranks of one pipeline the same batch");
   }
   plan.dtype = static_cast<torch::ScalarType>(said[2]);
   plan.row.assign(said + kHeader, said + kHeader + said[3]);

@@ -79,6 +79,19 @@ void add_powers(Axis& axis, double base, const Scale& scale) {
   }
 }
 
+// 1, 2 and 5 times each power of ten.
+void add_rounds(Axis& axis, const Scale& scale) {
+  const double first = std::floor(std::log10(axis.low));
+  for (int i = 0; i < kMostTicks; ++i) {
+    const double power = std::pow(10.0, first + i);
+    if (power > axis.high * (1 + 1e-9)) break;
+    for (const double factor : {1.0, 2.0, 5.0}) {
+      const double value = factor * power;
+      if (value >= axis.low && value <= axis.high) add_tick(axis, value, scale);
+    }
+  }
+}
+
 }  // namespace
 
 bool is_plottable(double value) {
@@ -143,6 +156,9 @@ Axis log_axis(double low, double high, double base, Unit unit) {
   add_powers(axis, base, scale);
   if (axis.ticks.size() >= 2) return axis;
   // With fewer than two powers between the ends, use round numbers.
+  axis.ticks.clear();
+  if (base == 10) add_rounds(axis, scale);
+  if (axis.ticks.size() >= 2) return axis;
   axis.ticks.clear();
   for (const Tick& tick : linear_axis(low, high, unit, 5).ticks) {
     if (tick.value >= low && tick.value <= high) axis.ticks.push_back(tick);

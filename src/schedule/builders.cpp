@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <tuple>
 
+#include "base/counted.hpp"
 #include "lockstep/error.hpp"
 #include "schedule/checks.hpp"
 
@@ -61,9 +62,9 @@ void require_fit(int ranks, int micro_batches) {
   int64_t more = micro_batches;
   while (!fits(ranks, more)) ++more;
   throw Error(Code::kSchedule,
-              fmt::format("interleaved: {} micro-batches cannot be divided evenly into {} rounds "
-                          "of {} ranks",
-                          micro_batches, micro_batches / ranks, ranks),
+              fmt::format("interleaved: {} cannot be divided evenly into {} of {}",
+                          counted(micro_batches, "micro-batch"),
+                          counted(micro_batches / ranks, "round"), counted(ranks, "rank")),
               fmt::format("use {} or {} micro-batches", fewer, more));
 }
 

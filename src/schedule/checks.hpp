@@ -20,9 +20,6 @@ void require_sizes(int64_t stages, int64_t micro_batches);
 /// Throws kSchedule unless `count` is at least 1; `what` names it: "chunks".
 void require_positive(const char* what, int64_t count);
 
-/// "1 stage", "4 stages".
-std::string counted(int64_t count, std::string_view noun);
-
 /// "B of micro-batch 2 in stage 0".
 std::string describe(const Action& action);
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/counted.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/split.hpp"
 #include "schedule/checks.hpp"

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/counted.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/table.hpp"
 #include "schedule/checks.hpp"
@@ -34,12 +35,12 @@ void require_printable(const Schedule& schedule, const Simulation& simulation,
   const size_t ranks = schedule.actions.size();
   if (simulation.timeline.size() != ranks) {
     reject(fmt::format("a timeline of {} does not fit schedule \"{}\" of {}",
-                       counted(static_cast<int64_t>(simulation.timeline.size()), "rank"),
-                       schedule.name, ranks),
+                       counted(simulation.timeline.size(), "rank"), schedule.name, ranks),
            "print a simulation of this schedule");
   }
   if (!options.rank_names.empty() && options.rank_names.size() != ranks) {
-    reject(fmt::format("{} names for {} ranks", options.rank_names.size(), ranks),
+    reject(fmt::format("{} for {}", counted(options.rank_names.size(), "name"),
+                       counted(ranks, "rank")),
            "give one name for each rank, or none");
   }
   if (!std::isfinite(options.tick) || options.tick < 0) {

@@ -5,6 +5,7 @@
 #include <optional>
 #include <queue>
 
+#include "base/counted.hpp"
 #include "lockstep/error.hpp"
 #include "schedule/checks.hpp"
 

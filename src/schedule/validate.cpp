@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/counted.hpp"
 #include "lockstep/error.hpp"
 #include "schedule/checks.hpp"
 
@@ -179,11 +180,6 @@ void require_sizes(int64_t stages, int64_t micro_batches) {
                 fmt::format("use at most {} with {}", counted(kMaxForwards / stages, "micro-batch"),
                             counted(stages, "stage")));
   }
-}
-
-std::string counted(int64_t count, std::string_view noun) {
-  if (count == 1) return fmt::format("1 {}", noun);
-  return fmt::format("{} {}{}", count, noun, noun.ends_with("ch") ? "es" : "s");
 }
 
 std::string describe(const Action& action) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/counted.hpp"
 #include "sharding/sharded_state.hpp"
 
 // The gradients of a sharded model: from autograd's hooks to the shards' grads.
@@ -143,8 +144,8 @@ void ShardedModel::State::settle_missing() {
     const size_t count = missing.size();
     missing.resize(std::min(count, kShown));
     fail({Code::kUnusedParameter,
-          fmt::format("backward gave no gradient to {} of {} parameters: {}{}", count,
-                      trained.size(), fmt::join(missing, ", "),
+          fmt::format("backward gave no gradient to {} of {}: {}{}", count,
+                      counted(trained.size(), "parameter"), fmt::join(missing, ", "),
                       count > kShown ? fmt::format(" and {} more", count - kShown) : ""),
           "use them in forward, freeze them with requires_grad_(false) before they are wrapped, or "
           "set find_unused_parameters"});
@@ -200,9 +201,9 @@ void ShardedModel::State::check_window() {
   if (window->micro_steps() == 0) return;
   if (window->weights_changed()) {
     fail(sharding_misuse(
-        fmt::format("the weights changed after {} micro-step{} whose gradients were not "
+        fmt::format("the weights changed after {} whose gradients were not "
                     "averaged",
-                    window->micro_steps(), window->micro_steps() == 1 ? "" : "s"),
+                    counted(window->micro_steps(), "micro-step")),
         "run the last micro-step before each update outside NoSync, also in a last, shorter "
         "window"));
   }

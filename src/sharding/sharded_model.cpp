@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "base/counted.hpp"
 #include "base/process.hpp"
 #include "device/capture.hpp"
 #include "device/slice_map.hpp"
@@ -96,10 +97,10 @@ ShardedModel::State::~State() {
   }
   if (window && window->micro_steps() > 0 && window->weights_changed() &&
       std::uncaught_exceptions() == 0) {
-    print_error(fmt::format(
-        "warning[{}]: the last update used {} micro-steps inside NoSync whose gradients were not "
-        "averaged\n",
-        code_name(Code::kSyncMisuse), window->micro_steps()));
+    print_error(
+        fmt::format("warning[{}]: the last update used {} inside NoSync whose gradients were not "
+                    "averaged\n",
+                    code_name(Code::kSyncMisuse), counted(window->micro_steps(), "micro-step")));
   }
   watched.clear();
   unwatch_this_thread();

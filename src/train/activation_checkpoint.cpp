@@ -16,6 +16,7 @@
 #include <typeindex>
 #include <unordered_set>
 
+#include "base/counted.hpp"
 #include "device/capture.hpp"
 #include "device/rng.hpp"
 #include "lockstep/device.hpp"
@@ -178,8 +179,8 @@ void require_repeated(const CallFacts& first, const CallFacts& second) {
   const auto same = [](const torch::Tensor& a, const torch::Tensor& b) { return a.is_same(b); };
   if (!std::equal(first.graph.parameters.begin(), first.graph.parameters.end(),
                   second.graph.parameters.begin(), second.graph.parameters.end(), same)) {
-    refuse_difference("the set of its parameters",
-                      fmt::format("{} tensors", first.graph.parameters.size()), "another one");
+    refuse_difference("the set of its parameters", counted(first.graph.parameters.size(), "tensor"),
+                      "another one");
   }
 }
 

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/checksum.hpp"
+#include "base/counted.hpp"
 #include "base/process.hpp"
 #include "lockstep/error.hpp"
 #include "train/checkpoint_state.hpp"
@@ -138,8 +139,8 @@ void Checkpoint::State::require_all_used(const CheckpointReader& reader,
     const size_t count = extra.size();
     extra.resize(std::min<size_t>(count, 10));
     throw Error(Code::kTensorMismatch,
-                fmt::format("{} has {} tensor{} that this run does not have", reader.path(), count,
-                            count == 1 ? "" : "s"),
+                fmt::format("{} has {} that this run does not have", reader.path(),
+                            counted(count, "tensor")),
                 "resume with the program and the options that saved it, or save to another folder",
                 extra);
   }
@@ -148,9 +149,8 @@ void Checkpoint::State::require_all_used(const CheckpointReader& reader,
                             reader.path(), fmt::join(unknown, ", ")));
   }
   if (reader.manifest().ranks != size_ && is_writer()) {
-    print_error(fmt::format(
-        "lockstep: {} was saved by {} rank{}; random numbers start anew on {}\n", reader.path(),
-        reader.manifest().ranks, reader.manifest().ranks == 1 ? "" : "s", size_));
+    print_error(fmt::format("lockstep: {} was saved by {}; random numbers start anew on {}\n",
+                            reader.path(), counted(reader.manifest().ranks, "rank"), size_));
   }
 }
 

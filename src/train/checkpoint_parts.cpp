@@ -8,6 +8,7 @@
 #include <mutex>
 #include <utility>
 
+#include "base/counted.hpp"
 #include "device/dtype_map.hpp"
 #include "device/rng.hpp"
 #include "device/slice_map.hpp"
@@ -535,8 +536,8 @@ std::unique_ptr<CheckpointPart> scheduler_part(LrScheduler& scheduler) {
                                    value.at("base_lrs").get<std::vector<double>>()};
     const size_t groups = scheduler.state().base_lrs.size();
     if (state.base_lrs.size() != groups) {
-      source.fail(fmt::format("it has rates of {} groups, and this run's optimizer has {}",
-                              state.base_lrs.size(), groups),
+      source.fail(fmt::format("it has rates of {}, and this run's optimizer has {}",
+                              counted(state.base_lrs.size(), "group"), groups),
                   kSameModelHelp);
     }
     return [&scheduler, state] { scheduler.load(state); };

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/checksum.hpp"
+#include "base/counted.hpp"
 #include "base/process.hpp"
 #include "device/capture.hpp"
 #include "device/dtype_map.hpp"
@@ -276,8 +277,8 @@ void Checkpoint::State::finish() {
   }
   if (failures_ == 0 || std::exchange(finished_, true)) return;
   throw Error(Code::kCheckpoint,
-              fmt::format("{} of {} checkpoint{} could not be saved to {}; the last was {}",
-                          failures_, saves_, saves_ == 1 ? "" : "s", folder_, last_failure_),
+              fmt::format("{} of {} could not be saved to {}; the last was {}", failures_,
+                          counted(saves_, "checkpoint"), folder_, last_failure_),
               "earlier checkpoints are intact; make room or repair the disk, and start again to "
               "resume from the latest");
 }

@@ -9,6 +9,7 @@
 #include <deque>
 #include <optional>
 
+#include "base/counted.hpp"
 #include "base/mutation.hpp"
 #include "lockstep/error.hpp"
 
@@ -114,9 +115,9 @@ std::vector<int64_t> DistributedSampler::next_batch(int64_t count) {
 int64_t DistributedSampler::position() const {
   if (state_->loader_is_ahead()) {
     throw Error(Code::kUsage,
-                fmt::format("a loader has taken {} rows of this DistributedSampler, and nobody "
+                fmt::format("a loader has taken {} of this DistributedSampler, and nobody "
                             "counts how many have reached the training loop",
-                            state_->taken),
+                            counted(state_->taken, "row")),
                 "loop over sampler.batches(*loader) instead of *loader");
   }
   return state_->position;
@@ -125,9 +126,10 @@ int64_t DistributedSampler::position() const {
 void DistributedSampler::seek(int64_t epoch, int64_t position) {
   State& state = *state_;
   if (position < 0 || position > state.size) {
-    throw Error(Code::kSplit,
-                fmt::format("position {} is not in an epoch of {} rows", position, state.size),
-                "give a position that position() has returned");
+    throw Error(
+        Code::kSplit,
+        fmt::format("position {} is not in an epoch of {}", position, counted(state.size, "row")),
+        "give a position that position() has returned");
   }
   state.epoch = epoch;
   state.position = position;
@@ -140,8 +142,8 @@ void DistributedSampler::reset(torch::optional<size_t> new_size) {
   State& state = *state_;
   if (new_size && static_cast<int64_t>(*new_size) != state.rows) {
     throw Error(Code::kSplit,
-                fmt::format("a DistributedSampler of {} rows cannot become one of {}", state.rows,
-                            *new_size),
+                fmt::format("a DistributedSampler of {} cannot become one of {}",
+                            counted(state.rows, "row"), *new_size),
                 "make another sampler and another loader");
   }
   // Without set_epoch() a further loop repeats the epoch, as PyTorch's does.

@@ -4,6 +4,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "base/counted.hpp"
 #include "base/mutation.hpp"
 #include "device/slice_map.hpp"
 #include "lockstep/error.hpp"
@@ -218,8 +219,8 @@ std::function<void()> OptimizerPart<Kind>::load(SectionSource& source) {
   const json groups = value.at("groups");
   auto& ours = optimizer_.param_groups();
   if (groups.size() != ours.size()) {
-    source.fail(fmt::format("its optimizer has {} groups, and this run's has {}", groups.size(),
-                            ours.size()),
+    source.fail(fmt::format("its optimizer has {}, and this run's has {}",
+                            counted(groups.size(), "group"), ours.size()),
                 kHelp);
   }
   std::vector<Options> options;

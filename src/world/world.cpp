@@ -12,6 +12,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "base/counted.hpp"
 #include "base/process.hpp"
 #include "base/running_clock.hpp"
 #include "base/stack.hpp"
@@ -266,8 +267,8 @@ bool may_use_all_cores(const Hardware& hardware) {
       devices_per_rank == 1 ? "" : fmt::format(" with {} devices each", devices_per_rank);
   throw Error(
       Code::kDeviceMissing,
-      fmt::format("--devices {} makes {} logical device{}, but this host has {} rank{}{}", spec,
-                  slots, slots == 1 ? "" : "s", ranks, ranks == 1 ? "" : "s", each),
+      fmt::format("--devices {} makes {}, but this host has {}{}", spec,
+                  counted(slots, "logical device"), counted(ranks, "rank"), each),
       spec.starts_with("cpu")
           ? fmt::format("use --devices cpu:{}, or leave it out", needed)
           : fmt::format("let them share a GPU with --devices cuda:0*{}, or start fewer", needed));

@@ -76,7 +76,7 @@ TEST_F(RefusalTest, AnotherOptimizerIsNamed) {
   Sgd two(std::move(groups), {.lr = 0.1});
   Checkpoint other(folder_);
   other.add("optimizer", two, *net);
-  expect_error(Code::kTensorMismatch, {"1 groups", "2"}, [&] { other.resume(); });
+  expect_error(Code::kTensorMismatch, {"1 group,", "2"}, [&] { other.resume(); });
 }
 
 TEST_F(RefusalTest, AParameterWithoutANameIsRefused) {

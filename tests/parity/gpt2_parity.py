@@ -199,7 +199,7 @@ class Check:
 
     def mistakes(self):
         data = self.make_tokens()
-        for flags, words in ((["--stages", "2"], ["1 ranks", "multiple of 2"]),
+        for flags, words in ((["--stages", "2"], ["1 rank cannot", "multiple of 2"]),
                              (["--shard", "4"], ["--shard"]),
                              (["--batch", "7", "--accumulate", "2"], ["--batch 7", "multiple of 2"]),
                              (["--data", "/nonexistent"], ["train.bin", "gpt2 tokens"]),

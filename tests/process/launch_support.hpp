@@ -22,10 +22,10 @@ namespace lockstep::test {
 
 using Texts = std::vector<std::string>;
 
-/// Waits until `condition` holds; false after ten seconds.
+/// Waits until `condition` holds; false after a minute.
 template <class Condition>
 bool eventually(Condition&& condition) {
-  for (int tries = 0; tries < 2000; ++tries) {
+  for (int tries = 0; tries < 12000; ++tries) {
     if (condition()) return true;
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }

@@ -30,6 +30,9 @@ PIPELINE = ["practical10_hybrid", *SIZES, "--place", "ranks", "--micro-batches",
 HYBRID = ["practical10_hybrid", *SIZES, "--devices", "cpu:4", "--micro-batches", "2", "--amp", "bf16"]
 
 
+ENDLESS = 10_000_000  # no run comes to this step
+
+
 def on_ranks(program, *launcher, ranks=2):
     return [os.path.join(BIN, "lockstep"), "run", "-n", str(ranks), *launcher, os.path.join(BIN, program[0]), *program[1:]]
 
@@ -82,8 +85,8 @@ class Resume(ScratchTest):
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         return done
 
-    def expect_same(self, name):
-        self.assertEqual(latest(self.path(name)), STEPS)
+    def expect_same(self, name, steps=STEPS):
+        self.assertEqual(latest(self.path(name)), steps)
         self.assertEqual(differences(self.path("whole"), self.path(name)), [])
         self.assertEqual(bytes_of(self.path("whole.safetensors")), bytes_of(self.path(name + ".safetensors")))
         left_over = [each for each in os.listdir(self.path(name)) if each.startswith(".") and each != ".lock"]
@@ -105,8 +108,10 @@ class Resume(ScratchTest):
                 self.assertEqual(done.returncode, 137, done.stdout + done.stderr)
                 killed.append(f"rank {rank} in step {step}")
             else:
-                process = start(on_ranks(self.saving(program, name), *launcher, ranks=ranks))
-                wait_for_step(process, folder, before + chance.randint(1, room))
+                # A rank that stops keeps it from its end. When it does, two saves after the step waited for have begun.
+                stop = f"stop@rank={chance.randrange(ranks)},step={before + room + 5}"
+                process = start(on_ranks(self.saving(program, name), "--inject", stop, *launcher, ranks=ranks))
+                self.assertTrue(wait_for_step(process, folder, before + chance.randint(1, room)))
                 time.sleep(chance.random() * 0.01)
                 process.kill()  # the launcher; its ranks end with it
                 process.communicate()
@@ -146,8 +151,7 @@ class Resume(ScratchTest):
         for program, sent in ((HYBRID, signal.SIGTERM), (ACCUMULATION_AMP, signal.SIGUSR1),
                               ([*DDP, "--backend", "gloo"], signal.SIGTERM)):
             with self.subTest(program=program[0], signal=sent.name), tempfile.TemporaryDirectory() as self.folder:
-                self.train(on_ranks(self.saving(program, "whole")))
-                process = start(on_ranks(self.saving(program, "stopped")))
+                process = start(on_ranks([*self.saving(program, "stopped"), "--steps", str(ENDLESS)]))
                 self.assertTrue(wait_for_step(process, self.path("stopped"), 10))
                 process.send_signal(sent)
                 errors = process.communicate(timeout=120)[1]
@@ -155,8 +159,10 @@ class Resume(ScratchTest):
                 saved = re.search(r"asked to stop: saved step (\d+)", errors)
                 self.assertTrue(saved, errors)
                 self.assertEqual(latest(self.path("stopped")), int(saved[1]))
-                self.train(on_ranks(self.saving(program, "stopped")))
-                self.expect_same("stopped")
+                steps = max(STEPS, int(saved[1]) // 2 * 2 + 20)
+                for name in ("whole", "stopped"):
+                    self.train(on_ranks([*self.saving(program, name), "--steps", str(steps)]))
+                self.expect_same("stopped", steps)
 
     def test_a_restart_resumes_by_itself_and_its_record_says_so(self):
         self.train(on_ranks(self.saving(DDP, "whole")))

@@ -89,11 +89,9 @@ class TwoHosts(ScratchTest):
     def long_job(self, *flags, ranks=2):
         jobs = self.start([str(BIN / "practical6_ddp"), "--steps", "100000", *TRAIN[2:], "--json", "/dev/null"],
                           "--ranks", "all", *flags, ranks=ranks)
-        begin = time.monotonic()
-        while f"Rank: {ranks}" not in (line := jobs[0].stdout.readline()):  # rank 0 prints it for all
+        while "step 1/" not in (line := jobs[0].stdout.readline()):
             self.assertTrue(line, "host 0 ended without training")
-            self.assertLess(time.monotonic() - begin, 60)
-        time.sleep(1)  # into the loop
+        time.sleep(0.2)  # into the loop
         return jobs
 
     def test_a_killed_rank_stops_both_hosts_and_is_named(self):
@@ -180,13 +178,14 @@ class TwoHosts(ScratchTest):
         return sorted(int(path.name[5:]) for path in folder.glob("step-????????"))
 
     def test_after_a_cut_only_the_coordinators_side_goes_on(self):
+        # A rank that stops in the first attempt keeps it from its end until the cut.
         program = str(BIN / "tutorial_checkpoint")
-        jobs = self.start([program, self.path("checkpoints"), "1000"], "--max-restarts", "1", "--last-call", "1",
-                          "--heartbeat", "0.2", "--host-timeout", "3", "--grace", "1", nnodes="1:2")
+        jobs = self.start([program, self.path("checkpoints"), "600"], "--max-restarts", "1", "--last-call", "3", "--heartbeat",
+                          "0.2", "--host-timeout", "3", "--grace", "1", "--inject", "stop@rank=0,step=300", nnodes="1:2")
         begin = time.monotonic()
         while len(self.checkpoints()) < 2:
             self.assertIsNone(jobs[0].poll())
-            self.assertLess(time.monotonic() - begin, 60)
+            self.assertLess(time.monotonic() - begin, 120)
             time.sleep(0.01)
         ip("-n", NAMES[1], "link", "set", NAMES[1], "down")
         try:
@@ -194,13 +193,13 @@ class TwoHosts(ScratchTest):
             (code, out, err), (cut_code, cut_out, cut_err) = self.wait(jobs)
         finally:
             ip("-n", NAMES[1], "link", "set", NAMES[1], "up")
-        self.assertLess(before, 1000, "the cut came too late to matter")
+        self.assertLess(before, 300)
         self.assertEqual(cut_code, 1, cut_err)
         self.assertIn(f"host {NAMES[0]} (node 0), which coordinates the job, was lost: it was silent for 3.00 s", cut_err)
         self.assertNotIn("restart", cut_err)
         self.assertEqual(code, 0, err)
         self.assertIn(f"host {NAMES[1]} (node 1) was lost: it was silent for 3.00 s; restart 1 of 1", err)
-        self.assertEqual(self.checkpoints()[-1], 1000)
+        self.assertEqual(self.checkpoints()[-1], 600)
         self.assertEqual(out.count("step 10:"), 1, "it went on from a checkpoint")
         verified = subprocess.run([str(BIN / "lockstep"), "ckpt", "verify", self.path("checkpoints")], capture_output=True,
                                   text=True)

@@ -70,19 +70,20 @@ void expect_refused(Code code, const std::string& fragment,
 // The gradients are gone, but the weights were updated with them.
 TEST(PipelineDataAxis, AnUpdateFromUnaveragedGradientsIsRefusedAlsoOnceTheyAreCleared) {
   for (const bool fused : {false, true}) {
-    expect_refused(Code::kSyncMisuse, "changed after 1 steps", [&](const Communicator& comm) {
-      Replica replica(comm);
-      std::unique_ptr<torch::optim::Optimizer> optimizer;
-      if (fused) {
-        optimizer = std::make_unique<Sgd>(replica.pipeline.parameters(), SgdOptions{.lr = 0.1});
-      } else {
-        optimizer = std::make_unique<torch::optim::SGD>(replica.pipeline.parameters(), 0.1);
-      }
-      replica.step(0, {.synchronise = false});
-      optimizer->step();
-      for (auto& parameter : replica.pipeline.parameters()) parameter.mutable_grad().reset();
-      replica.step(1);
-    });
+    expect_refused(
+        Code::kSyncMisuse, "changed after 1 step without", [&](const Communicator& comm) {
+          Replica replica(comm);
+          std::unique_ptr<torch::optim::Optimizer> optimizer;
+          if (fused) {
+            optimizer = std::make_unique<Sgd>(replica.pipeline.parameters(), SgdOptions{.lr = 0.1});
+          } else {
+            optimizer = std::make_unique<torch::optim::SGD>(replica.pipeline.parameters(), 0.1);
+          }
+          replica.step(0, {.synchronise = false});
+          optimizer->step();
+          for (auto& parameter : replica.pipeline.parameters()) parameter.mutable_grad().reset();
+          replica.step(1);
+        });
   }
 }
 

@@ -77,7 +77,7 @@ TEST(PipelineErrors, ImpossibleRequestsAreRefused) {
   const auto stages = [] { return test::cut(test::deep_mlp(2), 2); };
   test::expect_error(Code::kUsage, {"without a loss"},
                      [&] { make(stages(), "cpu:2", gpipe(2, 2), {}); });
-  test::expect_error(Code::kPlacement, {"2 ranks", "1 devices"},
+  test::expect_error(Code::kPlacement, {"2 ranks", "1 device"},
                      [&] { make(stages(), "cpu:1", gpipe(2, 2), {.loss = test::mse}); });
   test::expect_error(Code::kStageMismatch, {"3 stages", "2 modules"},
                      [&] { make(stages(), "cpu:3", gpipe(3, 2), {.loss = test::mse}); });

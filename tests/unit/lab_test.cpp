@@ -205,8 +205,8 @@ TEST(Lab5Tables, StepTimesHaveOneUnit) {
 TEST(LabText, ReadsAsAPersonWouldWriteIt) {
   EXPECT_EQ(percent_range(0.853, 0.848), "85 %") << "not \"85 to 85 %\"";
   EXPECT_EQ(percent_range(0.853, 0.914), "85 to 91 %");
-  EXPECT_EQ(plural(1, "warm-up step"), "1 warm-up step");
-  EXPECT_EQ(plural(2, "process", "processes"), "2 processes");
+  EXPECT_EQ(counted(1, "warm-up step"), "1 warm-up step");
+  EXPECT_EQ(counted(2, "process"), "2 processes");
   EXPECT_EQ(rows_text({64}), "64 rows");
   EXPECT_EQ(rows_text({1}), "1 row");
   EXPECT_EQ(rows_text({32, 32}), "32 rows each");

@@ -51,6 +51,9 @@ TEST(ReportAxis, PowersOfTheBase) {
   EXPECT_EQ(labels_of(log_axis(0.004, 20, 10, Unit::kNumber)), (Labels{"0.01", "0.1", "1", "10"}));
   EXPECT_LE(log_axis(1e-200, 1e200, 10, Unit::kNumber).ticks.size(), 8U);
   EXPECT_GE(log_axis(3, 4, 10, Unit::kNumber).ticks.size(), 2U) << "round numbers between powers";
+  EXPECT_EQ(labels_of(log_axis(180, 4000, 10, Unit::kMilliseconds)),
+            (Labels{"0.2 s", "0.5 s", "1 s", "2 s"}))
+      << "ticks along the whole axis";
 }
 
 TEST(ReportAxis, OddRangesStillHaveTicks) {

@@ -21,6 +21,8 @@ TEST(TableData, QuantitiesAreNumbersInOneUnit) {
             "range_least_ms,range_most_ms\r\n40.1,44\r\n");
   EXPECT_EQ(csv_of_column("peak", {"24.0 MiB", "512 KiB", "2.00 GiB", "0 B"}),
             "peak_mib\r\n24\r\n0.5\r\n2048\r\n0\r\n");
+  EXPECT_EQ(csv_of_column("copies", {"601 KiB", "1.07 MiB"}), "copies_mib\r\n0.587\r\n1.07\r\n")
+      << "no digits that the cell did not have";
   EXPECT_EQ(csv_of_column("against", {"-28 %", "+3 %", "±0 %"}),
             "against_percent\r\n-28\r\n3\r\n0\r\n");
   EXPECT_EQ(csv_of_column("total", {"2 min 05 s"}), "total_ms\r\n125000\r\n");
@@ -51,6 +53,12 @@ TEST(TableData, RemarksHaveAColumnOfTheirOwn) {
             "devices,devices_remark\r\n2,\r\n4,shared\r\n");
   EXPECT_EQ(csv_of_column("loss gap", {"0 %", "< 0.001 %"}),
             "loss_gap_percent,loss_gap_remark\r\n0,\r\n0.001,less than\r\n");
+  EXPECT_EQ(csv_of_column("last loss", {"0.5477", "0.5529", "not finite"}),
+            "last_loss,last_loss_remark\r\n0.5477,\r\n0.5529,\r\n,not finite\r\n");
+  EXPECT_EQ(csv_of_column("step 20", {"0.431", "not finite", "not finite", "—"}),
+            "step_20,step_20_remark\r\n0.431,\r\n,not finite\r\n,not finite\r\n,\r\n");
+  EXPECT_EQ(csv_of_column("time", {"3 ms", "2 MiB", "4 ms"}),
+            "time_ms,time_remark\r\n3,\r\n,2 MiB\r\n4,\r\n");
 }
 
 TEST(TableData, TitlesAreSpelledOut) {
@@ -62,8 +70,8 @@ TEST(TableData, TitlesAreSpelledOut) {
 }
 
 TEST(TableData, TextStaysText) {
-  EXPECT_EQ(csv_of_column("last loss", {"0.5477", "0.5529", "not finite"}),
-            "last_loss\r\n0.5477\r\n0.5529\r\nnot finite\r\n");
+  EXPECT_EQ(csv_of_column("last loss", {"not finite", "not finite"}),
+            "last_loss\r\nnot finite\r\nnot finite\r\n");
   EXPECT_EQ(csv_of_column("shape", {"[22, 16]"}), "shape\r\n\"[22, 16]\"\r\n");
   EXPECT_EQ(csv_of_column("odd", {"inf", "1e999", "12 parsecs"}),
             "odd\r\ninf\r\n1e999\r\n12 parsecs\r\n");

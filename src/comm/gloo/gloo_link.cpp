@@ -8,6 +8,7 @@
 #include <chrono>
 #include <cstring>
 
+#include "base/counted.hpp"
 #include "base/process.hpp"
 #include "base/running_clock.hpp"
 #include "comm/gloo/gloo_link.hpp"
@@ -490,9 +491,9 @@ StallReport GlooLink::survey(const StalledCall& own) {
       activity.arrived = peer.calls;
       activity.finished = peer.calls - 1;
     }
-    activity.state = fmt::format("it {}; it has begun {} collective{}",
-                                 activity.silent ? "does not answer" : "is alive", activity.arrived,
-                                 activity.arrived == 1 ? "" : "s");
+    activity.state =
+        fmt::format("it {}; it has begun {}", activity.silent ? "does not answer" : "is alive",
+                    counted(activity.arrived, "collective"));
     report.activities.push_back(std::move(activity));
     if (peer.closed && !peer.notice && !report.cause) {
       report.cause = AbortRecord{.by = rank_, .blamed = rank, .text = std::string(kEnded)};

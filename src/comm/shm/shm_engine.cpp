@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/counted.hpp"
 #include "base/running_clock.hpp"
 #include "comm/shm/shm_engine.hpp"
 #include "lockstep/error.hpp"
@@ -421,8 +422,8 @@ AbortRecord ShmLink::record() const {
 
 std::string ShmLink::state_of(int peer) const {
   const int64_t made = control_.rank(peer).arrived.value.load(std::memory_order_relaxed);
-  return fmt::format("{}; it has begun {} collective{}",
-                     processes_[static_cast<size_t>(peer)].state(), made, made == 1 ? "" : "s");
+  return fmt::format("{}; it has begun {}", processes_[static_cast<size_t>(peer)].state(),
+                     counted(made, "collective"));
 }
 
 RankActivity ShmLink::activity_of(int peer) const {

@@ -9,6 +9,7 @@
 #include <map>
 #include <utility>
 
+#include "base/counted.hpp"
 #include "device/capture.hpp"
 #include "device/dtype_map.hpp"
 #include "device/streams.hpp"
@@ -28,8 +29,8 @@ void check_kernels(const std::vector<GroupRates>& captured, const std::vector<Gr
   const std::string help = "make a new CapturedStep after such a change";
   if (captured.size() != now.size()) {
     throw Error(Code::kCapture,
-                fmt::format("the optimizer had {} groups when its step was captured, and has {}",
-                            captured.size(), now.size()),
+                fmt::format("the optimizer had {} when its step was captured, and has {}",
+                            counted(captured.size(), "group"), now.size()),
                 help);
   }
   for (size_t i = 0; i < now.size(); ++i) {
