@@ -1,5 +1,6 @@
-// How long an all_reduce takes between the ranks of `lockstep run`: through shared memory without a
-// copy, the same from private memory, through Gloo, and the floor that memory bandwidth sets. The
+// How long an all_reduce takes between the ranks of `lockstep run` or mpirun: through shared memory
+// without a copy, the same from private memory, through Gloo and, under mpirun, MPI, and the floor
+// that memory bandwidth sets. The
 // cases take turns; rank 0 prints a table of medians as JSON. Links no libtorch.
 
 #include <fmt/format.h>
@@ -70,11 +71,16 @@ int run(int argc, char** argv) {
   StoreAddress rendezvous;
   rendezvous.unix_name = "bench-" + environment.session;
   if (environment.rank == 0) server.emplace(rendezvous);
-  const auto gloo = make_gloo_backend({.store = connect_store(rendezvous, deadline_ns),
-                                       .rank = environment.rank,
-                                       .size = environment.world_size,
-                                       .address = "127.0.0.1",
-                                       .deadline_ns = deadline_ns});
+  const auto store = connect_store(rendezvous, deadline_ns);
+  const auto network = [&](const char* prefix) {
+    return NetworkOptions{.store = make_prefix_store(store, prefix),
+                          .rank = environment.rank,
+                          .size = environment.world_size,
+                          .address = "127.0.0.1",
+                          .deadline_ns = deadline_ns};
+  };
+  const auto gloo = make_gloo_backend(network("gloo/"));
+  const auto mpi = environment.under_mpi ? make_mpi_backend(network("mpi/")) : nullptr;
 
   nlohmann::json table;
   for (const int64_t bytes : {int64_t{256}, int64_t{4096}, int64_t{65536}, int64_t{1} << 20,
@@ -88,6 +94,7 @@ int run(int argc, char** argv) {
         {"shm, private memory", [&](int64_t n) { all_reduce(*shm, own.data(), n); }},
         {"gloo", [&](int64_t n) { all_reduce(*gloo, own.data(), n); }},
         {"floor", [&](int64_t n) { touch_like_all_reduce(own.data(), n); }}};
+    if (mpi) cases.push_back({"mpi", [&](int64_t n) { all_reduce(*mpi, own.data(), n); }});
     for (int i = 0; i < repetitions; ++i) {
       for (auto& what : cases) measure(*shm, what, count);
     }

@@ -85,6 +85,17 @@ LaunchFacts gather_facts() {
           .lookup = lookup};
 }
 
+// SLURM counts the GPUs that its administrator has configured; ranks would silently use the cores.
+std::string missing_gpus(const SlurmJob& slurm) {
+  if (slurm.gpus == 0 || slurm.here.empty()) return "";
+  const int here = count_gpus();
+  if (here >= slurm.gpus) return "";
+  return fmt::format("; SLURM gives it {} GPU{} here, but {}", slurm.gpus,
+                     slurm.gpus == 1 ? "" : "s",
+                     here == 0 ? "the NVIDIA driver shows none: `lockstep doctor` tells why"
+                               : fmt::format("CUDA_VISIBLE_DEVICES leaves {}", here));
+}
+
 // Inside an allocation of several hosts, srun starts the same command on each of them. The ranks
 // per host are passed on, since the tasks of a step are its launchers.
 int start_by_srun(ClusterStart start, const Settings& settings,
@@ -114,6 +125,8 @@ int start_by_srun(ClusterStart start, const Settings& settings,
 const std::vector<Example> kSlurmExamples = {
     {"lockstep slurm-script --nodes 2 -n 8 --gpus 8 ./train --steps 1000 > job.sh",
      "two hosts with eight ranks each"},
+    {"lockstep slurm-script -n 8 --requeue 120 ./train --checkpoint run > job.sh",
+     "saves before the time limit, and goes on in the next run of the job"},
     {"sbatch job.sh", "hand it to SLURM"}};
 
 CLI::Validator in_range(int64_t first, int64_t last) {
@@ -217,7 +230,7 @@ int run_launch(const RunFlags& flags, const std::vector<std::string>& program,
   std::string announcement;
   if (const auto slurm = read_slurm(lookup, host_name())) {
     ClusterStart start = apply_slurm(*slurm, settings);
-    announcement = start.announcement;
+    announcement = start.announcement + missing_gpus(*slurm);
     if (!start.srun.empty()) return start_by_srun(std::move(start), settings, words);
   }
   const LaunchPlan plan = make_plan(settings, program, gather_facts());
@@ -256,6 +269,12 @@ CLI::App* add_slurm_script_command(CLI::App& app, SlurmScriptOptions& options) {
   command->add_option("--time", options.time, "longest run")
       ->capture_default_str()
       ->type_name("H:M:S");
+  command
+      ->add_option(
+          "--requeue", options.requeue,
+          "so long before the time limit ranks save a checkpoint, and the job starts again")
+      ->check(in_range(1, 86'400))
+      ->type_name("SECONDS");
   command->add_option("--partition", options.partition, "SLURM's partition")->type_name("NAME");
   command->add_option("--account", options.account, "who pays")->type_name("NAME");
   command->add_option("PROGRAM")
@@ -285,16 +304,29 @@ std::string slurm_script(const SlurmScriptOptions& options,
   if (!options.partition.empty()) add(fmt::format("--partition={}", options.partition));
   if (!options.account.empty()) add(fmt::format("--account={}", options.account));
   add("--output=%x-%j.log");
-  text += fmt::format(
+  if (options.requeue) {
+    add("--requeue");
+    add("--open-mode=append");
+    add(fmt::format("--signal=USR1@{}  # to the launchers, which pass it on to the ranks",
+                    *options.requeue));
+  }
+  text +=
       "\n"
       "set -eu\n"
       "# The hosts of this job know each other by a secret of its own.\n"
       "LOCKSTEP_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')\n"
       "export LOCKSTEP_TOKEN\n"
-      "# SIGTERM at the time limit reaches the ranks; --grace is how long they may take.\n"
-      "exec srun --ntasks-per-node=1 lockstep run --nproc-per-node={} \\\n"
-      "  --log-dir=\"logs-$SLURM_JOB_ID\" --grace=30 {}\n",
-      options.ranks, line);
+      "# SIGTERM at the time limit reaches the ranks; --grace is how long they may take.\n";
+  const std::string run = fmt::format(
+      "srun --ntasks-per-node=1{} lockstep run --nproc-per-node={} \\\n"
+      "  --log-dir=\"logs-$SLURM_JOB_ID\" --grace=30 {}",
+      options.cpus ? fmt::format(" --cpus-per-task={}", *options.cpus) : "", options.ranks, line);
+  if (!options.requeue) return text + "exec " + run + "\n";
+  text += "status=0\n" + run +
+          " || status=$?\n"
+          "# 75: the ranks have saved and stopped; the next run of this job goes on from there.\n"
+          "if [ \"$status\" -eq 75 ]; then scontrol requeue \"$SLURM_JOB_ID\"; fi\n"
+          "exit \"$status\"\n";
   return text;
 }
 

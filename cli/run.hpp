@@ -55,6 +55,7 @@ struct SlurmScriptOptions {
   std::optional<int> gpus;     ///< per host
   std::optional<int> cpus;     ///< per host
   std::string time = "01:00:00";
+  std::optional<int> requeue;  ///< seconds before the time limit at which ranks save and stop
   std::string partition;
   std::string account;
 };

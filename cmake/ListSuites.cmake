@@ -6,13 +6,16 @@ endif()
 
 string(REGEX MATCHALL "(^|\n)[^ \n]+\\." suites "${listed}")
 set(text "")
+foreach(word ${runner})
+  string(APPEND command "[==[${word}]==] ")
+endforeach()
 foreach(suite ${suites})
   string(STRIP "${suite}" suite)
   string(REPLACE "/" "-" file "${name}.${suite}xml")
   string(REGEX REPLACE "\\.$" "" test "${name}.${suite}")
-  string(APPEND text "add_test([==[${test}]==] [==[${executable}]==] [==[--gtest_filter=${suite}*]==]"
+  string(APPEND text "add_test([==[${test}]==] ${command}[==[${executable}]==] [==[--gtest_filter=${suite}*]==]"
     " [==[--gtest_output=xml:${results}/${file}]==])\n"
-    "set_tests_properties([==[${test}]==] PROPERTIES LABELS ${label} TIMEOUT ${timeout}")
+    "set_tests_properties([==[${test}]==] PROPERTIES LABELS ${label} TIMEOUT ${timeout} SKIP_RETURN_CODE 77")
   if(environment)
     string(APPEND text " ENVIRONMENT [==[${environment}]==]")
   endif()

@@ -1,5 +1,5 @@
-# Debian packages, by `cpack -G DEB`: liblockstep-core0, liblockstep0, lockstep (the command and the course's programs)
-# and liblockstep-dev. scripts/package configures and builds for them.
+# Debian packages, by `cpack -G DEB`: liblockstep-core0, liblockstep0, lockstep (the command and the course's programs),
+# liblockstep-dev and, where MPI was found, liblockstep-mpi0. scripts/package configures and builds for them.
 
 set(LOCKSTEP_DEB_MAINTAINER "" CACHE STRING "who makes the Debian packages: Name <address>")
 if(NOT BUILD_SHARED_LIBS OR LOCKSTEP_TORCH_ROOT OR NOT LOCKSTEP_GLOO OR LOCKSTEP_BLAS_RPATH
@@ -49,6 +49,14 @@ lockstep_deb(lockstep_library ${library} libs
   TEXT "DistributedDataParallel, DataParallel, pipelines, mixed precision and fused
  optimizers for C++ programs that train with libtorch on several processes,
  devices or hosts.")
+if(LOCKSTEP_MPI)
+  lockstep_deb(lockstep_mpi_module liblockstep-mpi${LOCKSTEP_SOVERSION} libs
+    DEPENDS "${core} ${same}"
+    RECOMMENDS "openmpi-bin"
+    SUMMARY "parallel training for libtorch - ranks over MPI"
+    TEXT "The module that liblockstep-core${LOCKSTEP_SOVERSION} loads when ranks that MPI started are to
+ communicate over MPI, which reaches the networks of clusters.")
+endif()
 lockstep_deb(lockstep_programs lockstep science
   DEPENDS "${library} ${same}, ${core} ${same}, fonts-dejavu-core"
   RECOMMENDS "liblockstep-dev"

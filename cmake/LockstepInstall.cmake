@@ -33,6 +33,10 @@ if(LOCKSTEP_GLOO)
   install(TARGETS lockstep_gloo LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}/lockstep" COMPONENT lockstep_core_library)
 endif()
 
+if(LOCKSTEP_MPI)
+  install(TARGETS lockstep_mpi LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}/lockstep" COMPONENT lockstep_mpi_module)
+endif()
+
 # Programs find the shared libraries wherever the prefix is moved to. The system's loader needs no run path.
 function(lockstep_install_program target folder)
   if(BUILD_SHARED_LIBS AND NOT system_prefix)

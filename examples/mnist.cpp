@@ -8,9 +8,12 @@
 // 1 unless it reads 97 % of the test set.
 #include <torch/torch.h>
 
+#include <algorithm>
+#include <cctype>
 #include <cstdio>
 #include <fstream>
 #include <string>
+#include <vector>
 
 #include "drawn_digits.hpp"
 #include "lockstep/lockstep.hpp"
@@ -71,13 +74,34 @@ double accuracy_of(const lockstep::World& world, torch::nn::Sequential& net, Dig
   return lockstep::mean_over_ranks(world.comm(), {{"accuracy", correct}}, own_rows).at("accuracy");
 }
 
+struct Arguments {
+  std::string data = "mnist-data";
+  std::string run = "mnist-run";
+  int64_t epochs = 4;
+};
+
+Arguments parse(int argc, char** argv) {
+  const std::vector<std::string> words(argv + 1, argv + argc);
+  const auto is_digit = [](unsigned char letter) { return std::isdigit(letter) != 0; };
+  for (size_t i = 0; i < words.size(); ++i) {
+    const bool is_count = !words[i].empty() && words[i].size() < 7 &&
+                          std::all_of(words[i].begin(), words[i].end(), is_digit);
+    if (i < 3 && (i == 2 ? is_count : !words[i].starts_with("-"))) continue;
+    throw lockstep::Error(lockstep::Code::kUsage, "mnist was given " + words[i],
+                          "mnist [DATA [RUN [EPOCHS]]]: two folders and a number");
+  }
+  Arguments given;
+  if (words.size() > 0) given.data = words[0];
+  if (words.size() > 1) given.run = words[1];
+  if (words.size() > 2) given.epochs = std::stoll(words[2]);
+  return given;
+}
+
 int train(int argc, char** argv) {
   constexpr int64_t kBatch = 32;  // rows of one micro-step on one rank
   constexpr int64_t kAccumSteps = 2;
   constexpr uint64_t kSeed = 1;
-  const std::string data = argc > 1 ? argv[1] : "mnist-data";
-  const std::string run = argc > 2 ? argv[2] : "mnist-run";
-  const int64_t epochs = argc > 3 ? std::stoll(argv[3]) : 4;
+  const auto [data, run, epochs] = parse(argc, argv);
 
   const auto world = lockstep::World::from_env();
   const lockstep::UseDevice home(world.device());

@@ -29,7 +29,7 @@ int train(int argc, char** argv) {
 
   lockstep::DistributedDataParallel ddp(net, world.comm(), course::ddp_options(options));
 
-  // The batch is divided by hand: this rank takes its block of rows and no others.
+  // The batch is divided by hand, batch / world_size rows for each: this rank takes its own block.
   const auto rows = course::rows_of_rank(options.batch, world.rank(), world.size());
   // Each rank's loss is a mean over its rows. Weighted by the number of rows, the ranks' gradients
   // average to that of the whole batch, even if some ranks have one row more.

@@ -314,6 +314,22 @@ Finding check_host(const json& facts) {
           fmt::format("add a line \"127.0.1.1 {}\" to /etc/hosts", *name)};
 }
 
+// By what ranks of several hosts can talk. MPI is optional: nobody is told to install it.
+Finding check_transports(const json& facts) {
+  const auto gloo = fact<std::string>(facts, "/machine/transports/gloo");
+  const auto mpi = fact<std::string>(facts, "/machine/transports/mpi");
+  const auto mpirun = fact<std::string>(facts, "/machine/transports/mpirun");
+  if (!gloo || !mpi || !mpirun) return unknown("several hosts");
+  std::string over_mpi = "; no MPI";
+  if (!mpi->empty()) {
+    over_mpi = mpirun->empty() ? "; mpi, but no mpirun is here (srun --mpi=pmix starts ranks, too)"
+                               : fmt::format("; mpi, started by {}", *mpirun);
+  }
+  if (!gloo->empty()) return {"several hosts", Level::kPass, "gloo" + over_mpi, ""};
+  return {"several hosts", Level::kWarn, "no gloo" + over_mpi,
+          "apt-get install libgloo-dev, configure and build again; ranks of one host need it not"};
+}
+
 Finding check_environment(const json& facts) {
   std::vector<std::string> set;
   for (const char* name : {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}) {
@@ -448,7 +464,7 @@ std::vector<Finding> diagnose(const json& facts) {
   }
   findings.push_back(check_limit(facts, "open files", "/machine/open_files", kFewOpenFiles, "-n"));
   findings.push_back(check_limit(facts, "processes", "/machine/processes", kFewProcesses, "-u"));
-  for (const auto check : {check_host, check_environment, check_boards}) {
+  for (const auto check : {check_host, check_transports, check_environment, check_boards}) {
     findings.push_back(check(facts));
   }
   return findings;

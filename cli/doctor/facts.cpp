@@ -20,6 +20,7 @@
 
 #include "base/json_text.hpp"
 #include "cli/nvml.hpp"
+#include "comm/gloo/gloo_loader.hpp"
 #include "lockstep/detail/board.hpp"
 #include "lockstep/device_plan.hpp"
 #include "lockstep/error.hpp"
@@ -154,6 +155,24 @@ json environment() {
   return set;
 }
 
+// The module of each transport between hosts, and what starts ranks for MPI; "" where there is
+// none.
+json transports() {
+  json found = json::object();
+  for (const auto module : {TransportModule::kGloo, TransportModule::kMpi}) {
+    found[std::string(transport_name(module))] = find_module(module_file(module));
+  }
+  found["mpirun"] = "";
+  std::istringstream folders(std::getenv("PATH") != nullptr ? std::getenv("PATH") : "");
+  for (std::string folder; std::getline(folders, folder, ':');) {
+    const fs::path program = fs::path(folder) / "mpirun";
+    if (found["mpirun"] == "" && ::access(program.c_str(), X_OK) == 0) {
+      found["mpirun"] = program.string();
+    }
+  }
+  return found;
+}
+
 // Ticks of all cores since the start: those spent, and all.
 struct Ticks {
   double busy = 0;
@@ -200,6 +219,7 @@ json machine_facts() {
                 {"processes", limit_of(RLIMIT_NPROC)},
                 {"host", host_name()},
                 {"environment", environment()},
+                {"transports", transports()},
                 {"driver", driver_facts()}};
   add_boards(facts);
   return facts;

@@ -7,7 +7,8 @@
 namespace lockstep::cli {
 
 /// What this machine offers: cores, quota, memory, shared memory, limits, host name, environment,
-/// GPUs as the driver counts them, leftover boards. Values that cannot be determined are null.
+/// transports between hosts, GPUs as the driver counts them, leftover boards. Values that cannot be
+/// determined are null.
 nlohmann::json machine_facts();
 
 /// What `lockstep-probe` says about libtorch; {"error": text} if it cannot be run.

@@ -37,6 +37,9 @@ std::vector<SetRow> schedules_of(const AnswerContext& context);
 /// The comparison with sequential in which runs varied most.
 Comparison noisiest_of(const AnswerContext& context);
 
+/// The tables of the report.
+std::vector<NamedTable> tables_of(const AnswerContext& context);
+
 /// Every question of the practical. An answer says what this run cannot show.
 std::vector<Answer> answer_questions(const AnswerContext& context);
 

@@ -304,7 +304,7 @@ std::string answer_gain(const AnswerContext& context) {
       }));
   const double sequential = mean_of(context.sequential, &PipelineRecord::predicted_span_ms);
   const double pipelined = mean_of(context.gpipe, &PipelineRecord::predicted_span_ms);
-  if (sequential > 0 && pipelined > 0) {
+  if (pipelined > 0 && sequential > pipelined) {
     text += fmt::format(
         " The stages' own times allow gpipe {:.2f} times: while one stage works on a micro-batch, "
         "the next works on the one before.",

@@ -192,11 +192,12 @@ std::string rows_per_s_text(const AnswerContext& context, const Comparison& fast
 std::string answer_table(const AnswerContext& context) {
   std::string text = fmt::format(
       "Accumulation trains a batch of {} rows in the memory of {}: its peak was {} where one batch "
-      "needed {}{}. {} makes the matrix products cheaper and the activations smaller: its peak was "
-      "{} instead of {}{}.",
+      "needed {}{}. {} makes the matrix products cheaper and the activations smaller{}: its peak "
+      "was {} instead of {}{}.",
       context.rows, context.micro_rows, format_bytes(peak_of(context.accumulated)),
       format_bytes(peak_of(context.one_batch)), rows_per_s_text(context, context.faster_with_many),
-      context.precision, format_bytes(peak_of(context.amp)), format_bytes(peak_of(context.fp32)),
+      context.precision, context.saved_by_amp() < 0 ? ", but adds copies of the weights" : "",
+      format_bytes(peak_of(context.amp)), format_bytes(peak_of(context.fp32)),
       rows_per_s_text(context, context.faster_with_amp));
   if (context.one_rank()) return text + " With one rank neither communicates.";
   return text + fmt::format(" Accumulation sent {} for {} rows, {} {} for {}.",

@@ -267,7 +267,7 @@ CLI::Option* add_shared_flags(CLI::App& app, Options& options) {
 void add_rank_flags(CLI::App& app, Options& options) {
   app.add_option("--backend", options.backend, "how ranks communicate")
       ->capture_default_str()
-      ->type_name("auto|self|shm|gloo|nccl|ipc");
+      ->type_name("auto|self|shm|gloo|mpi|nccl|ipc");
   app.add_option("--timeout", options.timeout_s,
                  "seconds to wait for other ranks (default: the launcher's, or 300)");
   app.add_option("--bucket-mib", options.bucket_mib, "largest gradient bucket, in MiB")

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <set>
 
 namespace gpt2 {
 namespace {
@@ -20,6 +21,20 @@ Division division_of(const Layout& layout, const lockstep::Mesh& mesh) {
 std::vector<NamedParameter> named(const torch::nn::Module& module) {
   std::vector<NamedParameter> all;
   for (const auto& item : module.named_parameters()) all.push_back({item.key(), item.value()});
+  return all;
+}
+
+std::vector<NamedParameter> named(const lockstep::ShardedModel& model) {
+  std::vector<NamedParameter> shards;
+  for (const auto& [name, shard] : model.named_shards()) shards.push_back({name, shard});
+  return shards;
+}
+
+// Copies: the parameters are whole only here.
+lockstep::TensorMap whole_copies(lockstep::ShardedModel& model) {
+  const lockstep::GatheredParameters gathered(model);
+  auto all = lockstep::whole_parameters(*model.module());
+  for (auto& [name, whole] : all) whole = whole.clone();
   return all;
 }
 
@@ -103,23 +118,13 @@ class ShardedGpt2 final : public WrappedModel<Fsdp, lockstep::ShardOptions> {
  public:
   using WrappedModel::WrappedModel;
 
-  std::vector<NamedParameter> parameters() const override {
-    std::vector<NamedParameter> shards;
-    for (const auto& [name, shard] : wrapper_.named_parameters()) shards.push_back({name, shard});
-    return shards;
-  }
+  std::vector<NamedParameter> parameters() const override { return named(wrapper_.sharded()); }
 
   void add_to(lockstep::Checkpoint& checkpoint, torch::optim::Optimizer& optimizer) override {
     checkpoint.add("model", wrapper_).add("optimizer", optimizer, wrapper_);
   }
 
-  // Copies: the parameters are whole only here.
-  lockstep::TensorMap whole_weights() override {
-    const lockstep::GatheredParameters gathered(wrapper_);
-    auto all = lockstep::whole_parameters(*net_);
-    for (auto& [name, whole] : all) whole = whole.clone();
-    return all;
-  }
+  lockstep::TensorMap whole_weights() override { return whole_copies(wrapper_.sharded()); }
 };
 
 // Stages on the ranks of a pipeline axis. The first and the last stage have a copy each of the
@@ -133,9 +138,7 @@ class PipelineModel final : public ParallelModel {
         axis_(mesh.axis("pp")),
         device_(device.torch_device()),
         autocast_(autocast),
-        pipeline_(make_stages(config, weights, division_, cut(config, layout.stages),
-                              std::vector<int>{axis_.rank()}),
-                  axis_, device, schedule_of(layout), options_of(mesh)),
+        pipeline_(make_pipeline(weights, layout, mesh, device)),
         tied_(axis_, 0, axis_.size() - 1, embedding()) {}
 
   double accumulate(const std::vector<Batch>& parts) override {
@@ -168,7 +171,9 @@ class PipelineModel final : public ParallelModel {
     return {told.item<double>(), count_targets(batch.y)};
   }
 
-  std::vector<NamedParameter> parameters() const override { return named(*stage()); }
+  std::vector<NamedParameter> parameters() const override {
+    return sharded() ? named(*sharded()) : named(*stage());
+  }
 
   void add_to(lockstep::Checkpoint& checkpoint, torch::optim::Optimizer& optimizer) override {
     checkpoint.add("model", pipeline_).add("optimizer", optimizer, pipeline_);
@@ -176,7 +181,7 @@ class PipelineModel final : public ParallelModel {
 
   // A new model of the same sizes receives the weights: the owner of each stage tells the others.
   lockstep::TensorMap whole_weights() override {
-    const auto mine = lockstep::whole_parameters(*stage());
+    const auto mine = sharded() ? whole_copies(*sharded()) : lockstep::whole_parameters(*stage());
     lockstep::TensorMap all;
     const auto cuts = cut(config_, axis_.size());
     std::vector<int> every(cuts.size());
@@ -204,18 +209,42 @@ class PipelineModel final : public ParallelModel {
     return lockstep::one_f_one_b(static_cast<int>(layout.stages), static_cast<int>(micro_batches));
   }
 
-  lockstep::PipelineOptions options_of(const lockstep::Mesh& mesh) const {
-    return {.loss = [config = config_, division = division_](
-                        const torch::Tensor& logits,
-                        const torch::Tensor& y) { return loss_of(logits, y, config, division); },
-            .data = mesh.axis("dp")};
+  lockstep::Pipeline make_pipeline(const Weights& weights, const Layout& layout,
+                                   const lockstep::Mesh& mesh, lockstep::Device& device) const {
+    const auto stages = make_stages(config_, weights, division_, cut(config_, layout.stages),
+                                    std::vector<int>{axis_.rank()});
+    lockstep::PipelineOptions options;
+    options.loss = [config = config_, division = division_](const torch::Tensor& logits,
+                                                            const torch::Tensor& y) {
+      return loss_of(logits, y, config, division);
+    };
+    options.data = mesh.axis("dp");
+    if (layout.shard > 0) {
+      const auto& own = stages[static_cast<size_t>(axis_.rank())];
+      options.shard = {.stage = static_cast<lockstep::ShardStage>(layout.shard),
+                       .units = units_of(*own)};
+    }
+    return lockstep::Pipeline(stages, axis_, device, schedule_of(layout), options);
+  }
+
+  // Each layer, and each copy of the token embedding: the copies are divided alike.
+  static std::vector<std::string> units_of(const torch::nn::Module& stage) {
+    std::set<std::string> units;
+    for (const auto& item : stage.named_parameters()) {
+      const auto& name = item.key();
+      const auto end = name.ends_with("wte.weight") ? name.rfind('.') : name.find('.');
+      units.insert(name.substr(0, end));
+    }
+    return {units.begin(), units.end()};
   }
 
   const torch::nn::Sequential& stage() const { return pipeline_.stage(axis_.rank()); }
+  lockstep::ShardedModel* sharded() const { return pipeline_.sharded(axis_.rank()); }
 
   torch::Tensor embedding() const {
     for (const auto& item : stage()->named_parameters()) {
-      if (item.key().ends_with("wte.weight")) return item.value();
+      if (!item.key().ends_with("wte.weight")) continue;
+      return sharded() ? sharded()->shard_of(item.value()) : item.value();
     }
     return {};
   }
@@ -253,20 +282,16 @@ lockstep::Mesh make_mesh(const Communicator& world, const Layout& layout) {
 std::unique_ptr<ParallelModel> make_parallel_model(const Config& config, const Weights& weights,
                                                    const Layout& layout, const lockstep::Mesh& mesh,
                                                    lockstep::Device& device, bool autocast) {
+  if (layout.stages > 1) {
+    return std::make_unique<PipelineModel>(config, weights, layout, mesh, device, autocast);
+  }
   if (layout.shard > 0) {
-    if (layout.stages > 1) {
-      throw Error(Code::kUsage, "--shard does not go with --stages",
-                  "use --shard with --tensor-parallel, or --stages without --shard");
-    }
     return std::make_unique<ShardedGpt2>(
         config, weights, layout, mesh, device, autocast,
         lockstep::ShardOptions{.stage = static_cast<lockstep::ShardStage>(layout.shard)});
   }
-  if (layout.stages == 1) {
-    return std::make_unique<ReplicatedModel>(config, weights, layout, mesh, device, autocast,
-                                             lockstep::DdpOptions{});
-  }
-  return std::make_unique<PipelineModel>(config, weights, layout, mesh, device, autocast);
+  return std::make_unique<ReplicatedModel>(config, weights, layout, mesh, device, autocast,
+                                           lockstep::DdpOptions{});
 }
 
 }  // namespace gpt2

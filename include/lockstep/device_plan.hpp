@@ -45,6 +45,9 @@ std::vector<int> parse_cores(std::string_view text);
 /// all of them.
 std::vector<SlotPlan> plan_devices(std::string_view spec, const Hardware& hardware);
 
+/// The same for `cpu:N`, with any number of devices: a launcher's ranks.
+std::vector<SlotPlan> plan_cpu_devices(int devices, const Hardware& hardware);
+
 /// The --devices text that spreads logical devices over GPUs as evenly as possible: `cuda:0*2,1`
 /// for three devices on two GPUs.
 std::string spread_over_gpus(const std::vector<int>& gpus, int devices);

@@ -75,6 +75,17 @@ class ShardedModel final : public Accumulating {
   void before_forward();
   void after_forward(const std::vector<torch::Tensor>& outputs);
 
+  /// For a Pipeline, instead of the two above: many forwards and backwards, in any order, between
+  /// two averages. begin_step() and all that follows it are called by one thread. A step ends with
+  /// end_step(), which keeps the gradients for the next one, or is averaged.
+  void begin_step(bool share_buffers);
+  void end_action();  ///< after each forward or backward: releases what was gathered
+  void end_step();
+  void begin_average();
+  void end_average();
+  void begin_evaluation();  ///< on the thread that calls forward, without gradients
+  void end_evaluation();
+
   /// This rank's shards, by the names of the module's parameters. A parameter with two names is
   /// listed once, under the first.
   std::vector<std::pair<std::string, torch::Tensor>> named_shards() const;
@@ -89,7 +100,9 @@ class ShardedModel final : public Accumulating {
   void gather_all();
   void release_all();
 
-  /// To be called after shards were written by anybody but an optimizer.
+  /// To be called before and after shards are written by anybody but an optimizer: other ranks may
+  /// still read them, and must then see the change. Collective.
+  void begin_change() const;
   void note_changed_shards();
 
   ShardStats stats() const;

@@ -14,6 +14,7 @@
 #include "lockstep/communicator.hpp"
 #include "lockstep/device.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
+#include "lockstep/fully_sharded_data_parallel.hpp"
 #include "lockstep/schedule.hpp"
 
 namespace lockstep {
@@ -54,6 +55,11 @@ struct PipelineOptions {
   /// weighted by rows or loss_weight, for each stage as soon as its last backward has ended.
   std::optional<Communicator> data = {};
   int64_t bucket_cap_bytes = int64_t{25} << 20;
+
+  /// Divides each stage over the ranks of `data`, as FullyShardedDataParallel does. Gradients are
+  /// whole on each rank until the stage's last backward of a step; in stage 3 of ZeRO each action
+  /// gathers parameters anew. Of its `units`, a stage uses those that it has.
+  std::optional<ShardOptions> shard = {};
   bool broadcast_buffers = true;  ///< from data rank 0, before each step
 
   /// Refuses weights that changed after steps whose gradients were not averaged over `data`. Set it
@@ -150,7 +156,11 @@ class Pipeline {
   const torch::nn::Sequential& stage(int stage) const;  ///< a local one
   Device& device_of(int stage) const;                   ///< of a local stage
 
-  /// Those of the local stages, in order.
+  /// A local stage that is divided over the data axis, for GatheredParameters and a Checkpoint of
+  /// its own; nullptr if it is not.
+  ShardedModel* sharded(int stage) const;
+
+  /// Those of the local stages, in order; with PipelineOptions::shard this rank's shards of them.
   std::vector<torch::Tensor> parameters() const;
 
   /// Runs `work(stage)` for each local stage on its device, on all devices at once, as for an

@@ -10,8 +10,8 @@
 namespace lockstep {
 
 /// What --backend, LOCKSTEP_BACKEND and WorldOptions::backend may say.
-inline constexpr std::array<std::string_view, 6> kBackendNames = {"auto", "self", "shm",
-                                                                  "gloo", "nccl", "ipc"};
+inline constexpr std::array<std::string_view, 7> kBackendNames = {"auto", "self", "shm", "gloo",
+                                                                  "mpi",  "nccl", "ipc"};
 
 /// What the launcher tells a rank through environment variables.
 struct RankEnvironment {
@@ -32,6 +32,7 @@ struct RankEnvironment {
   std::string host_cores;  ///< LOCKSTEP_HOST_CORES: the job's cores on this host, "0,1,2-5"
   std::string backend;     ///< LOCKSTEP_BACKEND; "" is automatic
   std::optional<double> timeout_s;  ///< LOCKSTEP_TIMEOUT_S
+  bool under_mpi = false;  ///< MPI can begin here: its mpirun, or srun with PMIx, started the ranks
 
   bool one_host() const { return local_world_size == world_size; }
 

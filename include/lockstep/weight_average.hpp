@@ -9,6 +9,10 @@
 
 namespace lockstep {
 
+class ShardedModel;
+template <class Module>
+class FullyShardedDataParallel;
+
 /// How fast a WeightAverage forgets.
 struct WeightAverageOptions {
   double decay = 0.999;  ///< after each update: decay * average + (1 - decay) * weight
@@ -34,11 +38,16 @@ struct WeightAverageOptions {
 ///
 /// Under MasterWeights it averages the float32 weights; make it after them. Ranks with the same
 /// weights have the same averages, so nothing is sent; a rank with a part of the model averages its
-/// part; a FullyShardedDataParallel's is refused. The module must outlive it. Checkpoint::add()
-/// saves it.
+/// part, as of a FullyShardedDataParallel its shards; UseAverage is collective then. What is
+/// averaged must outlive it. Checkpoint::add() saves it.
 class WeightAverage {
  public:
   explicit WeightAverage(torch::nn::Module& module, const WeightAverageOptions& options = {});
+  explicit WeightAverage(ShardedModel& model, const WeightAverageOptions& options = {});
+  template <class Module>
+  explicit WeightAverage(FullyShardedDataParallel<Module>& fsdp,
+                         const WeightAverageOptions& options = {})
+      : WeightAverage(fsdp.sharded(), options) {}
   ~WeightAverage();
   WeightAverage(const WeightAverage&) = delete;
   WeightAverage& operator=(const WeightAverage&) = delete;

@@ -21,12 +21,20 @@ system_torch_packages=(
   libopenblas0-openmp  # libtorch-dev alone may bring the reference BLAS, 30 times slower; and only
                        # the OpenMP build keeps thread budgets
 )
+mpi_packages=(
+  libopenmpi-dev  # the module of backend mpi; 10 MB, with openmpi-bin
+  openmpi-bin     # mpirun, for its tests
+)
 deb_packages=(
   dpkg-dev  # dpkg-shlibdeps finds what the packages depend on
   file      # and tells programs from scripts for cpack
 )
 oracle_packages=(
   python3-torch  # the parity tests train the same model in PyTorch; brings python3-numpy
+)
+cluster_packages=(  # 13 MB; no daemon of them is needed, and the test brings up its own
+  slurm-wlm  # the test `slurm` starts a controller and two nodes
+  munge      # by which they know each other
 )
 fuzz_packages=(
   clang            # libFuzzer is part of it

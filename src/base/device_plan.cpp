@@ -37,9 +37,9 @@ int parse_count(std::string_view spec, std::string_view text) {
   return *count;
 }
 
-std::vector<SlotPlan> plan_cpu(std::string_view spec, std::string_view count_text,
-                               const Hardware& hardware) {
-  const int devices = parse_count(spec, count_text);
+}  // namespace
+
+std::vector<SlotPlan> plan_cpu_devices(int devices, const Hardware& hardware) {
   const int cores = static_cast<int>(hardware.cores.size());
   const bool own_cores = devices <= cores;
   const int cores_each = own_cores ? cores / devices : 1;
@@ -58,6 +58,8 @@ std::vector<SlotPlan> plan_cpu(std::string_view spec, std::string_view count_tex
   }
   return slots;
 }
+
+namespace {
 
 void require_gpu(std::string_view spec, int gpu, const Hardware& hardware) {
   if (gpu < hardware.gpus) return;
@@ -176,7 +178,7 @@ std::vector<SlotPlan> plan_devices(std::string_view spec, const Hardware& hardwa
   const std::string_view kind = spec.substr(0, colon);
   const bool has_list = colon != std::string_view::npos;
   const std::string_view list = has_list ? spec.substr(colon + 1) : std::string_view();
-  if (kind == "cpu") return plan_cpu(spec, has_list ? list : "1", hardware);
+  if (kind == "cpu") return plan_cpu_devices(parse_count(spec, has_list ? list : "1"), hardware);
   if (kind == "cuda") {
     if (has_list) return plan_cuda(spec, parse_gpu_list(spec, list), hardware);
     require_gpu(spec, 0, hardware);

@@ -99,8 +99,9 @@ const std::vector<CodeInfo>& all_codes() {
        "Start the program with `lockstep run -n N`, or alone with none of them set."},
       {Code::kBackend, "no such communication backend",
        "The requested backend is unknown, is not installed, or cannot reach all ranks: self "
-       "serves one rank, shm the ranks of one host, gloo several hosts, nccl ranks with a GPU "
-       "each, ipc ranks that share one. `lockstep doctor` lists what is here."},
+       "serves one rank, shm the ranks of one host, gloo several hosts, mpi ranks that mpirun or "
+       "srun --mpi=pmix started, nccl ranks with a GPU each, ipc ranks that share one. `lockstep "
+       "doctor` lists what is here."},
       {Code::kRendezvous, "rendezvous failed",
        "Before training, all ranks connect to one address. A rank or host was missing, appeared "
        "twice, or had another token or another size of the job; or too few hosts were left for a "

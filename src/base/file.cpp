@@ -69,6 +69,15 @@ void write_through(const std::string& path, std::span<const std::span<const std:
 
 }  // namespace
 
+ManyFiles::ManyFiles() : before_(limit_of(RLIMIT_NOFILE)) {
+  const rlimit most{before_.rlim_max, before_.rlim_max};
+  ::setrlimit(RLIMIT_NOFILE, &most);
+}
+
+ManyFiles::~ManyFiles() {
+  ::setrlimit(RLIMIT_NOFILE, &before_);
+}
+
 std::string read_text_file(const std::string& path) {
   const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   struct stat info {};

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <cstddef>
@@ -21,6 +22,21 @@ class Descriptor {
 
  private:
   int fd_;
+};
+
+/// Guard: this process may open as many files as its hard limit allows. The usual soft limit, 1024,
+/// is for programs that use select().
+class ManyFiles {
+ public:
+  ManyFiles();
+  ~ManyFiles();
+  ManyFiles(const ManyFiles&) = delete;
+  ManyFiles& operator=(const ManyFiles&) = delete;
+
+  const rlimit& before() const { return before_; }
+
+ private:
+  rlimit before_{};
 };
 
 /// Returns a whole file as text. An Error names the path and the reason.

@@ -344,6 +344,8 @@ RankEnvironment RankEnvironment::from(const Lookup& lookup) {
   const std::string session = variables.text("LOCKSTEP_SESSION");
   world.session = session.empty() ? derive_session(variables, world) : session;
   read_lockstep_variables(variables, world);
+  world.under_mpi = variables.has("PMIX_RANK") || variables.has(kOpenMpiNames.rank) ||
+                    variables.has(kPmiNames.rank);
   return world;
 }
 
@@ -377,13 +379,14 @@ std::vector<int> expand_slurm_counts(const std::string& variable, std::string_vi
 }
 
 int slurm_port(std::string_view job_id, std::string_view step_id, int offset) {
-  constexpr int kFirstPort = 12'000;
-  constexpr uint32_t kPorts = 20'000;
-  uint32_t sum = 0;
+  constexpr int kFirstPort = 12'000;  // below those that Linux gives to connections
+  constexpr uint32_t kSteps = 10'000;
+  constexpr int kPortsOfStep = 2;
+  uint32_t hash = 0x811c9dc5;  // FNV-1a: neighbours, such as the jobs of an array, are far apart
   for (const char digit : fmt::format("{}.{}", job_id, step_id)) {
-    sum = sum * 31 + static_cast<unsigned char>(digit);
+    hash = (hash ^ static_cast<unsigned char>(digit)) * 0x01000193;
   }
-  return kFirstPort + static_cast<int>((sum + static_cast<uint32_t>(offset)) % kPorts);
+  return kFirstPort + kPortsOfStep * static_cast<int>(hash % kSteps) + offset;
 }
 
 }  // namespace lockstep

@@ -197,15 +197,18 @@ std::unique_ptr<Backend> make_shm_backend(const ShmOptions& options);
 /// The same between threads of this process: [rank].
 std::vector<std::unique_ptr<Backend>> make_shm_thread_backends(int size);
 
-/// Ranks on any hosts, over TCP.
-struct GlooOptions {
+/// Ranks on any hosts. They agree on their calls over TCP, and move data by Gloo or MPI.
+struct NetworkOptions {
   std::shared_ptr<Store> store;  ///< through which the ranks exchange addresses
   int rank = 0;
   int size = 1;
   std::string address;      ///< this host's address that the others can reach
   int64_t deadline_ns = 0;  ///< of the rendezvous
 };
-std::unique_ptr<Backend> make_gloo_backend(const GlooOptions& options);
+std::unique_ptr<Backend> make_gloo_backend(const NetworkOptions& options);
+
+/// Ranks that MPI started: see RankEnvironment::under_mpi.
+std::unique_ptr<Backend> make_mpi_backend(const NetworkOptions& options);
 
 // GPU backends, of builds with CUDA only. Each stands on a host backend of the same ranks, over
 // which fingerprints are compared, and which must outlive it. Collective.

@@ -71,6 +71,23 @@ bool PeerProcess::ended() const {
   return ::poll(&watched, 1, 0) > 0;
 }
 
+std::vector<bool> PeerProcess::which_ended(std::span<const PeerProcess> processes) {
+  std::vector<pollfd> watched;
+  watched.reserve(processes.size());
+  for (const PeerProcess& process : processes) {
+    const bool by_watch = !process.own_ && process.watch_ != nullptr;
+    watched.push_back(
+        {.fd = by_watch ? process.watch_->get() : -1, .events = POLLIN, .revents = 0});
+  }
+  const bool looked = ::poll(watched.data(), watched.size(), 0) >= 0;
+  std::vector<bool> ended;
+  for (size_t i = 0; i < processes.size(); ++i) {
+    const bool known = looked && watched[i].fd >= 0;
+    ended.push_back(known ? watched[i].revents != 0 : processes[i].ended());
+  }
+  return ended;
+}
+
 bool PeerProcess::stopped() const {
   const char letter = own_ ? 'R' : state_letter(pid_);
   return letter == 'T' || letter == 't';

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -42,6 +43,9 @@ class PeerProcess {
 
   /// "process 1234 is stopped by a signal (state T)".
   std::string state() const;
+
+  /// The same as ended() of each, by one system call: [index].
+  static std::vector<bool> which_ended(std::span<const PeerProcess> processes);
 
  private:
   pid_t pid_;

@@ -226,6 +226,27 @@ Deviation largest_deviation(const Communicator& comm, const std::vector<NamedTen
   return deviation;
 }
 
+LimitedEmbeddings::LimitedEmbeddings(const torch::nn::Module& module) {
+  for (const auto& each : module.named_modules()) {
+    const auto add_if_limited = [&](const auto* layer) {
+      if (layer == nullptr || !layer->options.max_norm()) return;
+      tables_.push_back(
+          {each.key(), layer->weight, *layer->options.max_norm(), layer->options.norm_type()});
+    };
+    add_if_limited(each.value()->template as<torch::nn::Embedding>());
+    add_if_limited(each.value()->template as<torch::nn::EmbeddingBag>());
+  }
+}
+
+void LimitedEmbeddings::shorten_rows() const {
+  const torch::NoGradGuard no_grad;
+  for (const auto& table : tables_) {
+    torch::Tensor weight = table.weight;
+    const auto rows = torch::arange(weight.size(0), weight.options().dtype(torch::kInt64));
+    torch::embedding_renorm_(weight, rows, table.max_norm, table.norm_type);
+  }
+}
+
 void call_mismatch(const Communicator& comm) {
   comm.all_reduce(torch::zeros({1}), ReduceOp::kSum, {.label = "injected mismatch"});
 }

@@ -55,6 +55,29 @@ struct Deviation {
 /// The largest deviation over all ranks and tensors; every rank gets the same answer. Collective.
 Deviation largest_deviation(const Communicator& comm, const std::vector<NamedTensor>& tensors);
 
+/// The embeddings of a module with a max_norm.
+///
+/// Note [Limited embeddings] Embedding(max_norm) shortens the rows that a forward looks up, in
+/// place. On each rank these would be other rows, and replicas would drift apart, as they do in
+/// PyTorch. So all rows are shortened before every forward, on all ranks alike: the lookup then
+/// finds nothing to do. A row is as long when it is looked up as it would be in one process.
+class LimitedEmbeddings {
+ public:
+  explicit LimitedEmbeddings(const torch::nn::Module& module);
+  bool empty() const { return tables_.empty(); }
+  const std::string& first() const { return tables_.front().name; }  ///< its name
+  void shorten_rows() const;
+
+ private:
+  struct Table {
+    std::string name;
+    torch::Tensor weight;
+    double max_norm;
+    double norm_type;
+  };
+  std::vector<Table> tables_;
+};
+
 /// Calls a collective that the other ranks do not: what `lockstep run --inject mismatch` asks for.
 void call_mismatch(const Communicator& comm);
 

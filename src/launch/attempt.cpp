@@ -93,7 +93,8 @@ std::vector<WorkerStart> Attempt::make_starts() {
          .cores = plan.slots[static_cast<size_t>(worker)].cores,
          .reads_input = rank_of(worker) == 0,
          .output = ends.output,
-         .errors = ends.errors});
+         .errors = ends.errors,
+         .open_files = context_.open_files});
   }
   return starts;
 }
@@ -199,6 +200,10 @@ void Attempt::take_node_events() {
       if (state_ == State::kWaitingForHosts) state_ = State::kDone;
       continue;
     }
+    if (event->kind == NodeEvent::Kind::kLeft) {
+      if (!left_elsewhere_) left_elsewhere_ = event->left_rank;
+      continue;
+    }
     // The job's first failure is sent to all hosts, including the one that reported it.
     const bool own =
         event->failure && event->failure->node_rank == context_.environment.layout.node_rank;
@@ -220,11 +225,16 @@ void Attempt::advance(int64_t now_ns) {
       if (!any_bad_) {
         if (!all_ended()) {
           look_at_progress(now_ns);
-          if (state_ == State::kRunning && order_ > 0) look_for_early_leaver();
+          const bool missed = order_ > 0 || left_elsewhere_;
+          if (state_ == State::kRunning && missed) look_for_early_leaver();
           return;
         }
-        state_ = context_.link == nullptr ? State::kDone : State::kWaitingForHosts;
-        if (context_.link != nullptr) context_.link->report_finished();
+        state_ = State::kDone;
+        if (context_.link == nullptr) return;
+        views_ = look_at_ranks();
+        report_early_leaver();
+        context_.link->report_finished();
+        state_ = State::kWaitingForHosts;
         return;
       }
       output_.silence_others();
@@ -334,11 +344,27 @@ void Attempt::look_at_progress(int64_t now_ns) {
 // Otherwise nobody would end badly before the whole timeout has passed.
 void Attempt::look_for_early_leaver() {
   views_ = look_at_ranks();
-  look_for_waiting_ = may_have_left_early(views_);
+  look_for_waiting_ = left_elsewhere_ || !ranks_that_never_came(views_).empty();
   root_cause_ = find_early_leaver(views_);
-  if (!root_cause_) return;
-  report_root_cause();
+  if (root_cause_) {
+    report_root_cause();
+    return stop(SIGTERM);
+  }
+  report_early_leaver();
+  if (!left_elsewhere_ || !somebody_waits_in_rendezvous(views_)) return;
+  remote_ = RemoteFailure{.node_rank = context_.environment.layout.node_rank,
+                          .rank = *left_elsewhere_,
+                          .text = never_came_line(*left_elsewhere_)};
+  context_.link->report_failure(*remote_);
   stop(SIGTERM);
+}
+
+// Ranks of other hosts may wait for it in the rendezvous, now or later.
+void Attempt::report_early_leaver() {
+  const auto ranks = ranks_that_never_came(views_);
+  if (context_.link == nullptr || left_reported_ || ranks.empty()) return;
+  context_.link->report_left(ranks.front());
+  left_reported_ = true;
 }
 
 // Another host misses a rank of this one: find out what became of it before it is stopped.
@@ -399,6 +425,11 @@ AttemptResult Attempt::result() {
   if (interrupted_by_ != 0) {
     const int code = preempted ? kPreemptedExit : 128 + interrupted_by_;
     return {AttemptResult::Kind::kInterrupted, code, "", std::nullopt};
+  }
+  // Another host's launcher was asked to stop, and the ranks of all hosts have saved together.
+  const bool asked = remote_ && remote_->rank < 0 && remote_->restart == Restart::kImpossible;
+  if (preempted && asked && !root_cause_) {
+    return {AttemptResult::Kind::kPreempted, kPreemptedExit, "", std::nullopt};
   }
   if (root_cause_ || remote_) return failed();
   if (preempted) return {AttemptResult::Kind::kPreempted, kPreemptedExit, "", std::nullopt};

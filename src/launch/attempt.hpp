@@ -35,7 +35,8 @@ struct AttemptContext {
   const Leftovers& leftovers;
   const SignalWatch& signals;
   Console& console;
-  NodeLink* link;  ///< to the launchers of other hosts; nullptr if there is one host
+  const rlimit& open_files;  ///< of the ranks
+  NodeLink* link;            ///< to the launchers of other hosts; nullptr if there is one host
 };
 
 /// One attempt to run all ranks: starts those of this host and watches them until all have ended,
@@ -75,6 +76,7 @@ class Attempt {
   void decide();
   void report_root_cause();
   void look_for_early_leaver();
+  void report_early_leaver();
   void look_at_progress(int64_t now_ns);
   void ask_for_stacks() const;
   void judge_if_accused();
@@ -98,7 +100,9 @@ class Attempt {
   std::vector<int> orders_;                     // [worker] position among the ends
   int order_ = 0;                               // ends so far
   bool any_bad_ = false;
-  bool look_for_waiting_ = false;  // a rank ended well that others may come to miss
+  bool look_for_waiting_ = false;      // a rank ended well that others may come to miss
+  bool left_reported_ = false;         // the first such rank of this host, to the other hosts
+  std::optional<int> left_elsewhere_;  // the first such rank of another host
   int interrupted_by_ = 0;
   std::optional<RootCause> root_cause_;
   std::vector<RankView> views_;  // when the root cause was found

@@ -15,6 +15,7 @@ namespace lockstep {
 namespace {
 
 constexpr size_t kMostNoted = 8;   // peers that were turned away, or lost
+constexpr size_t kFewHosts = 64;   // whose status may be sent at every change
 constexpr int64_t kLateBeats = 2;  // a host that misses so many heartbeats is silent
 
 template <class... Handlers>
@@ -65,6 +66,7 @@ void Coordinator::received(Hub& hub, PeerId peer, std::string_view payload) {
   std::visit(Overloaded{[&](const JoinMessage& message) { handle(hub, peer, message); },
                         [&](const RejoinMessage& message) { handle(hub, peer, message); },
                         [&](const FailedMessage& message) { handle(hub, peer, message); },
+                        [&](const LeftMessage& message) { handle(hub, peer, message); },
                         [&](const FinishedMessage& message) { handle(hub, peer, message); },
                         [&](const BeatMessage&) {}, [&](const auto&) { throw_unexpected(); }},
              decode_node_message(payload));
@@ -80,7 +82,7 @@ void Coordinator::handle(Hub& hub, PeerId peer, const JoinMessage& message) {
   Node node{.peer = peer, .offer = message.offer, .heard_ns = last_arrival_ns_};
   if (peer == kOwnPeer) node.offer.node_rank = 0;
   nodes_.push_back(std::move(node));
-  send_status(hub);
+  tell_status(hub);
   begin_attempt_if_possible(hub);
 }
 
@@ -148,7 +150,7 @@ void Coordinator::refuse(Hub& hub, PeerId peer, const std::string& who,
   hub.send(peer, encode(refusal));
   hub.drop(peer, refusal.why);
   note_turned_away(who, refusal.why);
-  send_status(hub);
+  tell_status(hub);
 }
 
 void Coordinator::note_turned_away(const std::string& who, const std::string& why) {
@@ -158,7 +160,7 @@ void Coordinator::note_turned_away(const std::string& who, const std::string& wh
 
 void Coordinator::turned_away(Hub& hub, const std::string& address, const std::string& why) {
   note_turned_away(address, why);
-  send_status(hub);
+  tell_status(hub);
 }
 
 void Coordinator::handle(Hub& hub, PeerId peer, const RejoinMessage& message) {
@@ -173,7 +175,7 @@ void Coordinator::handle(Hub& hub, PeerId peer, const RejoinMessage& message) {
   node.offer.master_port = message.master_port;
   node.state = NodeState::kReady;
   last_arrival_ns_ = running_ns();
-  send_status(hub);
+  tell_status(hub);
   begin_attempt_if_possible(hub);
 }
 
@@ -214,6 +216,7 @@ void Coordinator::begin_attempt(Hub& hub) {
   layout_.session = random_hex(32);
   phase_ = Phase::kRunning;
   finished_ = 0;
+  early_leavers_.clear();
   lost_.clear();
   for (const Node* node : members) {
     LayoutMessage message{layout_, store_->port()};
@@ -295,7 +298,21 @@ void Coordinator::fail(Hub& hub, const RemoteFailure& failure) {
     node.state = NodeState::kStopping;
     hub.send(node.peer, encode(FailedMessage{failure}));
   }
-  send_status(hub);
+  tell_status(hub);
+}
+
+// Whether anybody waits for that rank is for the other hosts to see. Two such hosts are enough for
+// every host to hear of another one.
+void Coordinator::handle(Hub& hub, PeerId peer, const LeftMessage& message) {
+  const Node& reporter = known(peer);
+  if (phase_ != Phase::kRunning || node_of_rank(message.rank) != &reporter) return;
+  auto& told = early_leavers_;
+  if (told.size() == 2 || (!told.empty() && told[0] == reporter.node_rank)) return;
+  told.push_back(reporter.node_rank);
+  for (const Node& node : nodes_) {
+    if (node.state == NodeState::kRunning && &node != &reporter)
+      hub.send(node.peer, encode(message));
+  }
 }
 
 void Coordinator::handle(Hub& hub, PeerId peer, const FinishedMessage& /*message*/) {
@@ -329,12 +346,13 @@ void Coordinator::lose(Hub& hub, PeerId peer, const std::string& why) {
   if (node.state != NodeState::kFinished && lost_.size() < kMostNoted) {
     lost_.push_back(fmt::format("{}: {}", node.offer.host, why));
   }
-  send_status(hub);
+  tell_status(hub);
   begin_attempt_if_possible(hub);
 }
 
 void Coordinator::tick(Hub& hub) {
   broadcast(hub, BeatMessage{});
+  if (status_changed_) send_status(hub);
   std::vector<PeerId> silent;
   for (const Node& node : nodes_) {
     // Node 0's own launcher shares this process: it is silent while this process is stopped.
@@ -347,8 +365,16 @@ void Coordinator::tick(Hub& hub) {
   begin_attempt_if_possible(hub);
 }
 
+// Everybody hears of everybody: with many hosts that is done once in a heartbeat, not for each that
+// comes.
+void Coordinator::tell_status(Hub& hub) {
+  status_changed_ = true;
+  if (nodes_.size() <= kFewHosts) send_status(hub);
+}
+
 // To those who wait for an attempt.
 void Coordinator::send_status(Hub& hub) {
+  status_changed_ = false;
   StatusMessage status;
   if (phase_ == Phase::kRunning) status.running = static_cast<int>(layout_.hosts.size());
   for (const Node& node : nodes_) {

@@ -70,6 +70,7 @@ class Coordinator final : public HubHandler {
   void handle(Hub& hub, PeerId peer, const JoinMessage& message);
   void handle(Hub& hub, PeerId peer, const RejoinMessage& message);
   void handle(Hub& hub, PeerId peer, const FailedMessage& message);
+  void handle(Hub& hub, PeerId peer, const LeftMessage& message);
   void handle(Hub& hub, PeerId peer, const FinishedMessage& message);
 
   std::optional<RefusedMessage> objection(PeerId peer, const JoinMessage& message) const;
@@ -86,6 +87,7 @@ class Coordinator final : public HubHandler {
   bool is_silent(const Node& node) const;
   void fail(Hub& hub, const RemoteFailure& failure);
   void lose(Hub& hub, PeerId peer, const std::string& why);
+  void tell_status(Hub& hub);
   void send_status(Hub& hub);
   void broadcast(Hub& hub, const NodeMessage& message);
   Node* find(PeerId peer);
@@ -97,11 +99,13 @@ class Coordinator final : public HubHandler {
   int64_t last_arrival_ns_ = 0;
   JobLayout layout_;                        // of the latest attempt
   int finished_ = 0;                        // nodes, in the running attempt
+  std::vector<int> early_leavers_;          // nodes, in the running attempt; see LeftMessage
   int attempts_ = 0;                        // begun
   std::optional<Suspicion> suspicion_;      // while running
   std::unique_ptr<StoreServer> store_;      // of the running attempt
   std::vector<std::string> lost_;           // since the latest attempt began: who, and why
   std::map<std::string, int> turned_away_;  // who and why: how often
+  bool status_changed_ = false;             // and was not sent yet
 };
 
 }  // namespace lockstep

@@ -11,6 +11,7 @@
 #include <cstring>
 #include <memory>
 
+#include "base/file.hpp"
 #include "base/process.hpp"
 #include "base/running_clock.hpp"
 #include "launch/attempt.hpp"
@@ -164,7 +165,8 @@ class Hosts {
 };
 
 AttemptResult run_attempt(const LaunchPlan& plan, const std::string& program, const Hosts& hosts,
-                          const LogFolder& logs, const SignalWatch& signals, Console& console) {
+                          const LogFolder& logs, const SignalWatch& signals, const ManyFiles& files,
+                          Console& console) {
   const Board board =
       Board::create(Board::default_path(plan.run_name), plan.local_world_size, plan.run_name);
   const AttemptEnvironment environment{hosts.layout(), board.path(),
@@ -179,6 +181,7 @@ AttemptResult run_attempt(const LaunchPlan& plan, const std::string& program, co
                   .leftovers = leftovers,
                   .signals = signals,
                   .console = console,
+                  .open_files = files.before(),
                   .link = hosts.link()})
       .run();
 }
@@ -245,6 +248,7 @@ std::string find_program(const std::string& name, const VariableLookup& lookup,
 
 int launch(const LaunchPlan& plan, const std::string& program) {
   ::signal(SIGPIPE, SIG_IGN);  // a reader of our output that leaves must not end the training
+  const ManyFiles files;       // two pipes for each rank, a connection for each host
   const SignalWatch signals(plan.signals);
   remove_stale_boards();
   Console console;
@@ -257,7 +261,7 @@ int launch(const LaunchPlan& plan, const std::string& program) {
   LogFolder logs(plan.log_folder, plan.keep_logs);
   announce(plan, hosts, console);
   for (;;) {
-    const AttemptResult result = run_attempt(plan, program, hosts, logs, signals, console);
+    const AttemptResult result = run_attempt(plan, program, hosts, logs, signals, files, console);
     const int attempt = hosts.layout().attempt;
     const bool failed = result.kind == AttemptResult::Kind::kFailed && attempt < plan.max_restarts;
     if (failed && result.restart == Restart::kSameAgain) {

@@ -19,7 +19,9 @@
 namespace lockstep {
 namespace {
 
-constexpr int kMostRanks = 256;  // the most logical devices of a host
+// Processes of any kind. What a host really bears is found out when they start: open files,
+// processes and memory have limits that name themselves; ranks of the backend shm are at most 250.
+constexpr int kMostRanks = 4096;
 
 // torchrun's stream numbers: "3" for every rank, or "0:1,1:2" by local rank. Returns [local rank].
 std::vector<int> parse_stream_bits(const Setting& setting, int local_world_size) {
@@ -108,8 +110,8 @@ void plan_cores(PlanReader& reader, const LaunchFacts& facts, LaunchPlan& plan) 
     plan.threads = *wanted;
     plan.facts.back() = {"threads per rank", std::to_string(*wanted), "OMP_NUM_THREADS"};
   }
-  plan.slots = plan_devices(fmt::format("cpu:{}", ranks),
-                            {.cores = facts.cores, .gpus = 0, .threads_per_device = plan.threads});
+  plan.slots = plan_cpu_devices(
+      ranks, {.cores = facts.cores, .gpus = 0, .threads_per_device = plan.threads});
   plan.pin = !reader.is_on("no-pin");
   if (!plan.pin) {
     for (auto& slot : plan.slots) slot.cores.clear();
@@ -127,6 +129,11 @@ void plan_backend(PlanReader& reader, LaunchPlan& plan) {
   const Setting* setting = reader.find("backend");
   if (std::find(kBackendNames.begin(), kBackendNames.end(), name) == kBackendNames.end()) {
     PlanReader::fail(*setting, "is not a backend", "write auto, shm, gloo, nccl or ipc");
+  }
+  if (name == "mpi") {
+    PlanReader::fail(*setting, "needs ranks that MPI itself starts",
+                     "use mpirun -n N PROGRAM --backend mpi, or srun --mpi=pmix, instead of "
+                     "lockstep run");
   }
   if ((name == "shm" || name == "ipc") && plan.nnodes.several()) {
     PlanReader::fail(*setting, "works on one host only", "write auto, gloo or nccl");

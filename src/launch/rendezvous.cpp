@@ -92,6 +92,7 @@ class NetworkNodeLink final : public NodeLink {
   int descriptor() const override { return events_wake_.descriptor(); }
   std::optional<NodeEvent> take() override;
   void report_failure(const RemoteFailure& failure) override;
+  void report_left(int rank) override;
   void report_finished() override;
   void rejoin(int master_port, int64_t deadline_ns) override;
 
@@ -194,6 +195,10 @@ std::optional<NodeEvent> NetworkNodeLink::take() {
 
 void NetworkNodeLink::report_failure(const RemoteFailure& failure) {
   post(FailedMessage{failure});
+}
+
+void NetworkNodeLink::report_left(int rank) {
+  post(LeftMessage{rank});
 }
 
 void NetworkNodeLink::report_finished() {
@@ -374,9 +379,11 @@ void NetworkNodeLink::handle(const NodeMessage& message) {
   } else if (const auto* failed = std::get_if<FailedMessage>(&message)) {
     if (state_ != State::kRunning) return;
     state_ = State::kFailed;
-    put_event({NodeEvent::Kind::kFailed, failed->failure});
+    put_event({NodeEvent::Kind::kFailed, failed->failure, -1});
+  } else if (const auto* left = std::get_if<LeftMessage>(&message)) {
+    if (state_ == State::kRunning) put_event({NodeEvent::Kind::kLeft, std::nullopt, left->rank});
   } else if (std::holds_alternative<FinishedMessage>(message)) {
-    if (state_ == State::kRunning) put_event({NodeEvent::Kind::kFinished, std::nullopt});
+    if (state_ == State::kRunning) put_event({NodeEvent::Kind::kFinished, std::nullopt, -1});
     if (state_ != State::kRunning && state_ != State::kJoining) return;
     state_ = State::kFinished;
   } else if (const auto* refused = std::get_if<RefusedMessage>(&message)) {
@@ -403,7 +410,7 @@ void NetworkNodeLink::lose(const std::string& why) {
   const std::lock_guard lock(mutex_);
   if (state_ == State::kFinished || state_ == State::kRefused) return;
   if (state_ == State::kRunning) {
-    put_event({NodeEvent::Kind::kFailed, loss_of_node_0(node_0_, why)});
+    put_event({NodeEvent::Kind::kFailed, loss_of_node_0(node_0_, why), -1});
   }
   why_lost_ = why;
   state_ = State::kLost;

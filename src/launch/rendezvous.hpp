@@ -70,10 +70,13 @@ struct RemoteFailure {
 
 /// What a launcher learns from the others.
 struct NodeEvent {
-  enum class Kind { kFailed, kFinished } kind = Kind::kFinished;
+  enum class Kind { kFailed, kFinished, kLeft } kind = Kind::kFinished;
   /// kFailed: the job's first failure, sent to all hosts, including the one that reported it. Every
   /// launcher stops its ranks.
   std::optional<RemoteFailure> failure;
+  /// kLeft: the rank of another host that ended well and never came to a rendezvous. That is fine
+  /// unless others wait for it there.
+  int left_rank = -1;
 };
 
 /// The rendezvous of the launchers, and the link between them while the job runs. Every message is
@@ -98,6 +101,9 @@ class NodeLink {
 
   /// Reports that a rank of this host failed: all hosts stop.
   virtual void report_failure(const RemoteFailure& failure) = 0;
+
+  /// Reports a rank of this host that ended well and never came to a rendezvous.
+  virtual void report_left(int rank) = 0;
 
   /// Reports that all ranks of this host ended well. kFinished comes when those of all hosts have.
   virtual void report_finished() = 0;

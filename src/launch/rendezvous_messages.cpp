@@ -52,6 +52,10 @@ json to_json(const FailedMessage& message) {
           {"restart", static_cast<int>(message.failure.restart)}};
 }
 
+json to_json(const LeftMessage& message) {
+  return {{"type", "left"}, {"rank", message.rank}};
+}
+
 json to_json(const FinishedMessage& /*message*/) {
   return {{"type", "finished"}};
 }
@@ -163,6 +167,7 @@ NodeMessage read(const json& object) {
   if (type == "rejoin") return RejoinMessage{integer(object, "master_port", 0, kMaxPort)};
   if (type == "beat") return BeatMessage{};
   if (type == "failed") return read_failed(object);
+  if (type == "left") return LeftMessage{integer(object, "rank", 0, kMaxInt)};
   if (type == "finished") return FinishedMessage{};
   if (type == "refused") return RefusedMessage{text(object, "why"), text(object, "help")};
   if (type == "layout") return read_layout(object);

@@ -38,6 +38,12 @@ struct FailedMessage {
   RemoteFailure failure;
 };
 
+/// A rank ended well without ever coming to a rendezvous; from its host to node 0, and from there
+/// to the hosts whose ranks may wait for it.
+struct LeftMessage {
+  int rank = 0;  ///< in the world
+};
+
 /// To node 0: this host's ranks ended well. From node 0: those of all hosts did.
 struct FinishedMessage {};
 
@@ -61,8 +67,9 @@ struct LayoutMessage {
   int store_port = 0;
 };
 
-using NodeMessage = std::variant<JoinMessage, RejoinMessage, BeatMessage, FailedMessage,
-                                 FinishedMessage, RefusedMessage, StatusMessage, LayoutMessage>;
+using NodeMessage =
+    std::variant<JoinMessage, RejoinMessage, BeatMessage, FailedMessage, LeftMessage,
+                 FinishedMessage, RefusedMessage, StatusMessage, LayoutMessage>;
 
 std::string encode(const NodeMessage& message);
 

@@ -217,10 +217,9 @@ std::string message_of(const RootCause& root_cause, const RankView* root,
       return fmt::format("{} made no step and no collective for {} (--step-timeout)",
                          name_ranks(root_cause.stalled), format_seconds(root_cause.stalled_s));
     case Cause::kLeft:
-      return fmt::format("{} ended with exit code {} {}", who, root->end->exit_code(),
-                         root_cause.before_rendezvous
-                             ? "and never came to the rendezvous of all ranks"
-                             : "while others needed it");
+      if (root_cause.before_rendezvous) return never_came_line(root_cause.rank);
+      return fmt::format("{} ended with exit code {} while others needed it", who,
+                         root->end->exit_code());
     case Cause::kDisagreement:
       return one_line(root->board.error->code == Code::kCallMismatch
                           ? root->board.error->message
@@ -378,19 +377,32 @@ RootCause find_cause_in_rank(const std::vector<RankView>& views, int rank, bool 
   root_cause.rank = root_cause.first_failure = rank;
   const RankView* view = find_rank(views, rank);
   root_cause.cause = cause_of(*view, out_of_memory);
+  root_cause.before_rendezvous = never_came(*view);
   if (ended_badly(*view)) root_cause.exit_code = view->end->exit_code();
   list_others(views, root_cause);
   return root_cause;
 }
 
-bool may_have_left_early(const std::vector<RankView>& views) {
-  return std::any_of(views.begin(), views.end(), never_came);
+std::vector<int> ranks_that_never_came(const std::vector<RankView>& views) {
+  std::vector<int> ranks;
+  for (const RankView& view : views) {
+    if (never_came(view)) ranks.push_back(view.rank);
+  }
+  return ranks;
+}
+
+bool somebody_waits_in_rendezvous(const std::vector<RankView>& views) {
+  return std::any_of(views.begin(), views.end(), waits_in_rendezvous);
+}
+
+std::string never_came_line(int rank) {
+  return fmt::format("rank {} ended with exit code 0 and never came to the rendezvous of all ranks",
+                     rank);
 }
 
 std::optional<RootCause> find_early_leaver(const std::vector<RankView>& views) {
   const auto leaver = std::find_if(views.begin(), views.end(), never_came);
-  const auto waits = std::find_if(views.begin(), views.end(), waits_in_rendezvous);
-  if (leaver == views.end() || waits == views.end()) return std::nullopt;
+  if (leaver == views.end() || !somebody_waits_in_rendezvous(views)) return std::nullopt;
   RootCause root_cause;
   root_cause.cause = Cause::kLeft;
   root_cause.rank = root_cause.first_failure = leaver->rank;

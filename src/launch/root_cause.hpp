@@ -65,8 +65,14 @@ std::optional<RootCause> find_early_leaver(const std::vector<RankView>& views);
 /// The root cause if a StallWatch found that no rank makes progress.
 RootCause find_stall(const std::vector<RankView>& views, double longest_s);
 
-/// True if a rank has ended well without coming to a rendezvous that others may still start.
-bool may_have_left_early(const std::vector<RankView>& views);
+/// The ranks that have ended well without coming to a rendezvous, which others may still start.
+std::vector<int> ranks_that_never_came(const std::vector<RankView>& views);
+
+/// True if a rank waits in the rendezvous of all ranks.
+bool somebody_waits_in_rendezvous(const std::vector<RankView>& views);
+
+/// "rank 3 ended with exit code 0 and never came to the rendezvous of all ranks".
+std::string never_came_line(int rank);
 
 /// Whether a restart may help. It cannot if the program itself, its flags or its files are at
 /// fault.

@@ -148,6 +148,7 @@ std::optional<SlurmJob> read_slurm(const RankEnvironment::Lookup& lookup,
   if (job.hosts.empty()) return std::nullopt;  // a shell that only inherited the job id
   read_tasks(variables, job);
   job.cpus_per_task = variables.number("SLURM_CPUS_PER_TASK");
+  job.gpus = variables.number("SLURM_GPUS_ON_NODE").value_or(0);
   job.here = find_here(variables, job, host_name);
   if (!job.in_step) return job;
   job.task = *task;

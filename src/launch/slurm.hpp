@@ -19,6 +19,7 @@ struct SlurmJob {
   std::string here;  ///< this host's name in `hosts`; "" if it is not one, such as a login node
   int task = 0;      ///< this launcher's number in the step
   std::optional<int> cpus_per_task;  ///< --cpus-per-task, if given
+  int gpus = 0;                      ///< of the job on this host, as SLURM counts them
   int port = 0;                      ///< for the endpoint; derived from job and step
 
   int nnodes() const { return static_cast<int>(hosts.size()); }

@@ -131,6 +131,7 @@ struct ExecPlan {
     ::signal(SIGPIPE, SIG_DFL);
     ::signal(SIGXFSZ, SIG_DFL);
     ::sigprocmask(SIG_SETMASK, &signals, nullptr);
+    ::setrlimit(RLIMIT_NOFILE, &worker.open_files);
     if (!worker.cores.empty()) ::sched_setaffinity(0, sizeof(cores), &cores);
     if (!worker.reads_input) ::dup2(::open("/dev/null", O_RDONLY | O_CLOEXEC), STDIN_FILENO);
     ::dup2(worker.output, STDOUT_FILENO);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <signal.h>
+#include <sys/resource.h>
 #include <sys/types.h>
 
 #include <cstdint>
@@ -32,6 +33,7 @@ struct WorkerStart {
   bool reads_input = false;              ///< gets the launcher's standard input, else /dev/null
   int output = -1;                       ///< write ends of its pipes
   int errors = -1;
+  rlimit open_files{};  ///< its limit of open files
 };
 
 /// What the supervisor removes if the launcher was killed and cannot.

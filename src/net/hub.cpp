@@ -1,6 +1,7 @@
 #include "net/hub.hpp"
 
-#include <poll.h>
+#include <fmt/format.h>
+#include <sys/epoll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 
@@ -20,12 +21,20 @@ constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 constexpr int64_t kAcceptPauseNs = 100'000'000;
 constexpr int64_t kLastWordsNs = 1'000'000'000;  // for a dropped peer to read the reason
 constexpr int kReadsAtOnce = 16;                 // from one peer before the others get their turn
+constexpr int kAcceptsAtOnce = 64;  // then those who were accepted get a chance to authenticate
+constexpr int kEventsAtOnce = 256;
+constexpr uint32_t kRead = EPOLLIN;
+constexpr uint32_t kWrite = EPOLLOUT;
+constexpr uint32_t kEnded = static_cast<uint32_t>(EPOLLHUP) | static_cast<uint32_t>(EPOLLERR);
+constexpr uint64_t kWakeName = 0;  // peers count from 1
+constexpr uint64_t kListenerName = std::numeric_limits<uint64_t>::max();
 
-// Half of the descriptors that this process may open; the rest is for its own work.
+// Of the descriptors that this process may open; the rest is for its own work.
 size_t most_peers() {
   rlimit limit{};
   ::getrlimit(RLIMIT_NOFILE, &limit);
-  return std::clamp<size_t>(static_cast<size_t>(limit.rlim_cur) / 2, 32, 4096);
+  const auto files = std::min<size_t>(static_cast<size_t>(limit.rlim_cur), 1 << 20);
+  return std::max<size_t>({32, files / 2, files < 1024 ? 0 : files - 512});
 }
 
 }  // namespace
@@ -36,12 +45,20 @@ Hub::Hub(Socket listener, HubOptions options, HubHandler& handler, std::vector<S
       handler_(handler),
       port_(bound_port(listener_)),
       max_peers_(most_peers()),
+      events_(::epoll_create1(EPOLL_CLOEXEC)),
       next_tick_ns_(options_.tick_ns > 0 ? monotonic_ns() + options_.tick_ns : kNever) {
+  if (events_.get() < 0) {
+    const int reason = errno;
+    throw Error(Code::kRendezvous, fmt::format("cannot serve: {}", std::strerror(reason)),
+                limit_help(reason, "check whether this machine is out of memory"));
+  }
+  watch(wake_.descriptor(), kWakeName, kRead, EPOLL_CTL_ADD);
   for (auto& socket : adopted) {
-    peers_.emplace(++last_id_, Peer{.socket = std::move(socket),
-                                    .channel = Channel::plain(options_.max_payload),
-                                    .address = "this host",
-                                    .authenticated = true});
+    add_peer({.id = ++last_id_,
+              .socket = std::move(socket),
+              .channel = Channel::plain(options_.max_payload),
+              .address = "this host",
+              .authenticated = true});
   }
   thread_ = start_quiet_thread([this] { run(); });
 }
@@ -74,38 +91,59 @@ void Hub::linger() {
 int64_t Hub::next_wake_ns(int64_t latest_ns) const {
   int64_t next = std::min(latest_ns, next_tick_ns_);
   if (accept_again_ns_ != 0) next = std::min(next, accept_again_ns_);
-  for (const auto& [id, peer] : peers_) {
+  for (const PeerId id : timed_) {
+    const Peer& peer = peers_.at(id);
     if (!peer.authenticated) next = std::min(next, peer.since_ns + kAuthenticationNs);
     if (!peer.why_closing.empty()) next = std::min(next, peer.close_by_ns);
   }
   return next;
 }
 
-void Hub::one_pass(int64_t latest_ns, bool accepting) {
-  const bool listening = accepting && monotonic_ns() >= accept_again_ns_;
-  if (listening) accept_again_ns_ = 0;
-  std::vector<pollfd> items = {{wake_.descriptor(), POLLIN, 0},
-                               {listening ? listener_.get() : -1, POLLIN, 0}};
-  std::vector<PeerId> ids;
-  for (const auto& [id, peer] : peers_) {
-    const bool writing = !peer.channel.output().empty();
-    items.push_back(
-        {peer.socket.get(), static_cast<short>(writing ? POLLIN | POLLOUT : POLLIN), 0});
-    ids.push_back(id);
+void Hub::watch(int descriptor, uint64_t name, uint32_t events, int change) const {
+  epoll_event event{};
+  event.events = events;
+  event.data.u64 = name;
+  ::epoll_ctl(events_.get(), change, descriptor, &event);
+}
+
+void Hub::listen(bool on) {
+  if (on == listening_) return;
+  watch(listener_.get(), kListenerName, kRead, on ? EPOLL_CTL_ADD : EPOLL_CTL_DEL);
+  listening_ = on;
+}
+
+void Hub::add_peer(Peer peer) {
+  watch(peer.socket.get(), peer.id, kRead, EPOLL_CTL_ADD);
+  if (peer.authenticated) {
+    ++authenticated_;
+  } else {
+    timed_.insert(peer.id);
   }
+  const PeerId id = peer.id;
+  peers_.emplace(id, std::move(peer));
+}
+
+void Hub::one_pass(int64_t latest_ns, bool accepting) {
+  const bool may_accept = monotonic_ns() >= accept_again_ns_;
+  if (may_accept) accept_again_ns_ = 0;
+  listen(accepting && may_accept);
   const int64_t next_ns = next_wake_ns(latest_ns);
   const int64_t left_ms = next_ns == kNever ? -1 : (next_ns - monotonic_ns() + 999'999) / 1'000'000;
   const int timeout_ms =
       next_ns == kNever ? -1 : static_cast<int>(std::clamp<int64_t>(left_ms, 0, 3'600'000));
-  if (::poll(items.data(), items.size(), timeout_ms) > 0) {
-    for (size_t i = 0; i < ids.size(); ++i) {
-      const auto events = items[i + 2].revents;
-      Peer& peer = peers_.at(ids[i]);
-      if ((events & (POLLIN | POLLHUP | POLLERR)) != 0) read_from(ids[i], peer);
-      if ((events & POLLOUT) != 0) write_to(peer);
-    }
-    if (items[1].revents != 0) accept_all();
+  std::array<epoll_event, kEventsAtOnce> ready;
+  const int count = ::epoll_wait(events_.get(), ready.data(), kEventsAtOnce, timeout_ms);
+  bool connections = false;
+  for (int i = 0; i < count; ++i) {
+    const uint64_t name = ready[static_cast<size_t>(i)].data.u64;
+    const uint32_t events = ready[static_cast<size_t>(i)].events;
+    connections = connections || name == kListenerName;
+    const auto found = peers_.find(name);
+    if (found == peers_.end()) continue;  // the wake, or the listener
+    if ((events & (kRead | kEnded)) != 0) read_from(found->second);
+    if ((events & kWrite) != 0) write_to(found->second);
   }
+  if (connections) accept_some();
   if (monotonic_ns() >= next_tick_ns_) {
     next_tick_ns_ = monotonic_ns() + options_.tick_ns;
     handler_.tick(*this);
@@ -114,8 +152,8 @@ void Hub::one_pass(int64_t latest_ns, bool accepting) {
   remove_gone();
 }
 
-void Hub::accept_all() {
-  for (;;) {
+void Hub::accept_some() {
+  for (int accepted = 0; accepted < kAcceptsAtOnce; ++accepted) {
     Socket socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!socket) {
       if (errno == EINTR || errno == ECONNABORTED) continue;
@@ -131,13 +169,13 @@ void Hub::accept_all() {
     make_room();
     set_no_delay(socket);
     std::string address = lockstep::peer_address(socket);
-    peers_.emplace(++last_id_,
-                   Peer{.socket = std::move(socket),
-                        .channel = plain ? Channel::plain(options_.max_payload)
-                                         : Channel::server(options_.token, options_.max_payload),
-                        .address = std::move(address),
-                        .since_ns = monotonic_ns(),
-                        .authenticated = plain});
+    add_peer({.id = ++last_id_,
+              .socket = std::move(socket),
+              .channel = plain ? Channel::plain(options_.max_payload)
+                               : Channel::server(options_.token, options_.max_payload),
+              .address = std::move(address),
+              .since_ns = monotonic_ns(),
+              .authenticated = plain});
   }
 }
 
@@ -145,7 +183,8 @@ void Hub::accept_all() {
 void Hub::make_room() {
   int unauthenticated = 0;
   Peer* oldest = nullptr;
-  for (auto& [id, peer] : peers_) {
+  for (const PeerId id : timed_) {
+    Peer& peer = peers_.at(id);
     if (peer.authenticated || peer.gone) continue;
     ++unauthenticated;
     if (oldest == nullptr) oldest = &peer;  // ids increase with time
@@ -154,13 +193,7 @@ void Hub::make_room() {
     close_peer(*oldest, "too many unauthenticated connections", true);
 }
 
-bool Hub::full() const {
-  const auto authenticated = std::count_if(
-      peers_.begin(), peers_.end(), [](const auto& item) { return item.second.authenticated; });
-  return static_cast<size_t>(authenticated) >= max_peers_;
-}
-
-void Hub::read_from(PeerId id, Peer& peer) {
+void Hub::read_from(Peer& peer) {
   std::array<char, 1 << 14> buffer;
   for (int i = 0; i < kReadsAtOnce && !peer.gone; ++i) {
     const ssize_t count = ::recv(peer.socket.get(), buffer.data(), buffer.size(), 0);
@@ -173,7 +206,7 @@ void Hub::read_from(PeerId id, Peer& peer) {
     if (!peer.why_closing.empty()) continue;  // being dropped: its input no longer counts
     try {
       peer.channel.feed({buffer.data(), static_cast<size_t>(count)});
-      deliver(id, peer);
+      deliver(peer);
     } catch (const Error& error) {
       close_peer(peer, error.message(), false);
     } catch (const std::exception& error) {  // such as no memory for one peer's message
@@ -182,22 +215,32 @@ void Hub::read_from(PeerId id, Peer& peer) {
   }
 }
 
-void Hub::deliver(PeerId id, Peer& peer) {
+void Hub::deliver(Peer& peer) {
   if (!peer.authenticated && peer.channel.ready()) {
     if (full()) {
       close_peer(peer, "too many connections", true);
       return;
     }
     peer.authenticated = true;
+    ++authenticated_;
+    if (peer.why_closing.empty()) timed_.erase(peer.id);
   }
   write_to(peer);
   while (auto payload = peer.channel.take()) {
     if (peer.gone || !peer.why_closing.empty()) return;
-    handler_.received(*this, id, *payload);
+    handler_.received(*this, peer.id, *payload);
   }
 }
 
 void Hub::write_to(Peer& peer) {
+  write_some(peer);
+  const bool waits = !peer.gone && !peer.channel.output().empty();
+  if (waits == peer.waits_to_write) return;
+  watch(peer.socket.get(), peer.id, waits ? kRead | kWrite : kRead, EPOLL_CTL_MOD);
+  peer.waits_to_write = waits;
+}
+
+void Hub::write_some(Peer& peer) {
   while (!peer.gone && !peer.channel.output().empty()) {
     const std::string_view output = peer.channel.output();
     const ssize_t count = ::send(peer.socket.get(), output.data(), output.size(), MSG_NOSIGNAL);
@@ -217,13 +260,15 @@ void Hub::close_peer(Peer& peer, const std::string& why, bool at_once) {
   if (peer.why_closing.empty()) {
     peer.why_closing = why;
     peer.close_by_ns = monotonic_ns() + kLastWordsNs;
+    timed_.insert(peer.id);
   }
   peer.gone = peer.gone || at_once;
 }
 
 void Hub::drop_expired() {
   const int64_t now_ns = monotonic_ns();
-  for (auto& [id, peer] : peers_) {
+  for (const PeerId id : timed_) {
+    Peer& peer = peers_.at(id);
     if (!peer.authenticated && now_ns >= peer.since_ns + kAuthenticationNs)
       close_peer(peer, "not authenticated within 5 s", true);
     if (peer.why_closing.empty()) continue;
@@ -236,12 +281,16 @@ void Hub::drop_expired() {
 void Hub::remove_gone() {
   for (bool found = true; found;) {
     found = false;
-    for (auto item = peers_.begin(); item != peers_.end(); ++item) {
-      if (!item->second.gone) continue;
-      auto node = peers_.extract(item);
+    for (const PeerId id : timed_) {
+      if (!peers_.at(id).gone) continue;
+      timed_.erase(id);
+      auto node = peers_.extract(id);
       const Peer& peer = node.mapped();
+      // Not left to close(): a forked process may still hold the same socket.
+      watch(peer.socket.get(), id, 0, EPOLL_CTL_DEL);
       if (peer.authenticated) {
-        handler_.left(*this, node.key(), peer.why_closing);
+        --authenticated_;
+        handler_.left(*this, id, peer.why_closing);
       } else {
         handler_.turned_away(*this, peer.address, peer.why_closing);
       }

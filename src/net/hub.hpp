@@ -3,6 +3,7 @@
 #include <atomic>
 #include <cstdint>
 #include <map>
+#include <set>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -45,12 +46,13 @@ struct HubOptions {
   int64_t linger_ns = 0;
 };
 
-/// Serves connections from a thread of its own. Unauthenticated peers are limited in number and
-/// dropped after five seconds, the oldest first if there are too many. A peer that sends garbage,
-/// part of a message, or nothing cannot delay the others.
+/// Serves connections from a thread of its own, in time that does not grow with the number of those
+/// that are silent. Unauthenticated peers are limited in number and dropped after five seconds, the
+/// oldest first if there are too many. A peer that sends garbage, part of a message, or nothing
+/// cannot delay the others.
 class Hub {
  public:
-  static constexpr int kMaxUnauthenticated = 64;
+  static constexpr int kMaxUnauthenticated = 192;
   static constexpr int64_t kAuthenticationNs = 5'000'000'000;
 
   /// `adopted` are ends of socket pairs within this process; they become peers 1, 2, ...
@@ -69,6 +71,7 @@ class Hub {
 
  private:
   struct Peer {
+    PeerId id = 0;
     Socket socket;
     Channel channel;
     std::string address;
@@ -77,18 +80,23 @@ class Hub {
     std::string why_closing = {};  // if not empty: close after pending output is written
     int64_t close_by_ns = 0;       // or at this time
     bool gone = false;             // close now
+    bool waits_to_write = false;   // the kernel tells when it can take more
   };
 
   void run();
   void one_pass(int64_t latest_ns, bool accepting);
   void linger();
   int64_t next_wake_ns(int64_t latest_ns) const;
-  void accept_all();
+  void watch(int descriptor, uint64_t name, uint32_t events, int change) const;
+  void listen(bool on);
+  void add_peer(Peer peer);
+  void accept_some();
   void make_room();
-  bool full() const;
-  void read_from(PeerId id, Peer& peer);
-  void deliver(PeerId id, Peer& peer);
+  bool full() const { return authenticated_ >= max_peers_; }
+  void read_from(Peer& peer);
+  void deliver(Peer& peer);
   void write_to(Peer& peer);
+  void write_some(Peer& peer);
   void close_peer(Peer& peer, const std::string& why, bool at_once);
   void drop_expired();
   void remove_gone();
@@ -102,7 +110,11 @@ class Hub {
   std::atomic<bool> stop_ = false;
 
   // Used by the hub's thread only.
+  const Descriptor events_;  // an epoll: its cost is that of the peers that have something to say
   std::map<PeerId, Peer> peers_;
+  std::set<PeerId> timed_;  // unauthenticated, or being closed: all that have a deadline
+  size_t authenticated_ = 0;
+  bool listening_ = false;
   PeerId last_id_ = 0;
   int64_t accept_again_ns_ = 0;  // set while there are no descriptors left
   int64_t next_tick_ns_ = 0;

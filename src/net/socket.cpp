@@ -2,6 +2,8 @@
 
 #include <arpa/inet.h>
 #include <fmt/format.h>
+#include <ifaddrs.h>
+#include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -9,6 +11,7 @@
 #include <sys/socket.h>
 #include <sys/un.h>
 
+#include <array>
 #include <cerrno>
 #include <charconv>
 #include <cstddef>
@@ -213,6 +216,45 @@ std::string own_address(const Socket& socket) {
 
 bool is_loopback(std::string_view address) {
   return address == "::1" || address == "localhost" || address.starts_with("127.");
+}
+
+namespace {
+
+// In digits; "" for what has none.
+std::string digits_of(const sockaddr* address) {
+  std::array<char, NI_MAXHOST> digits{};
+  const socklen_t bytes = address->sa_family == AF_INET    ? sizeof(sockaddr_in)
+                          : address->sa_family == AF_INET6 ? sizeof(sockaddr_in6)
+                                                           : 0;
+  if (bytes == 0 || ::getnameinfo(address, bytes, digits.data(), digits.size(), nullptr, 0,
+                                  NI_NUMERICHOST) != 0) {
+    return "";
+  }
+  return digits.data();
+}
+
+}  // namespace
+
+std::string host_address() {
+  std::array<char, 256> name{};
+  ::gethostname(name.data(), name.size() - 1);
+  int error = 0;
+  const AddressList named = look_up(name.data(), 0, 0, error);
+  for (const addrinfo* one = named.get(); error == 0 && one != nullptr; one = one->ai_next) {
+    const std::string digits = digits_of(one->ai_addr);
+    if (!digits.empty() && !is_loopback(digits)) return digits;
+  }
+  ifaddrs* interfaces = nullptr;
+  std::string found;
+  if (::getifaddrs(&interfaces) != 0) return "127.0.0.1";
+  for (const ifaddrs* one = interfaces; one != nullptr && found.empty(); one = one->ifa_next) {
+    const bool up = (one->ifa_flags & IFF_UP) != 0 && (one->ifa_flags & IFF_LOOPBACK) == 0;
+    if (up && one->ifa_addr != nullptr && one->ifa_addr->sa_family == AF_INET) {
+      found = digits_of(one->ifa_addr);
+    }
+  }
+  ::freeifaddrs(interfaces);
+  return found.empty() ? "127.0.0.1" : found;
 }
 
 // Only an address of this host can be bound.

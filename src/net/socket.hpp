@@ -80,6 +80,10 @@ int bound_port(const Socket& socket);
 std::string peer_address(const Socket& socket);
 std::string own_address(const Socket& socket);
 
+/// This host's address, in digits, as others may reach it: that of its name, else that of its first
+/// interface; the loopback where there is none.
+std::string host_address();
+
 /// True for "127.0.0.1" and the like.
 bool is_loopback(std::string_view address);
 

@@ -7,6 +7,7 @@
 #include <condition_variable>
 #include <map>
 #include <mutex>
+#include <set>
 #include <unordered_map>
 #include <vector>
 
@@ -157,30 +158,27 @@ class StoreHandler final : public HubHandler {
     stored_bytes_ += needed;
     const auto& [key, value] = *values_.emplace(request.key, request.value).first;
     answer(hub, peer, StoreAnswer::kDone);
-    const auto [first, last] = waiters_.equal_range(key);
-    for (auto waiter = first; waiter != last; ++waiter) {
-      waiting_.erase(waiter->second);
-      answer(hub, waiter->second, StoreAnswer::kDone, value);
+    const auto waiters = waiters_.extract(key);
+    if (waiters.empty()) return;
+    for (const PeerId waiter : waiters.mapped()) {
+      waiting_.erase(waiter);
+      answer(hub, waiter, StoreAnswer::kDone, value);
     }
-    waiters_.erase(key);
   }
 
   void get(Hub& hub, PeerId peer, std::string key) {
     const auto found = values_.find(key);
     if (found != values_.end()) return answer(hub, peer, StoreAnswer::kDone, found->second);
-    waiters_.emplace(key, peer);
+    waiters_[key].insert(peer);
     waiting_.emplace(peer, std::move(key));
   }
 
   void forget(PeerId peer) {
     const auto found = waiting_.find(peer);
     if (found == waiting_.end()) return;
-    const auto [first, last] = waiters_.equal_range(found->second);
-    for (auto waiter = first; waiter != last; ++waiter) {
-      if (waiter->second != peer) continue;
-      waiters_.erase(waiter);
-      break;
-    }
+    const auto waiters = waiters_.find(found->second);
+    waiters->second.erase(peer);
+    if (waiters->second.empty()) waiters_.erase(waiters);
     waiting_.erase(found);
   }
 
@@ -192,7 +190,7 @@ class StoreHandler final : public HubHandler {
 
   std::map<std::string, std::string, std::less<>> values_;
   size_t stored_bytes_ = 0;
-  std::multimap<std::string, PeerId> waiters_;       // by key
+  std::map<std::string, std::set<PeerId>> waiters_;  // by key
   std::unordered_map<PeerId, std::string> waiting_;  // the same by peer
 };
 

@@ -164,7 +164,7 @@ torch::Tensor FusedAdam<TorchAdam>::step_fused(const ScaledGradients& gradients,
   check_extras(extras);
   const StepItems items(this->param_groups(), masters_, AdamKind<TorchAdam>::kName);
   const ScaledGradients known = items.with_squares(gradients, this->param_groups(), extras);
-  if (items.empty()) return {};
+  if (items.empty()) return norm_without_gradients(known, extras);
   const RecordedUpdate recorded(*this, masters_);
   const torch::Tensor norm =
       items.on_cuda() ? step_on_cuda(items, known, extras) : step_on_cpu(items, known, extras);

@@ -266,6 +266,12 @@ torch::Tensor gradient_norm(const ScaledGradients& scaled, const StepExtras& ext
                      torch::kDouble);
 }
 
+torch::Tensor norm_without_gradients(const ScaledGradients& scaled, const StepExtras& extras) {
+  if (!extras.max_norm) return {};
+  const bool skipped = scaled.found_inf.defined() && scaled.found_inf.item<float>() != 0;
+  return skipped ? torch::Tensor() : gradient_norm(scaled, extras);
+}
+
 double gradient_factor(const ScaledGradients& scaled, const StepExtras& extras,
                        const torch::Tensor& norm) {
   if (is_planted(Mutation::kGradientsNotUnscaled)) return 1;

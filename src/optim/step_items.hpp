@@ -92,6 +92,10 @@ bool skips_on_cpu(const StepItems& items, const ScaledGradients& gradients);
 /// Returns the norm of the unscaled gradients; undefined where extras ask for none.
 torch::Tensor gradient_norm(const ScaledGradients& scaled, const StepExtras& extras);
 
+/// The same on a rank that has no gradient: others may have the rest of the model. Undefined where
+/// the step is skipped.
+torch::Tensor norm_without_gradients(const ScaledGradients& scaled, const StepExtras& extras);
+
 /// Returns what gradients are multiplied by, for their scale and for max_norm.
 double gradient_factor(const ScaledGradients& scaled, const StepExtras& extras,
                        const torch::Tensor& norm);

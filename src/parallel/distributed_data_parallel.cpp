@@ -44,8 +44,6 @@ struct GradientSync::State {
   void compare_if_due();
   void check_if_due();
   void share_in_each_replay(Capture& capture, bool shares_buffers);
-  void find_limited_embeddings();
-  void limit_embeddings();
 
   class Join;
 
@@ -53,12 +51,7 @@ struct GradientSync::State {
   const Communicator comm;
   const DdpOptions options;
   std::optional<Reducer> reducer;
-  struct LimitedEmbedding {
-    torch::Tensor weight;
-    double max_norm;
-    double norm_type;
-  };
-  std::vector<LimitedEmbedding> limited_embeddings;
+  std::optional<LimitedEmbeddings> limited_embeddings;
   int no_sync_depth = 0;
   bool last_forward_synchronised = true;  // only then are buffers sent before the next forward
   int64_t checked_at_step = 0;
@@ -106,31 +99,7 @@ GradientSync::State::State(std::shared_ptr<torch::nn::Module> trained, const Com
   }
   if (auto* recorder = StepRecorder::of_process()) recorder->learn(*module, "ddp");
   reducer.emplace(by_gradient(*module, trained_parameters(*module)), comm, options);
-  if (comm.size() > 1) find_limited_embeddings();
-}
-
-void GradientSync::State::find_limited_embeddings() {
-  const auto add_if_limited = [this](const auto* layer) {
-    if (layer == nullptr || !layer->options.max_norm()) return;
-    limited_embeddings.push_back(
-        {layer->weight, *layer->options.max_norm(), layer->options.norm_type()});
-  };
-  for (const auto& each : module->modules(/*include_self=*/true)) {
-    add_if_limited(each->as<torch::nn::Embedding>());
-    add_if_limited(each->as<torch::nn::EmbeddingBag>());
-  }
-}
-
-// Note [Limited embeddings]: Embedding(max_norm) shortens the rows that a forward looks up, in
-// place. On each rank these would be other rows, and replicas would drift apart, as they do in
-// PyTorch. So all rows are shortened before every forward, on all ranks alike: the lookup then
-// finds nothing to do. A row is as long when it is looked up as it would be in one process.
-void GradientSync::State::limit_embeddings() {
-  const torch::NoGradGuard no_grad;
-  for (auto& [weight, max_norm, norm_type] : limited_embeddings) {
-    const auto rows = torch::arange(weight.size(0), weight.options().dtype(torch::kInt64));
-    torch::embedding_renorm_(weight, rows, max_norm, norm_type);
-  }
+  if (comm.size() > 1) limited_embeddings.emplace(*module);
 }
 
 // Evaluation is not collective: a rank may evaluate alone, with its own buffers.
@@ -276,7 +245,7 @@ void GradientSync::before_forward() {
   const int root = state.join ? state.join->begin_step(synchronise) : 0;
   const bool shares_buffers = state.shares_buffers();
   state.reducer->before_forward(synchronise);
-  state.limit_embeddings();
+  if (state.limited_embeddings) state.limited_embeddings->shorten_rows();
   if (!state.trains()) return;
   state.reducer->rebuild_if_due();
   if (Capture* capture = Capture::current()) {

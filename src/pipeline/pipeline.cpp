@@ -16,6 +16,7 @@
 #include "base/process.hpp"
 #include "device/slice_map.hpp"
 #include "gradients/model_sync.hpp"
+#include "gradients/trained_parameters.hpp"
 #include "lockstep/autocast.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad_scaler.hpp"
@@ -57,8 +58,8 @@ void require_modules_apart(const std::vector<torch::nn::Sequential>& modules) {
   for (const auto& module : modules) {
     if (module.is_empty()) continue;  // another rank's
     require_not_sharded(*module, "Pipeline",
-                        "let the pipeline average over its data axis (PipelineOptions), or shard a "
-                        "model that is not cut into stages");
+                        "let the pipeline divide its stages over its data axis: "
+                        "PipelineOptions::shard");
   }
   std::unordered_map<const c10::TensorImpl*, size_t> owner;
   for (size_t stage = 0; stage < modules.size(); ++stage) {
@@ -90,6 +91,19 @@ void require_options(const Schedule& schedule, const PipelineOptions& options, s
   if (options.loss_weight && options.reduction == LossReduction::kSum) {
     throw Error(Code::kUsage, "a pipeline was given a loss_weight for a loss that is a sum",
                 "sums need no weights: remove one of the two");
+  }
+  if (options.shard && !options.data) {
+    throw Error(Code::kUsage, "a pipeline was told to shard its stages, but has no data axis",
+                "set PipelineOptions::data: the ranks that the stages are divided over");
+  }
+  if (options.shard &&
+      (options.nonfinite != Nonfinite::kWarn || !options.check_unaveraged_updates)) {
+    throw Error(
+        Code::kUsage,
+        fmt::format("a pipeline cannot shard its stages with {}",
+                    options.nonfinite != Nonfinite::kWarn ? "PipelineOptions::nonfinite"
+                                                          : "check_unaveraged_updates = false"),
+        "leave that option as it is, or do not shard");
   }
   for (const int stage : options.recompute) {
     if (stage >= 0 && stage < schedule.stages()) continue;
@@ -247,7 +261,11 @@ void Pipeline::State::add_rank(int index, Device& device, std::unique_ptr<StageC
     const bool last = stage + 1 == schedule.stages();
     auto local = std::make_unique<LocalStage>(
         LocalStage{Stage(stage, module, device, recompute, last ? options_.loss : nullptr), {}});
-    if (data) local->sync.emplace(stage, module, *data, options_);
+    if (data) {
+      const bool shards = options_.shard && !trained_in(*module).empty();
+      local->sync =
+          (shards ? make_sharded_stage : make_averaged_stage)(stage, module, *data, options_);
+    }
     if (auto* recorder = StepRecorder::of_process()) recorder->learn(*module, "pipeline");
     rank.add(std::move(local));
     local_stages.push_back(stage);
@@ -514,9 +532,19 @@ Device& Pipeline::device_of(int stage) const {
 std::vector<torch::Tensor> Pipeline::parameters() const {
   std::vector<torch::Tensor> parameters;
   for (const int stage : local_stages()) {
+    const auto& sync = state_->local(stage).sync;
+    if (sync) {
+      for (auto& each : sync->parameters()) parameters.push_back(std::move(each));
+      continue;
+    }
     for (auto& each : trained_in(*this->stage(stage))) parameters.push_back(std::move(each.tensor));
   }
   return parameters;
+}
+
+ShardedModel* Pipeline::sharded(int stage) const {
+  const auto& sync = state_->local(stage).sync;
+  return sync ? sync->sharded() : nullptr;
 }
 
 void Pipeline::for_each_stage(const char* name, const std::function<void(int)>& work) {

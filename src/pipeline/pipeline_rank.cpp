@@ -81,13 +81,17 @@ torch::Tensor PipelineRank::attempt(const Action& action, const torch::Tensor& i
 void PipelineRank::run_action(const Action& action, const StepPlan& plan) {
   const torch::Tensor input = input_of(action, plan);
   const DeviceEvent begin = DeviceEvent::now(device_.torch_device());
-  const torch::Tensor result = attempt(action, input, [&] { return compute(action, plan, input); });
+  auto& sync = at(action.stage).sync;
+  const torch::Tensor result = attempt(action, input, [&] {
+    const torch::Tensor computed = compute(action, plan, input);
+    if (sync) sync->end_action();
+    return computed;
+  });
   timed_.push_back({action, begin, DeviceEvent::now(device_.torch_device())});
   pass_on(action, plan, result);
   auto& left = backwards_left_[static_cast<size_t>(action.stage)];
   if (completes(action.kind) && --left == 0) {
     if (action.stage == plan.faults.nan_stage) spoil_gradient(*at(action.stage).stage.module());
-    auto& sync = at(action.stage).sync;
     if (sync && action.stage == plan.faults.mismatch_stage) sync->call_mismatch();
     if (sync) sync->launch(plan.synchronise, plan.weight);
   }
@@ -183,11 +187,18 @@ void PipelineRank::pass_on(const Action& action, const StepPlan& plan,
 
 std::vector<torch::Tensor> PipelineRank::evaluate(const StepPlan& plan) {
   std::vector<torch::Tensor> outputs(static_cast<size_t>(pipeline_.schedule.micro_batches));
+  for (const auto& each : stages_) {
+    if (each->sync) each->sync->begin_evaluation();
+  }
   for (const Action& action : actions()) {
     if (action.kind != ActionKind::kForward) continue;
     const torch::Tensor input = input_of(action, plan);
-    const torch::Tensor output =
-        attempt(action, input, [&] { return at(action.stage).stage.evaluate(input); });
+    LocalStage& local = at(action.stage);
+    const torch::Tensor output = attempt(action, input, [&] {
+      const torch::Tensor computed = local.stage.evaluate(input);
+      if (local.sync) local.sync->end_action();
+      return computed;
+    });
     const auto micro_batch = static_cast<size_t>(action.micro_batch);
     if (is_last(action.stage)) {
       outputs[micro_batch] = output;
@@ -195,6 +206,9 @@ std::vector<torch::Tensor> PipelineRank::evaluate(const StepPlan& plan) {
       channel_->send({Payload::kActivation, action.stage, action.micro_batch}, output,
                      plan.shape_of(action.micro_batch));
     }
+  }
+  for (const auto& each : stages_) {
+    if (each->sync) each->sync->end_evaluation();
   }
   return outputs;
 }

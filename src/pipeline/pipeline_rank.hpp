@@ -17,7 +17,7 @@ namespace lockstep {
 
 struct LocalStage {
   Stage stage;
-  std::optional<StageSync> sync;  ///< none without a data axis
+  std::unique_ptr<StageSync> sync;  ///< none without a data axis
 };
 
 /// What every rank of a pipeline knows of it.

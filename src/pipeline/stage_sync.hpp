@@ -1,74 +1,74 @@
 #pragma once
 
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/types.h>
+
+#include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
-#include "gradients/gradient_buckets.hpp"
-#include "gradients/in_flight_buckets.hpp"
-#include "gradients/model_sync.hpp"
-#include "gradients/nonfinite_gradients.hpp"
-#include "gradients/trained_parameters.hpp"
 #include "lockstep/communicator.hpp"
 #include "lockstep/pipeline.hpp"
 
 namespace lockstep {
 
-/// Averages one stage's gradients over the data axis, once per step. The gradients are always views
-/// of buckets, as those of DistributedDataParallel are.
+/// Keeps one stage the same on all ranks of the data axis: averages its gradients once per step.
+/// Only the stage's thread may use it and its communicator.
 class StageSync {
  public:
-  /// Collective. Rank 0's weights and buffers go to all. Only the stage's thread may use `comm`.
-  StageSync(int stage, torch::nn::Sequential module, const Communicator& comm,
-            const PipelineOptions& options);
+  virtual ~StageSync() = default;
 
-  /// Begins a step: makes every trained parameter's gradient a view of its bucket. Refuses weights
-  /// that were updated with gradients that were not averaged, and parameters whose gradients would
-  /// not be. Collective if buffers are shared or the set of trained parameters has changed.
-  void begin_step(bool share_buffers);
+  /// Begins a step. Refuses weights that were updated with gradients that were not averaged, and
+  /// parameters whose gradients would not be. Collective if buffers are shared, gradients
+  /// accumulate, or the set of trained parameters has changed.
+  virtual void begin_step(bool share_buffers) = 0;
+
+  /// Called when an action of the stage has ended, also one of an evaluation.
+  virtual void end_action() {}
 
   /// Called when the stage's last backward of the step has ended. Nothing is sent unless
   /// `synchronise`, as in all but the last of several steps whose gradients add up.
-  void launch(bool synchronise, double weight);
-
-  /// Calls another collective than the other ranks, as `lockstep run --inject mismatch` asks.
-  void call_mismatch() const { lockstep::call_mismatch(comm_); }
+  virtual void launch(bool synchronise, double weight) = 0;
 
   /// Finishes what is possible without waiting.
-  void advance() { in_flight_.advance(); }
+  virtual void advance() {}
 
   /// Waits for all.
-  void finish();
+  virtual void finish() = 0;
+
+  /// Called before and after forwards without gradients.
+  virtual void begin_evaluation() {}
+  virtual void end_evaluation() {}
+
+  /// Calls another collective than the other ranks, as `lockstep run --inject mismatch` asks.
+  virtual void call_mismatch() const = 0;
 
   /// Steps whose gradients were applied without having been averaged.
-  int64_t unaveraged_steps() const {
-    return checks_updates_ && window_.weights_changed() ? window_.micro_steps() : 0;
-  }
+  virtual int64_t unaveraged_steps() const = 0;
 
   /// What was averaged in this step, if anything. Waits for the GPU.
-  std::optional<SyncSpan> span();
+  virtual std::optional<SyncSpan> span() = 0;
 
-  void abort(const std::string& reason);
+  virtual void abort(const std::string& reason) = 0;
 
- private:
-  void require_averaged() const;
-  void require_unchanged() const;
-  void agree_on_frozen();
-  void prepare_gradient(size_t parameter);
-  [[noreturn]] void refuse(const std::string& message, const std::string& help) const;
+  /// What an optimizer updates: the stage's trained parameters, or this rank's shards of them.
+  virtual std::vector<torch::Tensor> parameters() const = 0;
 
-  int stage_;
-  torch::nn::Sequential module_;
-  const Communicator comm_;
-  const bool checks_updates_;
-  std::vector<TrainedParameter> parameters_;  // trained when the pipeline was made
-  std::vector<ParameterForm> forms_;          // [parameter]
-  std::vector<uint8_t> frozen_;               // [parameter] since then
-  std::optional<GradientBuckets> buckets_;    // none if nothing is trained or comm has one rank
-  DdpStats stats_;
-  NonfiniteGradients nonfinite_;
-  InFlightBuckets in_flight_;
-  AccumulationWindow window_;
-  std::optional<SyncSpan> span_;  // of this step; its times come from stats_
+  /// The stage's sharded model, if it is one.
+  virtual ShardedModel* sharded() const { return nullptr; }
 };
+
+/// Every rank has the whole stage. The gradients are always views of buckets, as those of
+/// DistributedDataParallel are. Collective: rank 0's weights and buffers go to all.
+std::unique_ptr<StageSync> make_averaged_stage(int stage, const torch::nn::Sequential& module,
+                                               const Communicator& comm,
+                                               const PipelineOptions& options);
+
+/// The ranks divide the stage, as FullyShardedDataParallel does: see PipelineOptions::shard.
+/// Collective: rank 0's weights and buffers go to all.
+std::unique_ptr<StageSync> make_sharded_stage(int stage, const torch::nn::Sequential& module,
+                                              const Communicator& comm,
+                                              const PipelineOptions& options);
 
 }  // namespace lockstep

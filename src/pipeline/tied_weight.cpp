@@ -3,10 +3,29 @@
 #include <fmt/format.h>
 #include <torch/torch.h>
 
+#include "device/slice_map.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/tensor_text.hpp"
 #include "precision/model_parallel.hpp"
 
 namespace lockstep {
+namespace {
+
+// Shards of the two copies must be the same elements of the weight.
+void require_same_part(const Communicator& pair, const torch::Tensor& copy) {
+  const Slice slice = slice_of(copy);
+  std::string mine = fmt::format("{} of {}", shape_text(slice.local), shape_text(slice.whole));
+  for (const Block& block : slice.blocks) mine += ", from " + shape_text(block.whole);
+  const auto both = pair.all_gather_text(mine, {.label = "parts of a tied weight"});
+  if (both[0] == both[1]) return;
+  throw Error(
+      Code::kTensorMismatch,
+      fmt::format("the copies of a TiedWeight are other parts of it: {}; {}", both[0], both[1]),
+      "if its stages are sharded, make the weight's module a unit of its own in both: "
+      "ShardOptions::units");
+}
+
+}  // namespace
 
 TiedWeight::TiedWeight(const Communicator& axis, int first, int second, const torch::Tensor& copy)
     : copy_(copy) {
@@ -29,6 +48,7 @@ TiedWeight::TiedWeight(const Communicator& axis, int first, int second, const to
                                        axis.rank() == second ? 1 : 0, "copies of a tied weight");
   if (!takes_part) return;
   pair_ = std::make_shared<const Communicator>(pair);
+  require_same_part(*pair_, copy_);
   pair_->broadcast(copy_.detach(), 0, {.label = "tied weight"});
   if (pair_->rank() == 1) note_copy(copy_);
 }

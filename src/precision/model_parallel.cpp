@@ -87,7 +87,7 @@ ModelParallelGroup::ModelParallelGroup(const std::vector<torch::optim::Optimizer
       }
       if (const auto axis = axis_in(tensor_shards(), whole)) axes.push_back(find_axis(*axis));
       if (!axes.empty()) part_[parameter.unsafeGetTensorImpl()] = find_part(axes);
-      if (noted_copies().get(whole)) {
+      if (noted_copies().get(whole) || noted_copies().get(parameter)) {
         part_[parameter.unsafeGetTensorImpl()] = kCopies;
         has_copies_ = true;
       }

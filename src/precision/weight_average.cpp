@@ -3,26 +3,38 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <exception>
+#include <functional>
 #include <optional>
 #include <unordered_set>
 
 #include "device/capture.hpp"
 #include "device/slice_map.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/fully_sharded_data_parallel.hpp"
 #include "lockstep/master_weights.hpp"
 
 namespace lockstep {
 
 struct WeightAverage::State {
-  explicit State(torch::nn::Module& averaged) : module(averaged) {}
+  explicit State(const WeightAverageOptions& chosen) : options(chosen) {
+    if (options.decay >= 0 && options.decay <= 1) return;
+    throw Error(Code::kUsage, fmt::format("WeightAverage with a decay of {}", options.decay),
+                "give a decay from 0 to 1, such as 0.999");
+  }
 
-  torch::nn::Module& module;
+  void require_whole() const;
+
+  const torch::nn::Module* module = nullptr;  // none if shards are averaged
   WeightAverageOptions options;
+  std::function<void()> before_exchange = [] {};  // where other ranks read the weights
+  std::function<void()> after_exchange = [] {};
   std::vector<Entry> entries;
   int64_t updates = 0;
   bool in_use = false;  // the module has the averages
 
   void add(const std::string& name, const torch::Tensor& tensor);
+  void add_buffers(const torch::nn::Module& of);
 };
 
 namespace {
@@ -33,38 +45,43 @@ torch::Tensor full_precision(const torch::Tensor& tensor) {
   return masters ? masters->of(tensor) : tensor.detach();
 }
 
-void require_whole(const torch::nn::Module& module) {
-  require_not_sharded(module, "WeightAverage",
-                      "average a model that DistributedDataParallel trains");
-}
-
 }  // namespace
+
+void WeightAverage::State::require_whole() const {
+  if (module == nullptr) return;
+  require_not_sharded(*module, "WeightAverage", "make it of the FullyShardedDataParallel instead");
+}
 
 void WeightAverage::State::add(const std::string& name, const torch::Tensor& tensor) {
   const torch::NoGradGuard no_grad;
   entries.push_back({name, tensor, full_precision(tensor).clone()});
 }
 
-WeightAverage::WeightAverage(torch::nn::Module& module, const WeightAverageOptions& options)
-    : state_(std::make_unique<State>(module)) {
-  require_whole(module);
-  if (!(options.decay >= 0 && options.decay <= 1)) {
-    throw Error(Code::kUsage, fmt::format("WeightAverage with a decay of {}", options.decay),
-                "give a decay from 0 to 1, such as 0.999");
+void WeightAverage::State::add_buffers(const torch::nn::Module& of) {
+  for (const auto& item : of.named_buffers()) {
+    if (item.value().defined() && item.value().is_floating_point()) add(item.key(), item.value());
   }
-  state_->options = options;
+}
+
+WeightAverage::WeightAverage(torch::nn::Module& module, const WeightAverageOptions& options)
+    : state_(std::make_unique<State>(options)) {
+  state_->module = &module;
+  state_->require_whole();
   std::unordered_set<const c10::TensorImpl*> seen;  // a shared parameter has several names
   for (const auto& item : module.named_parameters()) {
     if (seen.insert(item.value().unsafeGetTensorImpl()).second) {
       state_->add(item.key(), item.value());
     }
   }
-  if (!options.buffers) return;
-  for (const auto& item : module.named_buffers()) {
-    if (item.value().defined() && item.value().is_floating_point()) {
-      state_->add(item.key(), item.value());
-    }
-  }
+  if (options.buffers) state_->add_buffers(module);
+}
+
+WeightAverage::WeightAverage(ShardedModel& model, const WeightAverageOptions& options)
+    : state_(std::make_unique<State>(options)) {
+  for (const auto& [name, shard] : model.named_shards()) state_->add(name, shard);
+  if (options.buffers) state_->add_buffers(*model.module());
+  state_->before_exchange = [&model] { model.begin_change(); };
+  state_->after_exchange = [&model] { model.note_changed_shards(); };
 }
 
 WeightAverage::~WeightAverage() = default;
@@ -83,7 +100,7 @@ void WeightAverage::update() {
     throw Error(Code::kUsage, "WeightAverage::update() while UseAverage has the averages in place",
                 "end UseAverage before the next training step");
   }
-  require_whole(state_->module);  // it may have been wrapped since
+  state_->require_whole();  // it may have been wrapped since
   const torch::NoGradGuard no_grad;
   const double keep = decay();
   for (auto& entry : state_->entries) {
@@ -119,6 +136,11 @@ void WeightAverage::set_updates(int64_t updates) {
 void WeightAverage::exchange() {
   const torch::NoGradGuard no_grad;
   const bool back = state_->in_use;
+  try {
+    if (std::uncaught_exceptions() == 0) state_->before_exchange();
+  } catch (const std::exception&) {
+    if (!back) throw;  // else another rank has failed; the weights come back all the same
+  }
   for (auto& entry : state_->entries) {
     torch::Tensor weight = entry.of.variable_data();
     if (const auto masters = MasterWeights::holding(entry.of)) {
@@ -131,6 +153,7 @@ void WeightAverage::exchange() {
     }
   }
   state_->in_use = !back;
+  state_->after_exchange();
 }
 
 UseAverage::UseAverage(WeightAverage& average) : average_(average) {

@@ -69,7 +69,7 @@ void add_tick(Axis& axis, double value, const Scale& scale) {
 }
 
 void add_powers(Axis& axis, double base, const Scale& scale) {
-  const double steps = std::log(axis.high / axis.low) / std::log(base);
+  const double steps = (std::log(axis.high) - std::log(axis.low)) / std::log(base);
   const double every = std::max(1.0, std::ceil(steps / 6 - 1e-9));
   const double first = std::ceil(std::log(axis.low) / std::log(base) - 1e-9);
   for (int i = 0; i < kMostTicks; ++i) {

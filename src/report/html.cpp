@@ -10,6 +10,7 @@ namespace lockstep {
 namespace {
 
 constexpr size_t kDenseColumns = 9;  // tables with more are set in smaller letters
+constexpr size_t kLongCell = 34;     // longer texts may be broken into lines
 
 constexpr const char* kPageStyle = R"(
 *{box-sizing:border-box}
@@ -52,11 +53,11 @@ border-bottom:1.5px solid var(--ink)}
 th{text-align:left;font-weight:600;vertical-align:bottom;border-top:1.5px solid var(--ink);
 border-bottom:1px solid var(--ink)}
 th,td{padding:.32rem 1.1rem .32rem 0}
-td{vertical-align:top;border-bottom:1px solid var(--grid)}
+td{vertical-align:top;border-bottom:1px solid var(--grid);white-space:nowrap}
+td.long{white-space:normal;min-width:12rem}
 th:last-child,td:last-child{padding-right:.2rem}
-th:first-child,td:first-child{white-space:nowrap}
-.r{text-align:right;white-space:nowrap}
-th.r{white-space:normal}
+th:first-child{white-space:nowrap}
+.r{text-align:right}
 .dense{font-size:.8rem}
 .dense th,.dense td{padding-right:.8rem}
 .note{color:var(--muted);font-size:.82rem;margin:.35rem 0 0;max-width:60rem}
@@ -70,11 +71,15 @@ pre{margin:0;padding:.8rem 1rem;font-size:.8rem;width:max-content;min-width:100%
 .listing{border:1px solid var(--grid);border-radius:.4rem;max-height:34rem;overflow:auto}
 .listing:focus-visible,.scroll:focus-visible{outline:2px solid #0072b2;outline-offset:2px}
 .records{columns:16rem;font-size:.86rem;padding-left:1.2rem;overflow-wrap:anywhere}
-@media (max-width:48rem){td:not(.r):not(:first-child){min-width:7rem}}
+@media screen and (max-width:48rem){.block .scroll{--shade:rgb(128 128 128/.5);background:
+linear-gradient(90deg,var(--paper) 40%,transparent) 0 0/2rem 100% no-repeat local,
+linear-gradient(270deg,var(--paper) 40%,transparent) 100% 0/2rem 100% no-repeat local,
+linear-gradient(90deg,var(--shade),transparent) 0 0/.7rem 100% no-repeat scroll,
+linear-gradient(270deg,var(--shade),transparent) 100% 0/.7rem 100% no-repeat scroll}}
 @media (max-width:34rem){body{padding:1.2rem .9rem 2rem}h1{font-size:1.35rem}
 .trained div{flex-wrap:wrap;gap:0 .6rem}}
 @media print{@page{size:A4;margin:16mm 15mm}body{max-width:none;padding:0;font-size:9.5pt}
-.scroll,.listing{overflow:visible;max-height:none}figure.wide .static svg{min-width:0}
+.scroll,.listing{overflow:visible;max-height:none;background:none}figure.wide .static svg{min-width:0}
 h2,h3,.caption{break-after:avoid}pre{white-space:pre-wrap;width:auto;font-size:7pt;padding:.4rem}
 table{font-size:8pt}.dense{font-size:6.5pt}th,td{padding-right:.6rem}
 tr,figure,.row,.own{break-inside:avoid}thead{display:table-header-group}p{orphans:2;widows:2}
@@ -141,7 +146,10 @@ std::string table_html(const Table& table, size_t number) {
   html += "</tr></thead>\n<tbody>\n";
   for (const auto& row : table.rows()) {
     html += "<tr>";
-    for (size_t i = 0; i < row.size(); ++i) html += open("td", i) + escape_xml(row[i]) + "</td>";
+    for (size_t i = 0; i < row.size(); ++i) {
+      const bool is_long = i > 0 && display_width(row[i]) > kLongCell;
+      html += (is_long ? "<td class=\"long\">" : open("td", i)) + escape_xml(row[i]) + "</td>";
+    }
     html += "</tr>\n";
   }
   html += "</tbody>\n</table>\n</div>\n";

@@ -51,8 +51,9 @@ void ShardedModel::State::gradient_accumulated(size_t parameter) {
   rethrow_failure();
   const c10::MultiStreamGuard on_streams(streams->all());
   const auto [unit, index] = location[parameter];
-  if (phase != Phase::kBackward) begin_backward();
   UnitGradients& gradients = *units[unit]->gradients;
+  if (phase == Phase::kStepping) return gradients.accumulated(index);
+  if (phase != Phase::kBackward) begin_backward();
   gradients.accumulated(index);
   if (!backward_averages || options.find_unused_parameters) return;
   if (complete != nullptr) begin_reduce(*std::exchange(complete, nullptr));
@@ -84,11 +85,12 @@ void ShardedModel::State::begin_backward() {
 }
 
 void ShardedModel::State::begin_reduce(ShardedUnit& unit) {
-  // While a peer is late, more averages would only keep more whole gradients in memory.
+  // While a peer is late, more averages would only keep more whole gradients in memory. In stage 1
+  // these are there all the time.
   constexpr std::ptrdiff_t kMostInFlight = 2;
   const auto in_flight = std::count_if(units.begin(), units.end(),
                                        [](const auto& each) { return each->reducing.has_value(); });
-  if (in_flight >= kMostInFlight) finish_reduces();
+  if (options.stage != ShardStage::kOptimizer && in_flight >= kMostInFlight) finish_reduces();
   ++stats.reduce_scatters;
   stats.reduced_bytes += unit.plan.bytes();
   unit.reducing = unit.gradients->begin_reduce(weight);
@@ -107,19 +109,41 @@ void ShardedModel::State::end_backward() {
   rethrow_failure();
   if (backward_averages) {
     settle_missing();
-    finish_reduces();
-    if (shares_memory()) comm->barrier({.label = "end of backward"});
-    window->close();
-    ++stats.synchronised_backwards;
+    end_average();
     if (!order.empty()) order_known = true;
-    mark_stale();
   } else {
-    for (const auto& unit : units) {
-      if (unit->gradients) unit->gradients->show_local();
-    }
-    window->add_micro_step();
-    shown_nonzero = !window->gradients_cleared();
+    keep_local_gradients();
   }
+  end_step();
+}
+
+// Averages what is not averaged yet; parameters without a gradient count as zeros.
+void ShardedModel::State::begin_average() {
+  for (const auto& unit : units) {
+    if (unit->gradients) begin_reduce(*unit);
+  }
+}
+
+// The last averages were begun when backward had ended. So they end when it has ended on all ranks,
+// and nobody reads shared parameters any more: see Note [Shared parameters on a host].
+void ShardedModel::State::end_average() {
+  finish_reduces();
+  window->close();
+  ++stats.synchronised_backwards;
+  mark_stale();
+  update_follows = true;
+}
+
+void ShardedModel::State::keep_local_gradients() {
+  for (const auto& unit : units) {
+    if (unit->gradients) unit->gradients->show_local();
+  }
+  window->add_micro_step();
+  shown = !window->gradients_dropped();
+  shown_nonzero = !window->gradients_cleared();
+}
+
+void ShardedModel::State::end_step() {
   release_unused();
   marks->add_micro_step();
   phase = Phase::kIdle;
@@ -215,11 +239,11 @@ void ShardedModel::State::check_window() {
 }
 
 // An optimizer's zero_grad() reaches the shards' grads only, which say so for the whole gradients
-// behind them. A rank without any shard cannot know, so the ranks ask each other.
+// behind them. A rank that has shown none cannot know, so the ranks ask each other.
 bool ShardedModel::State::window_was_dropped() {
   enum Vote : int64_t { kUnknown, kKept, kDropped };
   int64_t vote = kUnknown;
-  if (!trained_shards.empty()) {
+  if (shown) {
     vote = window->gradients_dropped()   ? kDropped
            : !shown_nonzero              ? kUnknown
            : window->gradients_cleared() ? kDropped

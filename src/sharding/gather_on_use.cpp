@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <utility>
 
 #include "base/mutation.hpp"
 #include "base/process.hpp"
@@ -81,8 +82,8 @@ void ShardedModel::State::make_ready(std::span<const size_t> used) {
 }
 
 // Note [Shared parameters on a host] Ranks write their parts after backward and read all parts in
-// the next forward. A barrier before the first read lets all writes be seen, and one at the end of
-// backward lets nobody write while another rank still reads.
+// the next forward. A barrier before the first read lets all writes be seen. Nobody writes while
+// another rank still reads, since the last average of a backward ends on all ranks after it.
 void ShardedModel::State::see_updates() {
   comm->barrier({.label = "updates of shared parameters"});
   for (const auto& unit : units) {
@@ -109,7 +110,8 @@ void ShardedModel::State::finish_gather(ShardedUnit& unit) {
 
 // The first step records in which order groups are used; later ones follow it as long as it holds.
 void ShardedModel::State::follow_order(size_t group) {
-  if (!options.prefetch || phase == Phase::kIdle || group == last_group) return;
+  const bool in_order = phase == Phase::kForwarded || phase == Phase::kBackward;
+  if (!options.prefetch || !in_order || group == last_group) return;
   last_group = group;
   if (!order_known) {
     order.push_back(group);
@@ -161,6 +163,12 @@ void ShardedModel::State::notice_changes() {
   marks->add_micro_step();
   mark_stale();
   for (const auto& [name, tensor] : trained) tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+// Before a forward that trains: an optimizer may have changed shards, maybe in other elements than
+// the first, after an evaluation has gathered them.
+void ShardedModel::State::expect_update() {
+  if (gathered_guards == 0 && std::exchange(update_follows, false)) mark_stale();
 }
 
 }  // namespace lockstep

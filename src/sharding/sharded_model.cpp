@@ -51,11 +51,12 @@ ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Commu
     units.push_back(std::make_unique<ShardedUnit>(std::move(plan), *comm, options));
     divide(*units.back());
   }
+  // Each rank has written all initial values to what they share. Before that, no rank's mark of its
+  // shards holds.
+  if (shares_memory()) see_updates();
   std::map<const c10::TensorImpl*, std::pair<size_t, size_t>> found;  // unit, parameter
   for (size_t i = 0; i < units.size(); ++i) {
     ShardedUnit& unit = *units[i];
-    // Another rank may still write what it has made of the whole parameters.
-    if (unit.weights->is_shared()) unit.fresh = false;
     for (size_t p = 0; p < unit.plan.parameters.size(); ++p) {
       const UnitParameter& at = unit.plan.parameters[p];
       shard_of[at.whole.unsafeGetTensorImpl()] = at.shard;
@@ -82,7 +83,6 @@ ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Commu
   hooks.emplace(trained, *this);
   offer_gradient_memory();
   if (comm->size() > 1) watch_this_thread();
-  if (shares_memory()) see_updates();  // all ranks have written the initial values
 }
 
 // A module that outlives its wrapper has no valid parameters: empty ones are refused by every
@@ -118,6 +118,15 @@ ShardedModel::State::~State() {
 
 void ShardedModel::State::check_module() const {
   require_not_sharded(*module, "FullyShardedDataParallel", "wrap a module once");
+  // Its forward writes to the weight. What a rank writes to the parts of others would be lost, and
+  // where ranks share the memory, each of them would shorten a row once more.
+  if (const LimitedEmbeddings limited(*module); !limited.empty() && comm->size() > 1) {
+    throw Error(Code::kUsage,
+                fmt::format("FullyShardedDataParallel was given the embedding {} with a max_norm, "
+                            "which changes its weight in forward",
+                            limited.first()),
+                "remove max_norm, or train with DistributedDataParallel");
+  }
   std::optional<torch::Device> device;
   bool any_trained = false;
   for (const auto& item : module->named_parameters()) {
@@ -189,16 +198,31 @@ ShardedModel::ShardedModel(std::shared_ptr<torch::nn::Module> module, const Comm
 
 ShardedModel::~ShardedModel() = default;
 
+void ShardedModel::State::require_unchanged() {
+  if (const auto change = find_change(trained, forms, trained_in(*module))) {
+    fail(sharding_misuse(
+        fmt::format("parameter {} {} after it was wrapped", change->name, change->what),
+        "change the module first and construct FullyShardedDataParallel afterwards"));
+  }
+}
+
+void ShardedModel::State::share_buffers() const {
+  broadcast_tensors(*comm, buffers_of(*module), 0, "buffers");
+}
+
+// See Note [Evaluation before an update].
+void ShardedModel::State::end_evaluation() {
+  release_unused();
+  const bool may_be_updated = update_follows && gathered_guards == 0;
+  if (may_be_updated && shares_memory()) comm->barrier({.label = "end of an evaluation"});
+}
+
 void ShardedModel::before_forward() {
   State& state = *state_;
   require_not_capturing("FullyShardedDataParallel", "capture steps of DistributedDataParallel");
   state.rethrow_failure();
   const WithoutWatching own_work;
-  if (const auto change = find_change(state.trained, state.forms, trained_in(*state.module))) {
-    state.fail(sharding_misuse(
-        fmt::format("parameter {} {} after it was wrapped", change->name, change->what),
-        "change the module first and construct FullyShardedDataParallel afterwards"));
-  }
+  state.require_unchanged();
   state.hooks->follow(state.trained);
   state.streams->follow_current();
   if (state.comm->size() > 1) watch_this_thread();
@@ -211,11 +235,12 @@ void ShardedModel::before_forward() {
     if (first) state.order_next = state.order.size();
     return;
   }
+  if (first) state.expect_update();
   if (first) state.check_window();
   const bool averages = state.no_sync_depth == 0;
   if (state.options.broadcast_buffers && state.last_forward_averaged && first &&
       state.module->is_training()) {
-    broadcast_tensors(*state.comm, buffers_of(*state.module), 0, "buffers");
+    state.share_buffers();
   }
   state.last_forward_averaged = averages;
   state.phase = State::Phase::kForwarded;
@@ -227,10 +252,72 @@ void ShardedModel::after_forward(const std::vector<torch::Tensor>& outputs) {
   const WithoutWatching own_work;
   state.window->forward_ended();
   if (!torch::GradMode::is_enabled()) {
-    if (state.phase == State::Phase::kIdle) state.release_unused();
+    if (state.phase == State::Phase::kIdle) state.end_evaluation();
     return;
   }
   state.hooks->watch(outputs);
+}
+
+void ShardedModel::begin_step(bool share_buffers) {
+  State& state = *state_;
+  state.rethrow_failure();
+  const WithoutWatching own_work;
+  state.require_unchanged();
+  for (const auto& [name, tensor] : state.trained) {
+    if (tensor.requires_grad()) continue;
+    state.fail(sharding_misuse(fmt::format("parameter {} was frozen after it was wrapped", name),
+                               "freeze it before, or give it a learning rate of 0"));
+  }
+  state.hooks->follow(state.trained);
+  state.streams->follow_current();
+  if (state.comm->size() > 1) watch_this_thread();
+  state.notice_changes();
+  state.expect_update();
+  state.check_window();
+  if (share_buffers) state.share_buffers();
+  for (const auto& unit : state.units) {
+    if (unit->gradients) unit->gradients->begin_backward();
+  }
+  state.phase = State::Phase::kStepping;
+}
+
+void ShardedModel::end_action() {
+  state_->rethrow_failure();
+  const WithoutWatching own_work;
+  state_->release_unused();
+}
+
+void ShardedModel::end_step() {
+  const WithoutWatching own_work;
+  state_->rethrow_failure();
+  state_->keep_local_gradients();
+  state_->end_step();
+}
+
+void ShardedModel::begin_average() {
+  const WithoutWatching own_work;
+  state_->rethrow_failure();
+  state_->begin_average();
+}
+
+void ShardedModel::end_average() {
+  const WithoutWatching own_work;
+  state_->end_average();
+  state_->end_step();
+}
+
+void ShardedModel::begin_evaluation() {
+  state_->rethrow_failure();
+  const WithoutWatching own_work;
+  if (state_->comm->size() > 1) watch_this_thread();
+  state_->notice_changes();
+  if (state_->update_follows) state_->mark_stale();
+}
+
+void ShardedModel::end_evaluation() {
+  state_->rethrow_failure();
+  const WithoutWatching own_work;
+  state_->end_evaluation();
 }
 
 torch::Tensor ShardedModel::shard_of(const torch::Tensor& parameter) const {
@@ -279,10 +366,13 @@ void ShardedModel::gather_all() {
   const WithoutWatching own_work;
   if (state.gathered_guards == 0) {
     state.notice_changes();
+    if (state.update_follows) state.mark_stale();
     std::vector<size_t> all(state.units.size());
     for (size_t i = 0; i < all.size(); ++i) all[i] = i;
     if (state.shares_memory()) state.see_updates();  // whoever reads or writes next
     state.make_ready(all);
+    for (const auto& unit : state.units) unit->weights->copy_for_changes();
+    if (state.shares_memory()) state.comm->barrier({.label = "copies of shared parameters"});
   }
   if (state.gathered_guards++ == 0) state.note_whole(true);
 }
@@ -299,6 +389,11 @@ void ShardedModel::release_all() {
   }
   note_changed_shards();
   state.release_unused();
+}
+
+void ShardedModel::begin_change() const {
+  const WithoutWatching own_work;
+  if (state_->shares_memory()) state_->comm->barrier({.label = "before shards are changed"});
 }
 
 void ShardedModel::note_changed_shards() {

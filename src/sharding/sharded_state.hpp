@@ -50,9 +50,14 @@ struct ShardedUnit {
 ///   backward ended         -> rest averaged, shards' grads set              end_backward()
 ///
 /// Note [Fresh parameters] The whole parameters are those of the shards until an optimizer changes
-/// these, which no hook reports. So they count as stale after each averaged backward, and whenever
-/// a shard's version or first element has changed when a forward begins. All ranks run one program,
+/// these, which no hook reports. So they count as stale after each averaged backward, when the next
+/// forward that trains begins (there may have been an evaluation before the update), and whenever a
+/// shard's version or first element has changed when a forward begins. All ranks run one program,
 /// so all come to the same decision; if they do not, their collectives differ, which is an Error.
+///
+/// Note [Evaluation before an update] Where ranks share parameters, one that has evaluated and goes
+/// on to the update would write what others still read. So evaluations that may be followed by an
+/// update end together.
 ///
 /// Note [Which unit is released] When an operation uses a unit, all units of other groups are
 /// released, except those that the first step used next. Only an outermost operation does so: one
@@ -82,9 +87,15 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   void release_unused();
   void mark_stale();
   void notice_changes();
+  void expect_update();
   void note_whole(bool whole) const;
   void poison(std::span<const size_t> used) noexcept;
   void rethrow_failure();
+
+  // Forward.
+  void require_unchanged();
+  void share_buffers() const;
+  void end_evaluation();
 
   // Gradients.
   void offer_gradient_memory();
@@ -93,6 +104,10 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   void gradient_accumulated(size_t parameter) override;
   void begin_backward();
   void end_backward();
+  void begin_average();
+  void end_average();
+  void keep_local_gradients();
+  void end_step();
   void settle_missing();
   void begin_reduce(ShardedUnit& unit);
   void advance_reduces();
@@ -116,7 +131,8 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   std::map<const c10::TensorImpl*, torch::Tensor> shard_of;  // [parameter of the module]
   std::vector<std::unique_ptr<WatchedStorage>> watched;
 
-  enum class Phase { kIdle, kForwarded, kBackward } phase = Phase::kIdle;
+  // kStepping: from begin_step() to the end of that step.
+  enum class Phase { kIdle, kForwarded, kBackward, kStepping } phase = Phase::kIdle;
   int no_sync_depth = 0;
   bool backward_averages = true;
   bool last_forward_averaged = true;  // only then are buffers sent before the next forward
@@ -127,7 +143,9 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   ShardedUnit* complete = nullptr;
   int gathered_guards = 0;
   double weight = 1;
-  bool shown_nonzero = false;  // gradients of the open window, on this rank
+  bool shown = false;  // gradients of the open window, as grads of this rank's shards
+  bool shown_nonzero = false;
+  bool update_follows = true;  // since the last average no forward that trains has begun
   std::exception_ptr failure;  // of an operation that could not say so
 
   static constexpr size_t kNoGroup = std::numeric_limits<size_t>::max();

@@ -164,13 +164,13 @@ void UnitGradients::finish_reduce(const std::vector<bool>& used) {
 }
 
 void UnitGradients::show_local() {
-  if (!is_open() || offloaded_) return;
+  if (!is_open()) return;
   for (size_t i = 0; i < unit_.parameters.size(); ++i) {
     UnitParameter& at = unit_.parameters[i];
     torch::Tensor& grad = at.shard.mutable_grad();
     if (at.count == 0 || !present_[i] || grad.defined()) continue;
-    grad = own_part(i);
-    given_[i] = grad.detach();
+    grad = offloaded_ ? own_part(i).to(torch::kCPU) : own_part(i);
+    if (!offloaded_) given_[i] = grad.detach();
     origin_[i] = Origin::kLocal;
   }
 }

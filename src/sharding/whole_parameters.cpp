@@ -16,6 +16,16 @@ bool offloads(const UnitPlan& unit, const ShardOptions& options) {
   return options.offload_optimizer && unit.trained && !unit.options.device().is_cpu();
 }
 
+// Note [Storages without memory] Tensors refer to their storage, and the storage to its memory. So
+// the memory can be freed and made again while the module, views of its parameters and autograd's
+// saved tensors go on referring to the storage. Here two storages change memories.
+void exchange_memory(const torch::Tensor& a, const torch::Tensor& b) {
+  auto* first = a.storage().unsafeGetStorageImpl();
+  auto* second = b.storage().unsafeGetStorageImpl();
+  auto memory = second->set_data_ptr(c10::DataPtr(nullptr, b.device()));
+  second->set_data_ptr(first->set_data_ptr(std::move(memory)));
+}
+
 // Stages 1 and 2: every rank has the whole parameters all the time. Its shard is a part of them, so
 // gathering sends them in place.
 class ResidentParameters final : public WholeParameters {
@@ -48,10 +58,6 @@ class ResidentParameters final : public WholeParameters {
 };
 
 // Stage 3: a rank keeps its shard, and has the whole parameters while they are used.
-//
-// Note [Storages without memory] Tensors refer to their storage, and the storage to its memory. So
-// the memory can be freed and made again while the module, views of its parameters and autograd's
-// saved tensors go on referring to the storage.
 class TransientParameters final : public WholeParameters {
  public:
   TransientParameters(const UnitPlan& unit, const Communicator& comm, bool offloaded)
@@ -68,7 +74,7 @@ class TransientParameters final : public WholeParameters {
     if (has_memory_) return;
     const torch::NoGradGuard no_grad;
     const torch::Tensor fresh = torch::empty({whole_.numel()}, whole_.options());
-    exchange_memory(fresh);
+    exchange_memory(whole_, fresh);
     has_memory_ = true;
   }
 
@@ -86,18 +92,10 @@ class TransientParameters final : public WholeParameters {
   void release() override {
     if (!std::exchange(has_memory_, false)) return;
     const torch::Tensor nothing = torch::empty({0}, whole_.options());
-    exchange_memory(nothing);
+    exchange_memory(whole_, nothing);
   }
 
  private:
-  // Gives the memory of `other` to whole_'s storage and takes its own back, which `other` frees.
-  void exchange_memory(const torch::Tensor& other) const {
-    auto* mine = whole_.storage().unsafeGetStorageImpl();
-    auto* theirs = other.storage().unsafeGetStorageImpl();
-    auto memory = theirs->set_data_ptr(c10::DataPtr(nullptr, other.device()));
-    theirs->set_data_ptr(mine->set_data_ptr(std::move(memory)));
-  }
-
   Communicator comm_;
   torch::Tensor whole_;
   torch::Tensor shard_;
@@ -109,7 +107,8 @@ class TransientParameters final : public WholeParameters {
 class SharedParameters final : public WholeParameters {
  public:
   SharedParameters(const UnitPlan& unit, const Communicator& comm)
-      : whole_(comm.allocate_shared(unit.elements, unit.options)),
+      : rank_(comm.rank()),
+        whole_(comm.allocate_shared(unit.elements, unit.options)),
         shard_(part_with_own_storage(whole_, comm.rank() * unit.shard_elements,
                                      unit.shard_elements)) {}
 
@@ -118,7 +117,23 @@ class SharedParameters final : public WholeParameters {
   Work begin_gather(const CallOptions&) override { return {}; }
   bool is_shared() const override { return true; }
 
+  void copy_for_changes() override {
+    const torch::NoGradGuard no_grad;
+    common_ = whole_.clone();
+    exchange_memory(whole_, common_);
+  }
+
+  void scatter() override {
+    if (!common_.defined()) return;
+    const torch::NoGradGuard no_grad;
+    const torch::Tensor shared = std::exchange(common_, {});
+    exchange_memory(whole_, shared);  // now `shared` has this rank's copy
+    shard_.copy_(shared.narrow(0, rank_ * shard_.numel(), shard_.numel()));
+  }
+
  private:
+  const int64_t rank_;
+  torch::Tensor common_;  // has the memory that all ranks see, while whole_ has a copy
   torch::Tensor whole_;
   torch::Tensor shard_;
 };

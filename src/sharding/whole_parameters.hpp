@@ -30,6 +30,10 @@ class WholeParameters {
 
   virtual bool has_memory() const { return true; }
 
+  /// Where all ranks see the same memory: gives this one a copy of its own until scatter(), so that
+  /// ranks can change it without each other.
+  virtual void copy_for_changes() {}
+
   /// Whether all ranks see the same memory, so that changes are seen after a barrier.
   virtual bool is_shared() const { return false; }
 };

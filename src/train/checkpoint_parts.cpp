@@ -76,15 +76,32 @@ class PipelinePart final : public CheckpointPart {
  public:
   explicit PipelinePart(Pipeline& pipeline) : pipeline_(pipeline) {}
   PartContents contents() override { return {items(), {}}; }
-  std::function<void()> load(SectionSource& source) override { return load_items(source, items()); }
+  std::function<void()> load(SectionSource& source) override {
+    return [this, load = load_items(source, items())] {
+      for (const ShardedModel* each : sharded()) each->begin_change();
+      load();
+      for (ShardedModel* each : sharded()) each->note_changed_shards();
+    };
+  }
 
  private:
   std::vector<PartContents::Item> items() const {
     std::vector<PartContents::Item> all;
     for (const int stage : pipeline_.local_stages()) {
-      for (auto& item : items_of(*pipeline_.stage(stage))) all.push_back(std::move(item));
+      const ShardedModel* model = pipeline_.sharded(stage);
+      for (auto& item : model ? items_of(*model) : items_of(*pipeline_.stage(stage))) {
+        all.push_back(std::move(item));
+      }
     }
     return all;
+  }
+
+  std::vector<ShardedModel*> sharded() const {
+    std::vector<ShardedModel*> models;
+    for (const int stage : pipeline_.local_stages()) {
+      if (ShardedModel* model = pipeline_.sharded(stage)) models.push_back(model);
+    }
+    return models;
   }
 
   Pipeline& pipeline_;
@@ -96,6 +113,7 @@ class ShardedPart final : public CheckpointPart {
   PartContents contents() override { return {items_of(model_), {}}; }
   std::function<void()> load(SectionSource& source) override {
     return [this, load = load_items(source, items_of(model_))] {
+      model_.begin_change();
       load();
       model_.note_changed_shards();
     };
@@ -164,7 +182,9 @@ class AveragePart final : public CheckpointPart {
   std::vector<PartContents::Item> items() const {
     std::vector<PartContents::Item> items;
     for (const auto& entry : average_.entries()) {
-      items.push_back({entry.name, entry.average, slice_of(entry.of)});
+      const Slice slice = slice_of(entry.of);
+      const bool elsewhere = entry.of.numel() == 0 && element_count(slice.whole) != 0;
+      if (!elsewhere) items.push_back({entry.name, entry.average, slice});
     }
     return items;
   }
@@ -405,7 +425,10 @@ NamesOfParameters names_of(const torch::nn::Module& module) {
 
 NamesOfParameters names_of(const Pipeline& pipeline) {
   NamesOfParameters names;
-  for (const int stage : pipeline.local_stages()) names.merge(names_of(*pipeline.stage(stage)));
+  for (const int stage : pipeline.local_stages()) {
+    const ShardedModel* model = pipeline.sharded(stage);
+    names.merge(model ? names_of(*model) : names_of(*pipeline.stage(stage)));
+  }
   return names;
 }
 
@@ -432,6 +455,7 @@ std::unique_ptr<CheckpointPart> sharded_part(ShardedModel& model) {
 std::unique_ptr<CheckpointPart> masters_part(const MasterWeights& masters,
                                              const torch::nn::Module& module) {
   return std::make_unique<MastersPart>(masters, [&module] {
+    require_not_sharded(module, "Checkpoint::add()", "add the masters with the sharded model");
     NamedParameters parameters;
     for (const auto& item : module.named_parameters()) {
       parameters.emplace_back(item.key(), item.value());

@@ -2,9 +2,10 @@
 
 namespace lockstep {
 
-/// Guard: SIGTERM and SIGUSR1 only ask this process to stop soon. The second of either has its
-/// usual effect, so that a program which does not react can still be ended. Several guards may
-/// exist; the last restores the handlers.
+/// Guard: SIGTERM and SIGUSR1 only ask this process to stop soon. Either of them has its usual
+/// effect when it comes again a second or more later, so that a program which does not react can
+/// still be ended. Several guards may exist; the last restores the handlers, except that after a
+/// signal its default action does not return within that second either.
 class PreemptionSignals {
  public:
   PreemptionSignals();

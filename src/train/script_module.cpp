@@ -2,6 +2,8 @@
 
 #include <torch/types.h>
 
+#include "device/slice_map.hpp"
+
 namespace lockstep {
 
 ScriptModuleBase::ScriptModuleBase(torch::jit::Module script)
@@ -58,6 +60,7 @@ torch::jit::Module ScriptModuleBase::copy_script() const {
 }
 
 void ScriptModuleBase::save_script(const std::string& path) const {
+  require_not_sharded(*this, "ScriptModule::save_script()", "call it inside GatheredParameters");
   script_.save(path);
 }
 

@@ -17,6 +17,7 @@
 #include "base/running_clock.hpp"
 #include "base/stack.hpp"
 #include "comm/backend.hpp"
+#include "comm/gloo/gloo_loader.hpp"
 #include "lockstep/detail/board.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/rank_environment.hpp"
@@ -32,10 +33,10 @@ namespace lockstep {
 /// How the ranks of a job find each other before they have a communicator: the launcher's store;
 /// where there is none, one that rank 0 serves itself, on a Unix socket on one host and at
 /// MASTER_ADDR and MASTER_PORT on several; under torchrun, which holds that port, at one of rank
-/// 0's own that it announces through torchrun's store.
+/// 0's own that it announces through torchrun's store. Under MPI nobody needs to know MASTER_ADDR.
 class WorldStore {
  public:
-  WorldStore(const RankEnvironment& environment, int64_t deadline_ns);
+  WorldStore(RankEnvironment environment, bool over_mpi, int64_t deadline_ns);
 
   const std::shared_ptr<Store>& store() const { return store_; }
 
@@ -43,6 +44,8 @@ class WorldStore {
   const std::string& own_address() const { return own_address_; }
 
  private:
+  void announce_by_mpi(RankEnvironment& environment, int64_t deadline_ns);
+
   std::optional<StoreServer> server_;  // rank 0's, where no launcher serves
   std::shared_ptr<Store> store_;
   std::string own_address_;
@@ -135,8 +138,38 @@ class StoreOfRank0 final : public Store {
 
 }  // namespace
 
-WorldStore::WorldStore(const RankEnvironment& environment, int64_t deadline_ns)
-    : own_address_(own_address_of(environment)) {
+// MPI connects the ranks by itself, and tells the others where rank 0's store is.
+void WorldStore::announce_by_mpi(RankEnvironment& environment, int64_t deadline_ns) {
+  struct {
+    char host[256] = {};
+    char token[256] = {};
+    int32_t port = 0;
+  } announced;
+  const LockstepGlooApi& mpi = load_transport(TransportModule::kMpi);
+  if (environment.rank == 0) {
+    host_address().copy(announced.host, sizeof announced.host - 1);
+    const std::string token =
+        environment.token.empty() ? to_hex(random_bytes(32)) : environment.token;
+    server_.emplace(
+        StoreAddress{.unix_name = {}, .host = announced.host, .port = 0, .token = token});
+    announced.port = server_->port();
+    token.copy(announced.token, sizeof announced.token - 1);
+  }
+  LockstepGlooMessage message{};
+  if (mpi.announce(&announced, sizeof announced, running_ns, deadline_ns, &message) !=
+      LOCKSTEP_GLOO_OK) {
+    throw Error(Code::kRendezvous, fmt::format("MPI did not connect the ranks: {}", message.text),
+                "see whether all ranks were started, and what mpirun says");
+  }
+  environment.master_addr = announced.host;
+  environment.store = fmt::format("{}:{}", announced.host, announced.port);
+  environment.token = announced.token;
+}
+
+WorldStore::WorldStore(RankEnvironment environment, bool over_mpi, int64_t deadline_ns) {
+  const bool nowhere = environment.master_addr.empty() && environment.store.empty();
+  if (over_mpi && !environment.one_host() && nowhere) announce_by_mpi(environment, deadline_ns);
+  own_address_ = own_address_of(environment);
   const bool serves = environment.rank == 0 && environment.store.empty();
   StoreAddress address;
   if (!environment.store.empty()) {
@@ -193,7 +226,18 @@ std::string asked_backend(const WorldOptions& options, const RankEnvironment& en
     return name;
   }
   throw Error(Code::kBackend, fmt::format("there is no backend \"{}\"", name),
-              "use auto, self, shm, gloo, nccl or ipc");
+              "use auto, self, shm, gloo, mpi, nccl or ipc");
+}
+
+// MPI begins only in processes that its own launcher started.
+void require_mpi(const RankEnvironment& environment) {
+  if (environment.under_mpi || environment.world_size == 1) return;
+  throw Error(Code::kBackend,
+              fmt::format("backend mpi serves ranks that MPI started, and {} started these",
+                          environment.launcher == "lockstep" ? "`lockstep run`"
+                          : environment.launcher == "srun"   ? "srun without PMIx"
+                                                             : environment.launcher),
+              "start them with mpirun -n N, or srun --mpi=pmix; or use auto");
 }
 
 // The backend of the host's memory, on top of which GPU backends work.
@@ -202,6 +246,7 @@ std::string choose_host_backend(const std::string& asked, const RankEnvironment&
     if (environment.world_size == 1) return "self";
     return environment.one_host() ? "shm" : "gloo";
   }
+  if (asked == "mpi") require_mpi(environment);
   if (asked == "self" && environment.world_size > 1) {
     throw Error(
         Code::kBackend,
@@ -228,12 +273,13 @@ std::unique_ptr<Backend> make_host_backend(const std::string& name,
                              .size = environment.world_size,
                              .deadline_ns = deadline_ns});
   }
-  store = std::make_unique<WorldStore>(environment, deadline_ns);
-  return make_gloo_backend({.store = store->store(),
-                            .rank = environment.rank,
-                            .size = environment.world_size,
-                            .address = store->own_address(),
-                            .deadline_ns = deadline_ns});
+  store = std::make_unique<WorldStore>(environment, name == "mpi", deadline_ns);
+  const NetworkOptions options{.store = store->store(),
+                               .rank = environment.rank,
+                               .size = environment.world_size,
+                               .address = store->own_address(),
+                               .deadline_ns = deadline_ns};
+  return name == "mpi" ? make_mpi_backend(options) : make_gloo_backend(options);
 }
 
 // A host backend that was asked for by name serves GPUs, too, through the host's memory.

@@ -83,7 +83,10 @@ class Check:
                 (4, ["--stages", "2", "--tensor-parallel", "2", "--sequence-parallel"]),
                 (4, ["--tensor-parallel", "2", "--sequence-parallel"]), (2, ["--shard", "1"]),
                 (2, ["--shard", "2", "--accumulate", "2"]), (2, ["--shard", "3"]),
-                (4, ["--shard", "3", "--tensor-parallel", "2", "--sequence-parallel"])]
+                (4, ["--shard", "3", "--tensor-parallel", "2", "--sequence-parallel"]),
+                (4, ["--shard", "1", "--stages", "2", "--accumulate", "2", "--micro-batches", "2"]),
+                (4, ["--shard", "3", "--stages", "2"]),
+                (8, ["--shard", "2", "--stages", "2", "--tensor-parallel", "2", "--sequence-parallel"])]
         for ranks, flags in rows:
             found = self.losses(data, *flags, ranks=ranks)
             close = all(abs(a - b) < 3e-5 * b for a, b in zip(found, expected)) and len(found) == len(expected)
@@ -182,7 +185,7 @@ class Check:
         """A run that goes on from a checkpoint ends with the bits of one that was not stopped."""
         data = self.make_tokens()
         for ranks, flags in ((1, []), (2, ["--tensor-parallel", "2", "--sequence-parallel"]), (2, ["--stages", "2"]),
-                             (2, ["--shard", "3"])):
+                             (2, ["--shard", "3"]), (4, ["--shard", "2", "--stages", "2"])):
             runs = self.folder / f"runs{len(flags)}{flags[0] if flags else ''}"
             arguments = ["train", "--data", data, *TINY, "--steps", "6", "--dropout", "0.1", "--checkpoint", runs,
                          "--save-every", "2", "--out", runs / "model", *flags]

@@ -8,6 +8,7 @@ Exits with 77 (skipped) where this Python has no torch, or for mpirun where that
 
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 
@@ -61,8 +62,38 @@ def mpirun(job):
     if shutil.which("mpirun") is None:
         print("SKIP: there is no mpirun here (apt-get install openmpi-bin)")
         sys.exit(77)
-    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", PROGRAM]
-    check("under mpirun", job.run(command), job.run(under_lockstep(2)))
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3"]
+    reference = job.run(under_lockstep(3))
+    check("under mpirun", job.run([*command, PROGRAM]), reference)
+    if not os.path.exists(os.path.join(BIN, "..", "lib", "lockstep", "lockstep-mpi.so")):
+        print("note: this lockstep was built without MPI (apt-get install libopenmpi-dev)")
+        return
+    same_bits("over MPI", job.run([*command, PROGRAM, "--backend", "mpi"]), reference)
+    # As on three hosts of which nobody said where rank 0 is: MPI tells.
+    apart = ["env", "OMPI_COMM_WORLD_LOCAL_SIZE=1", "OMPI_COMM_WORLD_LOCAL_RANK=0"]
+    same_bits("over MPI on three hosts", job.run([*command, *apart, PROGRAM, "--backend", "mpi"]), reference)
+    refuse_lockstep_run(job)
+
+
+def same_bits(what, result, reference):
+    """MPI's ranks add in the order of shared memory's."""
+    if result[1]["options"]["backend"] != "mpi":
+        sys.exit(f"FAIL: {what}: the backend is not MPI")
+    different = [name for name, weight in reference[0].items() if not torch.equal(weight, result[0][name])]
+    if different or result[1]["world_size"] != reference[1]["world_size"]:
+        sys.exit(f"FAIL: {what}: other bits than over shared memory in {different}")
+    print(f"ok: {what}: the bits of shared memory")
+
+
+def refuse_lockstep_run(job):
+    """MPI begins only in ranks that MPI started: others are told so, and nothing waits."""
+    for words, remedy in (([*under_lockstep(2)[:-1], "--backend", "mpi", PROGRAM], "use mpirun -n N PROGRAM"),
+                          ([*under_lockstep(2), "--backend", "mpi"], "start them with mpirun -n N")):
+        ended = subprocess.run([*words, "--steps", "1"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               timeout=120)
+        if ended.returncode != 2 or remedy not in ended.stdout:
+            sys.exit(f"FAIL: {words} ended with {ended.returncode}:\n{ended.stdout}")
+    print("ok: lockstep run refuses MPI and says how to start it")
 
 
 def main():

@@ -23,7 +23,9 @@ RANKS, STEPS = 2, 8
 OPTIMIZERS = {
     "sgd": dict(optimizer_class=torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adamw": dict(optimizer_class=torch.optim.AdamW, lr=0.01),
+    "clipped": dict(optimizer_class=torch.optim.AdamW, lr=0.01),
 }
+MAX_NORM = 0.05
 
 
 def wave(sizes, phase):
@@ -51,6 +53,8 @@ def train(rank, port, name, results):
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(ddp(x), y)
         loss.backward()
+        if name == "clipped":
+            assert torch.nn.utils.clip_grad_norm_(ddp.parameters(), MAX_NORM) > MAX_NORM
         optimizer.step()
         mean = loss.detach().clone()
         dist.all_reduce(mean)

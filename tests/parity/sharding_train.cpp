@@ -50,6 +50,7 @@ int train(int count, char** words) {
     optimizer->zero_grad();
     const auto loss = torch::mse_loss(fsdp(mine({12, 6}, 0.2)), mine({12, 3}, 0.5));
     loss.backward();
+    if (std::string(words[2]) == "clipped") lockstep::clip_grad_norm_(fsdp.parameters(), 0.05);
     optimizer->step();
     const auto mean = loss.detach().clone().view({1});
     world.comm().all_reduce(mean, lockstep::ReduceOp::kMean);

@@ -152,6 +152,16 @@ class Docs(unittest.TestCase):
         listed = set(re.findall(r"\]\((\w+\.md)\)", read("docs/index.md")))
         self.assertEqual({os.path.basename(page) for page in pages()} - {"README.md", "index.md"} - listed, set())
 
+    def test_rows_have_as_many_cells_as_their_header(self):
+        """A bar inside of code divides a cell, too, unless it is written \\|."""
+        for page, text in texts():
+            wanted = None
+            for line in re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL).splitlines():
+                bars = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else None
+                if wanted is not None and bars is not None:
+                    self.assertEqual(bars, wanted, f"{page}: {line}")
+                wanted = bars
+
     def test_links_lead_somewhere(self):
         for page, text in texts():
             for target in re.findall(r"\]\(([^)\s]+)\)", prose(text)):

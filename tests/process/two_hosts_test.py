@@ -15,10 +15,12 @@ import time
 import unittest
 
 from scratch import ScratchTest
+from slow_link import SlowLink
 
 BIN = pathlib.Path(sys.argv.pop(1))
 NAMES = (f"ls{os.getpid()}a", f"ls{os.getpid()}b")
 ADDRESSES = ("10.77.13.1", "10.77.13.2")
+SLOW_ADDRESSES = ("10.77.14.1", "10.77.14.2")
 TRAIN = ["--steps", "6", "--batch", "12", "--dim", "16", "--hidden", "32", "--seed", "3"]
 
 
@@ -41,11 +43,11 @@ def remove_hosts():
         subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
-def on_host(host, program, token, *flags, ranks=2, nnodes="2"):
+def on_host(host, program, token, *flags, ranks=2, nnodes="2", endpoint=ADDRESSES[0]):
     """Starts one host's half of a job of two hosts with as many ranks each. Each host has a name of its own."""
     command = ["ip", "netns", "exec", NAMES[host], "unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', NAMES[host],
                str(BIN / "lockstep"), "run", "--nnodes", nnodes, "--node-rank", str(host),
-               "--rdzv-endpoint", ADDRESSES[0] + ":29477", "-n", str(ranks), *flags, *program]
+               "--rdzv-endpoint", endpoint + ":29477", "-n", str(ranks), *flags, *program]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                             env=dict(os.environ, LOCKSTEP_TOKEN=token), start_new_session=True)
 
@@ -62,8 +64,8 @@ class TwoHosts(ScratchTest):
                 os.killpg(job.pid, signal.SIGKILL)
             job.communicate()
 
-    def start(self, program, *flags, tokens=("0123456789abcdef",) * 2, ranks=2, nnodes="2"):
-        self.jobs = [on_host(host, program, tokens[host], *flags, ranks=ranks, nnodes=nnodes) for host in (0, 1)]
+    def start(self, program, *flags, tokens=("0123456789abcdef",) * 2, **more):
+        self.jobs = [on_host(host, program, tokens[host], *flags, **more) for host in (0, 1)]
         return self.jobs
 
     def wait(self, jobs):
@@ -74,14 +76,24 @@ class TwoHosts(ScratchTest):
         return results
 
     def test_the_numbers_are_those_of_one_process(self):
-        jobs = self.start([str(BIN / "practical6_ddp"), *TRAIN, "--json", self.path("ddp.json")])
+        self.train_as_one_process()
+
+    def test_the_numbers_over_a_slow_link_are_those_of_one_process(self):
+        link = SlowLink(NAMES, [address + "/24" for address in SLOW_ADDRESSES], delay_s=0.05, loss=0.01)
+        self.addCleanup(link.close)
+        if not link.works:
+            self.skipTest("no TUN devices here")
+        self.train_as_one_process(endpoint=SLOW_ADDRESSES[0], ranks=1)
+
+    def train_as_one_process(self, ranks=2, **more):
+        jobs = self.start([str(BIN / "practical6_ddp"), *TRAIN, "--json", self.path("ddp.json")], ranks=ranks, **more)
         for code, out, err in self.wait(jobs):
             self.assertEqual(code, 0, out + err)
         single = subprocess.run([str(BIN / "practical5_single"), *TRAIN, "--devices", "cpu:1", "--quiet", "--json",
                                  self.path("one.json")], capture_output=True, text=True)
         self.assertEqual(single.returncode, 0, single.stderr)
         ddp, one = (json.loads(pathlib.Path(self.path(name)).read_text()) for name in ("ddp.json", "one.json"))
-        self.assertEqual(ddp["world_size"], 4)
+        self.assertEqual(ddp["world_size"], 2 * ranks)
         self.assertEqual(len(ddp["losses"]), 6)
         for ours, alone in zip(ddp["losses"], one["losses"]):
             self.assertAlmostEqual(ours, alone, delta=1e-5 * abs(alone))
@@ -103,6 +115,34 @@ class TwoHosts(ScratchTest):
         for code, out, err in self.wait(jobs):
             self.assertEqual(code, 137, err)
             self.assertRegex(err, "rank [23]")
+
+    def test_a_rank_that_ends_without_coming_is_named_at_once(self):
+        """Its host has no other rank that waits for it. Long before the timeout both hosts end."""
+        train = " ".join([str(BIN / "practical6_ddp"), *TRAIN])
+        for leaver in (1, 0):
+            with self.subTest(leaver=leaver):
+                jobs = self.start(["sh", "-c", f'[ "$RANK" = {leaver} ] && exit 0; exec {train}'], "--timeout", "80", ranks=1)
+                for code, out, err in self.wait(jobs):
+                    self.assertEqual(code, 1, err)
+                    self.assertIn(f"]: rank {leaver} ended with exit code 0 and never came to the rendezvous of all ranks", err)
+
+    def test_ranks_that_make_no_world_may_end_as_they_like(self):
+        jobs = self.start(["sh", "-c", '[ "$RANK" = 1 ] && sleep 1; exit 0'], ranks=2)
+        for code, out, err in self.wait(jobs):
+            self.assertEqual((code, "error" in err), (0, False), err)
+
+    def test_a_host_that_dies_is_named(self):
+        """No process of it is left to close a connection, and its cable carries nothing any more."""
+        jobs = self.long_job("--host-timeout", "3", "--grace", "1", ranks=1)
+        ip("-n", NAMES[1], "link", "set", NAMES[1], "down")
+        try:
+            for pid in [*self.ranks_of(jobs[1]).values(), jobs[1].pid]:
+                os.kill(pid, signal.SIGKILL)
+            out, err = jobs[0].communicate(timeout=60)
+        finally:
+            ip("-n", NAMES[1], "link", "set", NAMES[1], "up")
+        self.assertEqual(jobs[0].returncode, 1, err)
+        self.assertIn(f"]: host {NAMES[1]} (node 1) was lost: it was silent for 3.00 s", err)
 
     def ranks_of(self, job):
         """The processes of a launcher's ranks, by rank."""

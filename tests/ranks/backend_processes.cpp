@@ -85,7 +85,8 @@ TEST_P(BackendProcesses, AStoppedRankIsNamedAtTheDeadline) {
 }
 
 TEST_P(BackendProcesses, ARankThatExitsWithoutAWordIsNamed) {
-  run_ranks(GetParam(), [&](Rank& rank) {
+  const RunOptions options{.killed = {}, .gone = GetParam().size - 1, .meanwhile = {}};
+  const auto body = [&](Rank& rank) {
     rank.sync();
     const int gone = rank.size - 1;
     if (rank.rank == gone) ::_exit(0);
@@ -95,7 +96,8 @@ TEST_P(BackendProcesses, ARankThatExitsWithoutAWordIsNamed) {
     });
     caught.expect(Code::kRankFailed, {"rank " + std::to_string(gone)});
     EXPECT_EQ(caught.blamed, gone);
-  });
+  };
+  run_ranks(GetParam(), body, options);
 }
 
 // A rank may end as soon as its own last call is done; the others still get their result.

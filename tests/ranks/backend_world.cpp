@@ -8,6 +8,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <optional>
 #include <ostream>
 #include <thread>
 
@@ -84,12 +85,16 @@ int64_t meeting_deadline() {
   return monotonic_ns() + kPatienceNs;
 }
 
+NetworkOptions network(std::shared_ptr<Store> store, int rank, int size) {
+  return {.store = std::move(store),
+          .rank = rank,
+          .size = size,
+          .address = "127.0.0.1",
+          .deadline_ns = meeting_deadline()};
+}
+
 std::unique_ptr<Backend> make_gloo(std::shared_ptr<Store> store, int rank, int size) {
-  return make_gloo_backend({.store = std::move(store),
-                            .rank = rank,
-                            .size = size,
-                            .address = "127.0.0.1",
-                            .deadline_ns = meeting_deadline()});
+  return make_gloo_backend(network(std::move(store), rank, size));
 }
 
 void run_body(Rank& rank, const std::function<void(Rank&)>& body) {
@@ -216,6 +221,35 @@ void run_threads_in_child(const WorldCase& world, SharedFacts* facts,
   expect_end_of("the process of all ranks", pid, false);
 }
 
+// This process is a rank already. Ranks that the case does not count wait for the others.
+void run_started_rank(const WorldCase& world, const StartedRank& self,
+                      const std::function<void(Rank&)>& body, const RunOptions& options) {
+  SharedFacts& facts = *self.facts;
+  const auto rank_number = static_cast<size_t>(self.rank);
+  std::optional<StoreServer> server;
+  std::thread meanwhile;
+  if (self.rank < world.size) {
+    facts.processes[rank_number] = ::getpid();
+    if (self.rank == 0) server.emplace(store_at(self.session));
+    Rank rank{self.rank, world.size, nullptr, &facts};
+    rank.note("meets");
+    auto store = connect_store(store_at(self.session), meeting_deadline());
+    rank.comm = make_mpi_backend(network(std::move(store), self.rank, world.size));
+    if (self.rank == 0 && options.meanwhile) {
+      meanwhile = std::thread([&] {
+        const std::vector<pid_t> pids(facts.processes.begin(),
+                                      facts.processes.begin() + world.size);
+        options.meanwhile(pids, facts);
+      });
+    }
+    run_body(rank, body);
+    facts.ended.fetch_add(1);
+  }
+  if (meanwhile.joinable()) meanwhile.join();
+  const auto lost = static_cast<int64_t>(options.killed.size()) + (options.gone < 0 ? 0 : 1);
+  EXPECT_TRUE(wait_until_at_least(facts.ended, world.size - lost)) << "not all ranks ended";
+}
+
 }  // namespace
 
 std::string WorldCase::name() const {
@@ -249,6 +283,15 @@ CallContext Rank::within_ms(int64_t ms, std::string_view label) const {
 
 std::array<int64_t, 16> run_ranks(const WorldCase& world, const std::function<void(Rank&)>& body,
                                   const RunOptions& options) {
+  if (suite_under_test().next_rank) {
+    const StartedRank self = suite_under_test().next_rank();
+    if (self.facts == nullptr) return {};
+    const Watchdog watchdog(world, self.facts);
+    run_started_rank(world, self, body, options);
+    std::array<int64_t, 16> numbers{};
+    std::copy(self.facts->numbers.begin(), self.facts->numbers.end(), numbers.begin());
+    return numbers;
+  }
   const SharedPage page;
   const Watchdog watchdog(world, page.get());
   if (world.ranks == Ranks::kProcesses) {
@@ -298,9 +341,9 @@ bool wait_until_at_least(const std::atomic<int64_t>& number, int64_t value) {
 namespace {
 
 // NCCL wants a GPU for each rank of a host, and so many there are not everywhere; processes can
-// say that they are hosts of their own.
+// say that they are hosts of their own. To MPI a process is one rank.
 bool can_be_many(const std::string& backend, Ranks ranks) {
-  if (backend == "nccl") return ranks == Ranks::kProcesses;
+  if (backend == "nccl" || backend == "mpi") return ranks == Ranks::kProcesses;
   return backend != "self";
 }
 

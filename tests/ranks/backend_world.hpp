@@ -35,6 +35,8 @@ void PrintTo(const WorldCase& world, std::ostream* out);  ///< for GoogleTest
 struct SharedFacts {
   std::array<std::atomic<int64_t>, 16> numbers{};  ///< for the test's own use
   std::atomic<int64_t> synced = 0;                 ///< ranks that have left sync(), all times
+  std::array<std::atomic<int>, 8> processes{};     ///< [rank]: as StartedRank only
+  std::atomic<int64_t> ended = 0;                  ///< ranks that are through, as StartedRank only
   char notes[8][96] = {};                          ///< [rank]: what it does now, for the watchdog
 };
 
@@ -60,6 +62,7 @@ struct Rank {
 
 struct RunOptions {
   std::set<int> killed;  ///< ranks that must end by SIGKILL; all others must end well
+  int gone = -1;         ///< a rank that ends its process
   std::function<void(const std::vector<pid_t>& pids, SharedFacts& shared)> meanwhile;  ///< parent
 };
 
@@ -92,6 +95,13 @@ std::vector<WorldCase> world_cases(const std::vector<int>& sizes,
 
 std::string case_name(const testing::TestParamInfo<WorldCase>& info);
 
+/// This process as a rank that another program started.
+struct StartedRank {
+  int rank = 0;
+  SharedFacts* facts = nullptr;  ///< of the next run; null: it is left out
+  std::string session;           ///< of the next run
+};
+
 /// What an executable of this suite tests: backend_host.cpp has the host's backends, the folder
 /// cuda those of the GPU.
 struct Suite {
@@ -104,6 +114,8 @@ struct Suite {
       build;
   /// Ranks as threads get a process of their own: what they use must not be in the one that forks.
   bool fork_threads = false;
+  /// Where this process is a rank itself, and starts none.
+  std::function<StartedRank()> next_rank = {};
 };
 const Suite& suite_under_test();
 

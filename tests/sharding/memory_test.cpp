@@ -90,6 +90,12 @@ TEST(ShardedMemory, ModelThatDoesNotFitTrainsOverFour) {
   constexpr int64_t kWide = 256;
   constexpr int64_t kDeep = 8;
   const auto x = wave({8, kWide}, 0).to(torch::kFloat);
+  const auto deep = [] {
+    auto net = layers(kWide, kDeep);
+    const torch::NoGradGuard no_grad;
+    for (auto& each : net->parameters()) each.mul_(0.2);  // so that values do not grow by layers
+    return net;
+  };
   std::vector<double> wanted;
   const auto train = [&](torch::nn::Sequential net, std::vector<double>& losses) {
     AdamW optimizer(net->parameters(), {.lr = 1e-3});
@@ -101,21 +107,21 @@ TEST(ShardedMemory, ModelThatDoesNotFitTrainsOverFour) {
       losses.push_back(loss.item<double>());
     }
   };
-  train(layers(kWide, kDeep), wanted);
+  train(deep(), wanted);
   {
     const Devices devices("cpu:1");
     devices[0].set_memory_limit(kLimit);
     const UseDevice home(devices[0]);
     std::vector<double> losses;
     expect_error(Code::kOutOfMemory, {"MiB", "FullyShardedDataParallel"},
-                 [&] { train(layers(kWide, kDeep), losses); });
+                 [&] { train(deep(), losses); });
   }
   const Devices devices("cpu:4");
   for (size_t i = 0; i < 4; ++i) devices[i].set_memory_limit(kLimit);
   run_ranks(4, [&](const Communicator& comm) {
     const UseDevice home(devices[static_cast<size_t>(comm.rank())]);
     std::optional<ChargeHost> on_host(std::in_place);
-    auto net = layers(kWide, kDeep);
+    auto net = deep();
     on_host.reset();
     FullyShardedDataParallel fsdp(net, comm, {.min_unit_bytes = 0, .share_on_host = false});
     AdamW optimizer(fsdp.parameters(), {.lr = 1e-3});

@@ -273,12 +273,13 @@ TEST(WeightAverage, IsTheSameOnAllRanksWithoutCommunication) {
   });
 }
 
-TEST(WeightAverage, RefusesAShardedModel) {
+TEST(WeightAverage, RefusesTheModuleOfAShardedModel) {
   run_ranks(2, [](const Communicator& comm) {
     TwoLayers net;
     WeightAverage before(*net);
     FullyShardedDataParallel fsdp(net, comm);
-    expect_error(Code::kUsage, {"WeightAverage"}, [&] { WeightAverage after(*net); });
+    expect_error(Code::kUsage, {"WeightAverage", "FullyShardedDataParallel"},
+                 [&] { WeightAverage after(*net); });
     expect_error(Code::kUsage, {"WeightAverage"}, [&] { before.update(); });
   });
 }

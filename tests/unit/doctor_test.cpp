@@ -36,6 +36,8 @@ json healthy() {
         {"processes", nullptr},
         {"host", {{"name", "box"}, {"problem", ""}}},
         {"environment", json::object()},
+        {"transports",
+         {{"gloo", "/usr/lib/lockstep/lockstep-gloo.so"}, {"mpi", ""}, {"mpirun", ""}}},
         {"driver", nullptr},
         {"leftover_boards", json::array()},
         {"unknown_boards", json::array()}}},

@@ -580,6 +580,9 @@ TEST(Lab7Answers, ComparisonsFollowTheFigures) {
   for (auto& device : set_up(other, "accumulated").runs[0].devices) device.peak_bytes = 90_MiB;
   EXPECT_TRUE(
       kLab.answer(other, "more memory").starts_with("Neither saved any with this lab's model."));
+  EXPECT_TRUE(mentions(kLab.answer(other, "compare"),
+                       "the activations smaller, but adds copies of the weights: its peak was"))
+      << "a peak that rose does not follow from smaller activations";
   EXPECT_TRUE(mentions(kLab.answer(made_lab7(), "combined"),
                        "4 micro-steps in bf16 trained 2.50 ± 0.00 times the rows per second of "
                        "plain fp32 (1.25 ± 0.00 with accumulation alone, 2.00 ± 0.00 with bf16 "

@@ -119,6 +119,19 @@ TEST(SlurmScript, IsOneLauncherPerHost) {
   }
 }
 
+TEST(SlurmScript, AJobThatIsRequeuedSavesBefore) {
+  cli::SlurmScriptOptions options;
+  options.cpus = 4;
+  options.requeue = 120;
+  const std::string text = cli::slurm_script(options, {"./train"});
+  for (const char* part :
+       {"#SBATCH --requeue\n", "#SBATCH --open-mode=append\n", "#SBATCH --signal=USR1@120 ",
+        "\nsrun --ntasks-per-node=1 --cpus-per-task=4 lockstep run", "./train || status=$?\n",
+        "then scontrol requeue \"$SLURM_JOB_ID\"; fi\nexit \"$status\"\n"}) {
+    EXPECT_NE(text.find(part), std::string::npos) << part << "\nin\n" << text;
+  }
+}
+
 TEST(SlurmScript, RefusesWhatWouldBreakTheFile) {
   cli::SlurmScriptOptions options;
   test::expect_error(Code::kUsage, {"needs a program"}, [&] { cli::slurm_script(options, {}); });

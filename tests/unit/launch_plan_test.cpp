@@ -146,8 +146,8 @@ struct BadPlan {
 TEST(LaunchPlan, EveryBadValueIsNamed) {
   const std::vector<BadPlan> plans = {
       {{{"nproc-per-node", "two"}}, "--nproc-per-node \"two\" is neither a number nor auto"},
-      {{{"nproc-per-node", "0"}}, "--nproc-per-node \"0\" is not a whole number from 1 to 256"},
-      {{{"nproc-per-node", "-1"}}, "from 1 to 256"},
+      {{{"nproc-per-node", "0"}}, "--nproc-per-node \"0\" is not a whole number from 1 to 4096"},
+      {{{"nproc-per-node", "-1"}}, "from 1 to 4096"},
       {{{"nnodes", "3:1"}}, "--nnodes \"3:1\" is neither a number of hosts from 1 to 2048"},
       {{{"nnodes", "0:2"}}, "--nnodes \"0:2\""},
       {{{"nnodes", "1:"}}, "--nnodes \"1:\""},
@@ -165,6 +165,7 @@ TEST(LaunchPlan, EveryBadValueIsNamed) {
       {{{"nnodes", "2"}, {"rdzv-endpoint", "a"}, {"backend", "shm"}}, "works on one host only"},
       {{{"rdzv-backend", "etcd"}}, "--rdzv-backend \"etcd\""},
       {{{"backend", "ncl"}}, "write auto, shm, gloo, nccl or ipc"},
+      {{{"backend", "mpi"}}, "use mpirun -n N PROGRAM --backend mpi"},
       {{{"grace", "soon"}}, "--grace \"soon\""},
       {{{"grace", "nan"}}, "--grace \"nan\""},
       {{{"timeout", "0"}}, "--timeout \"0\""},

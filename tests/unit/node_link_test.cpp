@@ -54,6 +54,27 @@ TEST(NodeLink, FinishedComesWhenAllHaveFinished) {
 }
 
 // Its last words reach the others even when a launcher ends right after them.
+// Every host hears of one such rank of another host, and of no more: thousands may leave so.
+TEST(NodeLink, ARankThatLeavesEarlyIsToldToTheOtherHosts) {
+  auto links = start_job(3);  // node 0 has rank 0, node 1 ranks 1 and 2, node 2 ranks 3 to 5
+  const auto expect_left = [&](int node, int rank) {
+    const auto event = next_event(*links[static_cast<size_t>(node)], 10'000);
+    ASSERT_TRUE(event) << node;
+    EXPECT_EQ(event->kind, NodeEvent::Kind::kLeft);
+    EXPECT_EQ(event->left_rank, rank) << node;
+  };
+  links[1]->report_left(4);  // of another host: does not count
+  links[1]->report_left(2);
+  expect_left(0, 2);
+  expect_left(2, 2);
+  links[1]->report_left(1);
+  links[2]->report_left(5);
+  expect_left(0, 5);
+  expect_left(1, 5);
+  links[0]->report_left(0);
+  expect_finish(links);
+}
+
 TEST(NodeLink, WhatALauncherSaysBeforeItEndsIsHeard) {
   for (int round = 0; round < 10; ++round) {
     for (const size_t speaker : {size_t{0}, size_t{1}}) {

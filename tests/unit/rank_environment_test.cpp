@@ -87,6 +87,14 @@ TEST(RankEnvironment, ReadsTorchrun) {
   EXPECT_FALSE(world.one_host());
 }
 
+TEST(RankEnvironment, KnowsWhetherMpiCanBegin) {
+  EXPECT_FALSE(read({}).under_mpi);
+  EXPECT_FALSE(read(kTorchrun).under_mpi);
+  EXPECT_TRUE(read(kOpenMpi).under_mpi);
+  EXPECT_FALSE(read(kSrun).under_mpi) << "srun without --mpi=pmix";
+  EXPECT_TRUE(read(with(kSrun, {{"PMIX_RANK", "6"}})).under_mpi);
+}
+
 TEST(RankEnvironment, ReadsWhatLockstepRunSets) {
   const auto world = read(with(kTorchrun, {{"LOCKSTEP_RUN", "run-1"},
                                            {"LOCKSTEP_SESSION", "abc"},

@@ -96,14 +96,18 @@ TEST(SlurmJob, AStepIsReadFromItsOwnVariables) {
   EXPECT_EQ(job->task, 1);
   EXPECT_EQ(job->cpus_per_task, 8);
   EXPECT_NE(job->port, slurm_port("77", "3", 0)) << "launchers and ranks do not share a port";
+  EXPECT_NE(job->port, slurm_port("77", "4", 0)) << "nor with those of the next step";
+  EXPECT_EQ(job->gpus, 0);
 }
 
 TEST(SlurmJob, AnAllocationIsReadFromTheJobs) {
   const auto job = read({{"SLURM_JOB_ID", "77"},
                          {"SLURM_PROCID", "0"},
                          {"SLURM_JOB_NODELIST", "n[4-7]"},
-                         {"SLURM_TASKS_PER_NODE", "2(x4)"}});
+                         {"SLURM_TASKS_PER_NODE", "2(x4)"},
+                         {"SLURM_GPUS_ON_NODE", "8"}});
   ASSERT_TRUE(job);
+  EXPECT_EQ(job->gpus, 8);
   EXPECT_FALSE(job->in_step);
   EXPECT_EQ(job->nnodes(), 4);
   EXPECT_EQ(job->node_rank, 0);

@@ -1,5 +1,6 @@
 #include "net/store.hpp"
 
+#include <fmt/format.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
@@ -9,6 +10,7 @@
 #include <thread>
 #include <vector>
 
+#include "net/hub.hpp"
 #include "net/socket.hpp"
 #include "net_support.hpp"
 
@@ -348,6 +350,38 @@ TEST(UnixStore, IsForOneUserOnly) {
   const auto store = connect_store(ours, in_ms(5000));
   store->set("stolen", "not");  // nobody has
   for (const int fd : {ready[0], ready[1], done[0], done[1]}) ::close(fd);
+}
+
+// More than may be unauthenticated at a time, all at once; some leave while they wait.
+TEST(StoreServer, ServesManyThatComeAtOnce) {
+  constexpr int kThreads = 8;
+  constexpr int kEach = 40;
+  static_assert(kThreads * kEach > Hub::kMaxUnauthenticated);
+  const StoreServer server({.unix_name = "", .host = "127.0.0.1", .port = 0, .token = kToken});
+  const auto connect = [&] {
+    return connect_store({"", "127.0.0.1", server.port(), kToken}, in_ms(20'000));
+  };
+  std::atomic<int> ready{0};
+  std::atomic<int> served{0};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back([&, thread] {
+      std::vector<std::shared_ptr<Store>> clients;
+      for (int i = 0; i < kEach; ++i) clients.push_back(connect());
+      for (int i = 0; i < kEach; ++i) {
+        clients[static_cast<size_t>(i)]->set(fmt::format("{}/{}", thread, i), "here");
+      }
+      for (int i = 2; i < 5; ++i) {
+        EXPECT_THROW(clients[static_cast<size_t>(i)]->get("all", 0), Error) << "hangs up";
+      }
+      ++ready;
+      served += clients[1]->get("all", in_ms(20'000)) == "here" ? 1 : 0;
+    });
+  }
+  while (ready < kThreads) std::this_thread::yield();
+  connect()->set("all", "here");
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(served, kThreads);
 }
 
 TEST(StoreServer, IsFullAtABound) {

@@ -9,6 +9,7 @@
 #include "comm/arguments.hpp"
 #include "comm/backend.hpp"
 #include "comm/gloo/gloo_core.hpp"
+#include "comm/gloo/sliced_reduce.hpp"
 #include "kernels/reduce_kernels.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
@@ -70,13 +71,15 @@ struct ColorAndKey {
 
 class GlooBackend final : public Backend {
  public:
-  GlooBackend(std::shared_ptr<Store> store, Group group, std::string address, int64_t deadline_ns)
+  GlooBackend(TransportModule module, std::shared_ptr<Store> store, Group group,
+              std::string address, int64_t deadline_ns)
       : store_(std::move(store)),
         address_(std::move(address)),
-        core_(std::make_shared<GlooCore>(std::move(group), *store_, address_, deadline_ns)) {}
+        core_(std::make_shared<GlooCore>(std::move(group), *store_, address_, deadline_ns, module)),
+        slices_(*core_) {}
   ~GlooBackend() override { core_->shut_down(); }
 
-  std::string_view name() const override { return "gloo"; }
+  std::string_view name() const override { return transport_name(core_->module()); }
   const Group& group() const override { return core_->group(); }
 
   std::unique_ptr<Work> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
@@ -132,6 +135,7 @@ class GlooBackend final : public Backend {
   std::shared_ptr<Store> store_;
   std::string address_;
   std::shared_ptr<GlooCore> core_;
+  SlicedReduce slices_;
 };
 
 std::unique_ptr<Backend::Work> GlooBackend::all_reduce(const Buffer& buffer, ReduceOp op,
@@ -143,6 +147,7 @@ std::unique_ptr<Backend::Work> GlooBackend::all_reduce(const Buffer& buffer, Red
                [this, buffer, op](const GlooCore::Task& task, std::span<const Fingerprint> calls) {
                  const auto factors = mean_factors(calls);
                  if (buffer.count == 0 || size() == 1) return;
+                 if (!core_->reduces()) return slices_.all_reduce(task, buffer, op, factors);
                  if (op == ReduceOp::kMean) scale(buffer, factors[static_cast<size_t>(rank())]);
                  Reduction how{buffer.dtype, op == ReduceOp::kMean ? ReduceOp::kSum : op};
                  core_->transfer(
@@ -163,6 +168,7 @@ std::unique_ptr<Backend::Work> GlooBackend::reduce(const Buffer& buffer, int roo
       [this, buffer, root, op](const GlooCore::Task& task, std::span<const Fingerprint> calls) {
         const auto factors = mean_factors(calls);
         if (buffer.count == 0 || size() == 1) return;
+        if (!core_->reduces()) return slices_.reduce(task, buffer, root, op, factors);
         std::vector<std::byte> copy;
         void* data = buffer.data;
         if (rank() != root) {
@@ -339,8 +345,8 @@ std::unique_ptr<Backend> GlooBackend::split(int color, int key, std::string_view
     }
     auto part_store =
         make_prefix_store(store_, fmt::format("split {} color {}", task.call.sequence, color));
-    part = std::make_unique<GlooBackend>(std::move(part_store), std::move(group_of_color), address_,
-                                         context.deadline_ns);
+    part = std::make_unique<GlooBackend>(core_->module(), std::move(part_store),
+                                         std::move(group_of_color), address_, context.deadline_ns);
   });
   return part;
 }
@@ -359,9 +365,16 @@ std::shared_ptr<RegisteredMemory> GlooBackend::allocate(int64_t bytes, const Cal
 
 }  // namespace
 
-std::unique_ptr<Backend> make_gloo_backend(const GlooOptions& options) {
-  return std::make_unique<GlooBackend>(options.store, Group::world(options.rank, options.size),
-                                       options.address, options.deadline_ns);
+std::unique_ptr<Backend> make_gloo_backend(const NetworkOptions& options) {
+  return std::make_unique<GlooBackend>(TransportModule::kGloo, options.store,
+                                       Group::world(options.rank, options.size), options.address,
+                                       options.deadline_ns);
+}
+
+std::unique_ptr<Backend> make_mpi_backend(const NetworkOptions& options) {
+  return std::make_unique<GlooBackend>(TransportModule::kMpi, options.store,
+                                       Group::world(options.rank, options.size), options.address,
+                                       options.deadline_ns);
 }
 
 }  // namespace lockstep

@@ -21,39 +21,44 @@ constexpr const char* kHelp =
     "see whether all ranks still run, and whether a firewall stands between the hosts: ranks "
     "connect to each other at ports that the system chooses";
 
-[[noreturn]] void fail(const std::string& what, const std::string& why) {
-  throw Error(Code::kRendezvous, fmt::format("gloo {}: {}", what, why), kHelp);
+[[noreturn]] void fail(TransportModule module, const std::string& what, const std::string& why) {
+  throw Error(Code::kRendezvous, fmt::format("{} {}: {}", transport_name(module), what, why),
+              module == TransportModule::kMpi
+                  ? "start the ranks with the mpirun, or the srun --mpi=pmix, of the MPI that "
+                    "lockstep was built with"
+                  : kHelp);
 }
 
 // A rank ended, or did not come in time, before all were connected.
 [[noreturn]] void fail_rank(const Group& group, int group_rank, const std::string& what) {
   const int rank = group.world_ranks.at(static_cast<size_t>(group_rank));
-  throw RankError(Code::kRendezvous, rank,
-                  fmt::format("gloo, group {}: rank {} {} before all ranks were connected",
-                              group.name, rank, what),
-                  kHelp);
+  throw RankError(
+      Code::kRendezvous, rank,
+      fmt::format("group {}: rank {} {} before all ranks were connected", group.name, rank, what),
+      kHelp);
 }
 
 }  // namespace
 
-GlooData::GlooData(const Group& group, const std::string& address, GlooLink& link,
-                   int64_t deadline_ns)
-    : api_(load_gloo()) {
+GlooData::GlooData(TransportModule module, const Group& group, const std::string& address,
+                   GlooLink& link, int64_t deadline_ns)
+    : api_(load_transport(module)) {
   const int64_t left_ms = std::max<int64_t>((deadline_ns - running_ns()) / 1'000'000, 1);
   LockstepGlooMessage message{};
   if (api_.create(group.rank, group.size(), address.c_str(), std::min(left_ms, kConnectTimeoutMs),
                   running_ns, &context_, &message) != LOCKSTEP_GLOO_OK) {
-    fail("cannot listen at " + address, message.text);
+    fail(module, "cannot begin at " + address, message.text);
   }
   try {
-    connect(group, link, deadline_ns);
+    connect(module, group, link, deadline_ns);
   } catch (...) {
     api_.destroy(context_);
     throw;
   }
 }
 
-void GlooData::connect(const Group& group, GlooLink& link, int64_t deadline_ns) {
+void GlooData::connect(TransportModule module, const Group& group, GlooLink& link,
+                       int64_t deadline_ns) {
   LockstepGlooMessage message{};
   std::vector<int> peers;
   for (int peer = 0; peer < group.size(); ++peer) {
@@ -62,7 +67,7 @@ void GlooData::connect(const Group& group, GlooLink& link, int64_t deadline_ns) 
     char bytes[LOCKSTEP_GLOO_MAX_ADDRESS];
     size_t length = 0;
     if (api_.address(context_, peer, bytes, &length, &message) != LOCKSTEP_GLOO_OK) {
-      fail("has no address", message.text);
+      fail(module, "has no address", message.text);
     }
     link.send(peer, GlooLink::Frame::kNote, {bytes, length});
   }
@@ -80,7 +85,8 @@ void GlooData::connect(const Group& group, GlooLink& link, int64_t deadline_ns) 
     const std::string& theirs = addresses[i];
     if (api_.connect(context_, peers[i], theirs.data(), theirs.size(), &message) !=
         LOCKSTEP_GLOO_OK) {
-      fail(fmt::format("cannot connect to rank {}",
+      fail(module,
+           fmt::format("cannot connect to rank {}",
                        group.world_ranks.at(static_cast<size_t>(peers[i]))),
            message.text);
     }
@@ -114,10 +120,10 @@ std::vector<int> all_but(int rank, int size) {
 }
 
 // The link and the address of Gloo's own connections.
-std::unique_ptr<GlooLink> connect_link(Store& store, const Group& group, std::string& address,
-                                       int64_t deadline_ns) {
+std::unique_ptr<GlooLink> connect_link(TransportModule module, Store& store, const Group& group,
+                                       std::string& address, int64_t deadline_ns) {
   if (group.size() == 1) return nullptr;
-  load_gloo();  // a missing module is found before anybody waits for anybody
+  load_transport(module);  // a missing module is found before anybody waits for anybody
   GlooRendezvous connected = rendezvous(store, group, address, deadline_ns);
   address = std::move(connected.address);
   return std::make_unique<GlooLink>(group.rank, std::move(connected.sockets));
@@ -151,14 +157,16 @@ int64_t GlooCore::Task::waited_ns() const {
   return std::max<int64_t>(running_ns() - begun_ns, 1);
 }
 
-GlooCore::GlooCore(Group group, Store& store, const std::string& address, int64_t deadline_ns)
-    : peers_(all_but(group.rank, group.size())),
+GlooCore::GlooCore(Group group, Store& store, const std::string& address, int64_t deadline_ns,
+                   TransportModule module)
+    : module_(module),
+      peers_(all_but(group.rank, group.size())),
       address_(address),
-      link_(connect_link(store, group, address_, deadline_ns)),
+      link_(connect_link(module, store, group, address_, deadline_ns)),
       session_(std::move(group), link_.get()),
       own_messages_(session_.group()) {
   if (link_) {
-    data_ = std::make_unique<GlooData>(session_.group(), address_, *link_, deadline_ns);
+    data_ = std::make_unique<GlooData>(module, session_.group(), address_, *link_, deadline_ns);
     link_->on_failure([data = data_.get()] { data->abort(); });
     session_.on_failure([data = data_.get()](const std::exception_ptr&) { data->abort(); });
   }

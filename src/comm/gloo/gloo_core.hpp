@@ -23,11 +23,12 @@
 
 namespace lockstep {
 
-/// Gloo's connections of one rank to its group, owned.
+/// A module's connections of one rank to its group, owned.
 class GlooData {
  public:
-  /// Exchanges Gloo's addresses over the link and connects. kRendezvous where that fails.
-  GlooData(const Group& group, const std::string& address, GlooLink& link, int64_t deadline_ns);
+  /// Exchanges the module's addresses over the link and connects. kRendezvous where that fails.
+  GlooData(TransportModule module, const Group& group, const std::string& address, GlooLink& link,
+           int64_t deadline_ns);
   ~GlooData() { api_.destroy(context_); }
   GlooData(const GlooData&) = delete;
   GlooData& operator=(const GlooData&) = delete;
@@ -35,7 +36,7 @@ class GlooData {
   /// How a transfer ended.
   struct Outcome {
     LockstepGlooStatus status = LOCKSTEP_GLOO_OK;
-    std::string text;  ///< Gloo's own words, unless all went well
+    std::string text;  ///< the module's own words, unless all went well
   };
 
   /// `transfer(api, context, call)` calls one of the module's transfers. `tag` tells transfers
@@ -51,17 +52,20 @@ class GlooData {
   /// From any thread: ends all transfers here and at the peers.
   void abort() { api_.abort(context_); }
 
+  /// Whether the module reduces, and does not only move data.
+  bool reduces() const { return api_.all_reduce != nullptr; }
+
  private:
-  void connect(const Group& group, GlooLink& link, int64_t deadline_ns);
+  void connect(TransportModule module, const Group& group, GlooLink& link, int64_t deadline_ns);
 
   const LockstepGlooApi& api_;
   LockstepGlooContext* context_ = nullptr;
 };
 
-/// One rank's part in a Gloo group: a thread that makes the collectives strictly in order, each
-/// after all ranks have compared their fingerprints, and one for the messages to and from each peer
-/// with which there are any. A group of one rank has no connections, and
-/// nothing is ever exchanged.
+/// One rank's part in a group over Gloo or MPI: a thread that makes the collectives strictly in
+/// order, each after all ranks have compared their fingerprints, and one for the messages to and
+/// from each peer with which there are any. A group of one rank has no connections, and nothing is
+/// ever exchanged.
 class GlooCore {
   struct Lane;
 
@@ -103,13 +107,16 @@ class GlooCore {
     std::exception_ptr error_;                                       // under the core's mutex
   };
 
-  GlooCore(Group group, Store& store, const std::string& address, int64_t deadline_ns);
+  GlooCore(Group group, Store& store, const std::string& address, int64_t deadline_ns,
+           TransportModule module = TransportModule::kGloo);
   ~GlooCore() { shut_down(); }
   GlooCore(const GlooCore&) = delete;
   GlooCore& operator=(const GlooCore&) = delete;
 
   const Group& group() const { return session_.group(); }
   ControlSession& session() { return session_; }
+  TransportModule module() const { return module_; }
+  bool reduces() const { return !data_ || data_->reduces(); }  ///< see GlooData
 
   /// Queues a collective and gives it the next sequence number.
   void begin(Task& task);
@@ -158,6 +165,7 @@ class GlooCore {
   [[noreturn]] void fail_late(const Task& task, std::vector<int> awaited);
   RankActivity activity();
 
+  const TransportModule module_;
   std::vector<int> peers_;          // all group ranks but this one's
   std::string address_;             // of this rank, in digits
   std::unique_ptr<GlooLink> link_;  // null in a group of one

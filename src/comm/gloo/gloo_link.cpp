@@ -46,7 +46,7 @@ struct Listening {
     const size_t second = text.find(' ', first + 1);
     const auto parsed = std::from_chars(text.data(), text.data() + text.size(), group_rank.port);
     if (parsed.ec != std::errc() || second == std::string::npos) {
-      throw Error(Code::kRendezvous, fmt::format("\"{}\" tells no gloo address", text),
+      throw Error(Code::kRendezvous, fmt::format("\"{}\" tells no rank's address", text),
                   "use one version of lockstep on all hosts");
     }
     group_rank.secret = text.substr(first + 1, second - first - 1);
@@ -56,7 +56,7 @@ struct Listening {
 };
 
 std::string key_of(int group_rank) {
-  return fmt::format("gloo/{}", group_rank);
+  return fmt::format("rank/{}", group_rank);
 }
 
 int poll_timeout_ms(int64_t deadline_ns) {
@@ -75,7 +75,7 @@ class Rendezvous {
         secret_(to_hex(random_bytes(kSecretBytes / 2))) {
     result_.address = own_address(listener_);
     if (result_.address == "::" || result_.address == "0.0.0.0") {
-      throw Error(Code::kBackend, fmt::format("backend gloo cannot listen at \"{}\"", address),
+      throw Error(Code::kBackend, fmt::format("ranks cannot listen at \"{}\"", address),
                   "give this host's address in digits");
     }
     result_.sockets.resize(static_cast<size_t>(group.size()));
@@ -126,12 +126,11 @@ class Rendezvous {
       error = ECONNRESET;
     }
     if (error != 0) {
-      throw RankError(
-          Code::kRendezvous, world_rank(group_rank),
-          fmt::format("gloo cannot connect to rank {} at {}: {}", world_rank(group_rank),
-                      endpoint_text(there.host, there.port), std::strerror(error)),
-          "see whether that rank still runs, and whether a firewall stands between the "
-          "hosts: ranks connect to each other at ports that the system chooses");
+      throw RankError(Code::kRendezvous, world_rank(group_rank),
+                      fmt::format("cannot connect to rank {} at {}: {}", world_rank(group_rank),
+                                  endpoint_text(there.host, there.port), std::strerror(error)),
+                      "see whether that rank still runs, and whether a firewall stands between the "
+                      "hosts: ranks connect to each other at ports that the system chooses");
     }
     result_.sockets[static_cast<size_t>(group_rank)] = std::move(socket);
   }
@@ -198,7 +197,7 @@ class Rendezvous {
     for (const int group_rank : group_ranks) ranks.push_back(world_rank(group_rank));
     throw RankError(
         Code::kRendezvous, ranks.front(),
-        fmt::format("gloo, group {}: rank{} {} did not come within {}", group_.name,
+        fmt::format("group {}: rank{} {} did not come within {}", group_.name,
                     ranks.size() == 1 ? "" : "s", fmt::join(ranks, ", "),
                     format_seconds(static_cast<double>(running_ns() - begun_ns_) * 1e-9)),
         "see whether all ranks were started and what the missing ones say; where they are only "

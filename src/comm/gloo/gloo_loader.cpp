@@ -17,7 +17,25 @@
 namespace lockstep {
 namespace {
 
-constexpr std::string_view kGlooModule = "lockstep-gloo.so";
+// What is said of a module that is not there.
+struct ModuleInfo {
+  std::string_view name;
+  std::string_view file;
+  std::string_view built_with;  // the packages
+  std::string_view runs_with;
+  std::string_view instead;
+};
+
+constexpr ModuleInfo kModules[] = {
+    {"gloo", "lockstep-gloo.so", "libgloo-dev", "libgloo0",
+     "ranks of one host need no Gloo: use backend shm"},
+    {"mpi", "lockstep-mpi.so", "an MPI (Debian's libopenmpi-dev)", "that MPI's libraries",
+     "backend gloo needs no MPI"},
+};
+
+const ModuleInfo& info_of(TransportModule module) {
+  return kModules[static_cast<size_t>(module)];
+}
 
 // Sanitizers replace functions of every library, which RTLD_DEEPBIND would undo: they refuse it.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -30,7 +48,7 @@ constexpr int kLoadFlags = RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND;
 // unknown.
 std::filesystem::path this_binary() {
   Dl_info about{};
-  if (::dladdr(&kGlooModule, &about) == 0 || about.dli_fname == nullptr) return {};
+  if (::dladdr(&kModules, &about) == 0 || about.dli_fname == nullptr) return {};
   return about.dli_fname;
 }
 
@@ -91,21 +109,23 @@ std::vector<std::filesystem::path> module_folders() {
   return folders;
 }
 
-const LockstepGlooApi& load_gloo_now() {
-  const std::string path = find_module(kGlooModule);
+const LockstepGlooApi& load_now(const ModuleInfo& info) {
+  const std::string path = find_module(info.file);
   if (path.empty()) {
     std::vector<std::string> looked;
     for (const auto& folder : module_folders()) looked.push_back(folder.string());
-    throw Error(Code::kBackend, fmt::format("backend gloo needs {}, which is nowhere", kGlooModule),
-                "build lockstep where libgloo-dev is installed, or name the module's folder in "
-                "LOCKSTEP_MODULE_PATH; ranks of one host need no Gloo: use backend shm",
+    throw Error(Code::kBackend,
+                fmt::format("backend {} needs {}, which is nowhere", info.name, info.file),
+                fmt::format("build lockstep where {} is installed, or name the module's folder in "
+                            "LOCKSTEP_MODULE_PATH; {}",
+                            info.built_with, info.instead),
                 {fmt::format("looked in {}", fmt::join(looked, ", "))});
   }
-  // Never unloaded: Gloo's types and threads may outlive any one communicator.
+  // Never unloaded: types and threads of Gloo and MPI may outlive any one communicator.
   void* module = ::dlopen(path.c_str(), kLoadFlags);
   if (module == nullptr) {
     throw Error(Code::kBackend, fmt::format("{} cannot be loaded: {}", path, ::dlerror()),
-                "install libgloo0, the library that this module was built with");
+                fmt::format("install {}, which this module was built with", info.runs_with));
   }
   const auto entry = reinterpret_cast<LockstepGlooEntry>(::dlsym(module, LOCKSTEP_GLOO_ENTRY));
   const LockstepGlooApi* api = entry == nullptr ? nullptr : entry();
@@ -129,9 +149,21 @@ std::string find_module(std::string_view file_name) {
   return "";
 }
 
-const LockstepGlooApi& load_gloo() {
-  static const LockstepGlooApi& api = load_gloo_now();
-  return api;
+std::string_view transport_name(TransportModule module) {
+  return info_of(module).name;
+}
+
+std::string_view module_file(TransportModule module) {
+  return info_of(module).file;
+}
+
+const LockstepGlooApi& load_transport(TransportModule module) {
+  if (module == TransportModule::kMpi) {
+    static const LockstepGlooApi& mpi = load_now(info_of(module));
+    return mpi;
+  }
+  static const LockstepGlooApi& gloo = load_now(info_of(module));
+  return gloo;
 }
 
 }  // namespace lockstep

@@ -13,8 +13,13 @@ namespace lockstep {
 /// lockstep was configured with. "" where there is none.
 std::string find_module(std::string_view file_name);
 
-/// Loads the Gloo module once. kBackend where it is missing, cannot be loaded, or is of another
-/// version.
-const LockstepGlooApi& load_gloo();
+/// A module that moves data between ranks of any hosts.
+enum class TransportModule { kGloo, kMpi };
+
+std::string_view transport_name(TransportModule module);  ///< "gloo", as backends are called
+std::string_view module_file(TransportModule module);     ///< "lockstep-gloo.so"
+
+/// Loads a module once. kBackend where it is missing, cannot be loaded, or is of another version.
+const LockstepGlooApi& load_transport(TransportModule module);
 
 }  // namespace lockstep

@@ -18,6 +18,14 @@ constexpr int kYields = 40;
 constexpr int64_t kNapNs = 2'000'000;            // a sleeper that nobody wakes looks this often
 constexpr int64_t kProcessCheckNs = 10'000'000;  // a peer's death is seen within this
 
+// How much rarer both are: hundreds of ranks on few cores would spend those looking at each other.
+int patience_of(int ranks) {
+  constexpr int kFewRanksOnACore = 4;
+  constexpr int kMost = 16;
+  const auto cores = static_cast<int>(std::max<long>(1, ::sysconf(_SC_NPROCESSORS_ONLN)));
+  return std::clamp(ranks / cores / kFewRanksOnACore, 1, kMost);
+}
+
 void relax() {
 #ifdef __x86_64__
   __builtin_ia32_pause();
@@ -102,6 +110,7 @@ ShmEngine::ShmEngine(ShmMembership membership)
       session_(membership_.group, &link_),
       owner_(::getpid()),
       spins_(size() <= ::sysconf(_SC_NPROCESSORS_ONLN) ? kSpins : 0),
+      patience_(patience_of(size())),
       sends_(static_cast<size_t>(size())),
       receives_(static_cast<size_t>(size())) {}
 
@@ -250,7 +259,7 @@ void ShmEngine::wait_until(const std::function<bool()>& ready,
   while (!look_around(ready, blocker, deadline_ns)) {
     tell_waiting(blocker());
     const int64_t left_ns = std::max<int64_t>(deadline_ns - running_ns(), 1'000);
-    if (control_.sleep(std::min(left_ns, kNapNs), ready)) break;
+    if (control_.sleep(std::min(left_ns, kNapNs * patience_), ready)) break;
   }
   tell_not_waiting();
 }
@@ -275,17 +284,21 @@ void ShmEngine::tell_not_waiting() {
 bool ShmEngine::look_around(const std::function<bool()>& ready,
                             const std::function<const ShmTask&()>& blocker, int64_t deadline_ns) {
   const int64_t now_ns = running_ns();
-  const bool see_processes = now_ns - processes_seen_ns_ >= kProcessCheckNs;
+  const bool see_processes = now_ns - processes_seen_ns_ >= kProcessCheckNs * patience_;
   if (see_processes) processes_seen_ns_ = now_ns;
   const bool aborted = link_.aborted();
+  // With hundreds of ranks a system call for each of them would take most of the time.
+  std::vector<bool> ended;
+  if (see_processes) ended = PeerProcess::which_ended(membership_.processes);
   std::vector<std::pair<int, std::string>> gone;  // group rank, how
   for (int peer = 0; peer < size(); ++peer) {
     if (peer == rank()) continue;
-    const PeerProcess& process = membership_.processes[static_cast<size_t>(peer)];
+    const auto index = static_cast<size_t>(peer);
     if (control_.rank(peer).left.value.load(std::memory_order_seq_cst) != 0) {
       gone.emplace_back(peer, "left the communicator");
-    } else if (see_processes && process.ended()) {
-      gone.emplace_back(peer, fmt::format("died: process {} has ended", process.pid()));
+    } else if (see_processes && ended[index]) {
+      gone.emplace_back(
+          peer, fmt::format("died: process {} has ended", membership_.processes[index].pid()));
     }
   }
   if (ready()) return true;

@@ -234,8 +234,9 @@ class ShmEngine {
   ShmControl control_;
   ShmLink link_;
   ControlSession session_;
-  pid_t owner_;  // a forked child holds a copy, but the rank is not its own
-  int spins_;    // looks before it yields: none where ranks share cores
+  pid_t owner_;   // a forked child holds a copy, but the rank is not its own
+  int spins_;     // looks before it yields: none where ranks share cores
+  int patience_;  // sleepers look so much less often where many ranks share a core
   int64_t chunks_ = 0;
   bool staging_reserved_ = false;
   std::deque<ShmCollective*> in_flight_;  // owned by their callers

@@ -225,6 +225,8 @@ void wait_readable(const std::vector<int>& sockets, int64_t deadline_ns) {
 
 namespace {
 
+constexpr int64_t kNewsNs = 50'000'000;  // between two lists of those who are here
+
 constexpr const char* kHelp =
     "start all ranks of the job within the deadline, with one session and one world size; "
     "`lockstep run` does that";
@@ -284,13 +286,15 @@ class Host {
   ShmMembership run() {
     while (static_cast<int>(present().size()) < options_.size) {
       if (running_ns() >= options_.deadline_ns) give_up();
-      wait_readable(watched(), options_.deadline_ns);
+      wait_readable(watched(),
+                    news_ ? std::min(tell_at_ns_, options_.deadline_ns) : options_.deadline_ns);
       while (auto connection = accept_from(listener_->get())) {
         // Another user's process is not even answered.
         if (peer_process(connection->get())) unauthenticated_.push_back(std::move(connection));
       }
       hear_unauthenticated();
       hear_members();
+      tell_who_is_here();
     }
     return welcome();
   }
@@ -351,8 +355,19 @@ class Host {
       return;
     }
     pids_[static_cast<size_t>(rank)] = peer_process(connection->get()).value_or(0);
-    members_[static_cast<size_t>(rank)] = std::move(connection);
+    auto& member = members_[static_cast<size_t>(rank)];
+    member = std::move(connection);
+    send_message(member->get(), MessageKind::kPresent, present(), "");
+    news_ = true;
+  }
+
+  // Telling all members of every newcomer would take as many messages as there are pairs of ranks.
+  // The list only serves to name the missing ranks at a member's deadline.
+  void tell_who_is_here() {
+    if (!news_ || running_ns() < tell_at_ns_) return;
     tell(MessageKind::kPresent, present(), "");
+    news_ = false;
+    tell_at_ns_ = running_ns() + kNewsNs;
   }
 
   void hear_members() {
@@ -420,6 +435,8 @@ class Host {
   std::vector<OwnedDescriptor> members_;  // [rank]; null: not here yet
   std::vector<int64_t> pids_;             // [rank]
   std::vector<std::string> refused_;
+  bool news_ = false;       // somebody came of whom the members have not been told
+  int64_t tell_at_ns_ = 0;  // not before
 };
 
 // Rank 0 may come later: tries again until the deadline.

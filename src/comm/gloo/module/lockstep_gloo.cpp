@@ -498,7 +498,7 @@ void destroy(LockstepGlooContext* context) {
 
 constexpr LockstepGlooApi kApi = {
     LOCKSTEP_GLOO_ABI, create, address, connect, all_reduce, broadcast, all_gather, reduce,
-    exchange,          send,   recv,    abort,   destroy};
+    exchange,          send,   recv,    abort,   destroy,    nullptr};
 
 }  // namespace
 }  // namespace lockstep::gloo_module

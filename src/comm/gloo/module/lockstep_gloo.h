@@ -4,15 +4,16 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* All that crosses between lockstep and its Gloo module: plain C, so that the module's Gloo never
- * meets another one in the process (libtorch 2.x exports its own). No function throws, and none
- * ends the process. Deadlines are times of the clock that create() was given. */
+/* All that crosses between lockstep and a module that moves data between hosts, Gloo's or MPI's:
+ * plain C, so that the module's Gloo never meets another one in the process (libtorch 2.x exports
+ * its own). No function throws, and none ends the process. Deadlines are times of the clock that
+ * create() was given. */
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-enum { LOCKSTEP_GLOO_ABI = 3, LOCKSTEP_GLOO_MAX_ADDRESS = 256 };
+enum { LOCKSTEP_GLOO_ABI = 4, LOCKSTEP_GLOO_MAX_ADDRESS = 256 };
 
 typedef enum LockstepGlooStatus {
   LOCKSTEP_GLOO_OK = 0,
@@ -64,7 +65,8 @@ typedef struct LockstepGlooApi {
   LockstepGlooStatus (*connect)(LockstepGlooContext* context, int peer, const void* bytes,
                                 size_t length, LockstepGlooMessage* message);
 
-  /* In place. element_bytes is 1, 2, 4 or 8; count is positive. */
+  /* In place. element_bytes is 1, 2, 4 or 8; count is positive. NULL, as reduce is then, in a
+   * module that only moves data: lockstep adds what it exchanged. */
   LockstepGlooStatus (*all_reduce)(LockstepGlooContext* context, void* data, size_t count,
                                    size_t element_bytes, LockstepGlooReduce reduce, void* user,
                                    const LockstepGlooCall* call);
@@ -90,8 +92,13 @@ typedef struct LockstepGlooApi {
   /* From any thread: every transfer of this context ends now, and so do those of its peers. */
   void (*abort)(LockstepGlooContext* context);
 
-  /* When no transfer is under way. No thread or socket is left. */
+  /* When no transfer is under way. No thread or socket of this context is left. */
   void (*destroy)(LockstepGlooContext* context);
+
+  /* Before the first create(), on all ranks of the job: rank 0's bytes replace the others'. NULL
+   * where ranks cannot reach each other before they have exchanged addresses. */
+  LockstepGlooStatus (*announce)(void* bytes, size_t length, LockstepGlooClock clock,
+                                 int64_t deadline_ns, LockstepGlooMessage* message);
 } LockstepGlooApi;
 
 typedef const LockstepGlooApi* (*LockstepGlooEntry)(void);

@@ -1,24 +1,71 @@
-#include "pipeline/stage_sync.hpp"
-
 #include <fmt/format.h>
 
 #include <algorithm>
 #include <numeric>
 
 #include "base/counted.hpp"
+#include "gradients/gradient_buckets.hpp"
+#include "gradients/in_flight_buckets.hpp"
+#include "gradients/model_sync.hpp"
+#include "gradients/nonfinite_gradients.hpp"
 #include "gradients/recorded_gradients.hpp"
+#include "gradients/trained_parameters.hpp"
 #include "lockstep/error.hpp"
+#include "pipeline/stage_sync.hpp"
 #include "verify/step_recorder.hpp"
 
 namespace lockstep {
+namespace {
 
-StageSync::StageSync(int stage, torch::nn::Sequential module, const Communicator& comm,
-                     const PipelineOptions& options)
+class AveragedStage final : public StageSync {
+ public:
+  AveragedStage(int stage, torch::nn::Sequential module, const Communicator& comm,
+                const PipelineOptions& options);
+
+  // Makes every trained parameter's gradient a view of its bucket.
+  void begin_step(bool share_buffers) override;
+  void launch(bool synchronise, double weight) override;
+  void advance() override { in_flight_.advance(); }
+  void finish() override;
+  void call_mismatch() const override { lockstep::call_mismatch(comm_); }
+  int64_t unaveraged_steps() const override {
+    return checks_updates_ && window_.weights_changed() ? window_.micro_steps() : 0;
+  }
+  std::optional<SyncSpan> span() override;
+  void abort(const std::string& reason) override;
+  std::vector<torch::Tensor> parameters() const override;
+
+ private:
+  void require_averaged() const;
+  void require_unchanged() const;
+  void agree_on_frozen();
+  void prepare_gradient(size_t parameter);
+  [[noreturn]] void refuse(const std::string& message, const std::string& help) const;
+
+  int stage_;
+  torch::nn::Sequential module_;
+  const Communicator comm_;
+  const bool checks_updates_;
+  std::vector<TrainedParameter> parameters_;  // trained when the pipeline was made
+  const LimitedEmbeddings limited_embeddings_;
+  std::vector<ParameterForm> forms_;        // [parameter]
+  std::vector<uint8_t> frozen_;             // [parameter] since then
+  std::optional<GradientBuckets> buckets_;  // none if nothing is trained or comm has one rank
+  DdpStats stats_;
+  NonfiniteGradients nonfinite_;
+  InFlightBuckets in_flight_;
+  AccumulationWindow window_;
+  std::optional<SyncSpan> span_;  // of this step; its times come from stats_
+};
+
+AveragedStage::AveragedStage(int stage, torch::nn::Sequential module, const Communicator& comm,
+                             const PipelineOptions& options)
     : stage_(stage),
       module_(std::move(module)),
       comm_(comm),
       checks_updates_(options.check_unaveraged_updates),
       parameters_(trained_in(*module_)),
+      limited_embeddings_(*module_),
       forms_(forms_of(parameters_)),
       frozen_(parameters_.size(), 0),
       nonfinite_(parameters_, comm_, options.nonfinite, stats_, fmt::format("stage {}: ", stage)),
@@ -35,7 +82,7 @@ StageSync::StageSync(int stage, torch::nn::Sequential module, const Communicator
 }
 
 // An update between two unaveraged steps would use gradients that the other ranks do not have.
-void StageSync::require_averaged() const {
+void AveragedStage::require_averaged() const {
   if (unaveraged_steps() == 0) return;
   refuse(fmt::format("the weights of stage {} changed after {} without synchronisation", stage_,
                      counted(unaveraged_steps(), "step")),
@@ -43,7 +90,7 @@ void StageSync::require_averaged() const {
          "purpose and are changed back, set PipelineOptions::check_unaveraged_updates to false");
 }
 
-void StageSync::require_unchanged() const {
+void AveragedStage::require_unchanged() const {
   const auto change = find_change(parameters_, forms_, trained_in(*module_));
   if (!change) return;
   refuse(fmt::format("parameter {} of stage {} {} after the pipeline was made: its gradients would "
@@ -52,14 +99,14 @@ void StageSync::require_unchanged() const {
          "change the stages before making the Pipeline, or make a new one");
 }
 
-void StageSync::refuse(const std::string& message, const std::string& help) const {
+void AveragedStage::refuse(const std::string& message, const std::string& help) const {
   comm_.abort(message);
   throw Error(Code::kSyncMisuse, message, help);
 }
 
 // A rank that trains what another has frozen would diverge from it. All ranks freeze between the
 // same steps, so that the other steps exchange nothing.
-void StageSync::agree_on_frozen() {
+void AveragedStage::agree_on_frozen() {
   std::vector<uint8_t> now;
   for (const auto& [name, tensor] : parameters_) now.push_back(tensor.requires_grad() ? 0 : 1);
   if (now == frozen_) return;
@@ -81,7 +128,7 @@ void StageSync::agree_on_frozen() {
 
 // A frozen parameter keeps the gradient it has, or none, and an optimizer skips it then. Only what
 // it has accumulated since the last average is still averaged.
-void StageSync::prepare_gradient(size_t parameter) {
+void AveragedStage::prepare_gradient(size_t parameter) {
   torch::Tensor tensor = parameters_[parameter].tensor;
   const torch::Tensor grad = tensor.grad();
   if (frozen_[parameter] == 0) {
@@ -98,7 +145,7 @@ void StageSync::prepare_gradient(size_t parameter) {
   buckets_->claim(parameter).zero_();
 }
 
-void StageSync::begin_step(bool share_buffers) {
+void AveragedStage::begin_step(bool share_buffers) {
   span_.reset();
   if (comm_.size() == 1) return;
   require_unchanged();
@@ -109,10 +156,11 @@ void StageSync::begin_step(bool share_buffers) {
     const auto buffers = buffers_of(*module_);
     if (!buffers.empty()) broadcast_tensors(comm_, buffers, 0, "buffers of a stage");
   }
+  limited_embeddings_.shorten_rows();
   for (size_t i = 0; i < parameters_.size(); ++i) prepare_gradient(i);
 }
 
-void StageSync::launch(bool synchronise, double weight) {
+void AveragedStage::launch(bool synchronise, double weight) {
   if (!buckets_) return;
   if (!synchronise) return window_.add_micro_step();
   buckets_->set_micro_steps(window_.micro_steps() + 1);
@@ -130,11 +178,11 @@ void StageSync::launch(bool synchronise, double weight) {
   }
 }
 
-void StageSync::finish() {
+void AveragedStage::finish() {
   if (span_) in_flight_.wait();
 }
 
-std::optional<SyncSpan> StageSync::span() {
+std::optional<SyncSpan> AveragedStage::span() {
   if (!span_) return std::nullopt;
   in_flight_.settle();
   SyncSpan span = *span_;
@@ -145,9 +193,23 @@ std::optional<SyncSpan> StageSync::span() {
   return span;
 }
 
-void StageSync::abort(const std::string& reason) {
+void AveragedStage::abort(const std::string& reason) {
   span_.reset();
   comm_.abort(reason);
+}
+
+std::vector<torch::Tensor> AveragedStage::parameters() const {
+  std::vector<torch::Tensor> all;
+  for (const auto& each : trained_in(*module_)) all.push_back(each.tensor);
+  return all;
+}
+
+}  // namespace
+
+std::unique_ptr<StageSync> make_averaged_stage(int stage, const torch::nn::Sequential& module,
+                                               const Communicator& comm,
+                                               const PipelineOptions& options) {
+  return std::make_unique<AveragedStage>(stage, module, comm, options);
 }
 
 }  // namespace lockstep
