@@ -60,6 +60,7 @@ ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Commu
     for (size_t p = 0; p < unit.plan.parameters.size(); ++p) {
       const UnitParameter& at = unit.plan.parameters[p];
       shard_of[at.whole.unsafeGetTensorImpl()] = at.shard;
+      if (recorder != nullptr) recorder->name(at.shard, at.name);
       found[at.whole.unsafeGetTensorImpl()] = {i, p};
     }
     if (comm->size() > 1) {
@@ -71,7 +72,6 @@ ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Commu
     const auto [unit, parameter] = found.at(each.tensor.unsafeGetTensorImpl());
     location.emplace_back(unit, parameter);
     const UnitParameter& at = units[unit]->plan.parameters[parameter];
-    if (recorder != nullptr) recorder->name(at.shard, each.name);
     if (at.count > 0) trained_shards.push_back({each.name, at.shard});
     trained.push_back(std::move(each));
   }
