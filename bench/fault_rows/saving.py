@@ -163,7 +163,7 @@ def resumed(bench, found):
             with start("whole") as job:
                 code = job.wait(300)
                 found.check(code == 0, f"{name}: exit code {code}: {job.errors[-800:]}")
-            for turn in range(bench.times(3, 1)):
+            for turn in range(bench.times(10, 1)):
                 run = f"killed{turn}"
                 for step in sorted(chance.sample(range(15, RESUMED_STEPS), 2)):
                     with start(run, "--inject", f"kill@rank={chance.randrange(2)},step={step}") as job:

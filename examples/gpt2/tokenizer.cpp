@@ -199,6 +199,7 @@ Tokenizer Tokenizer::load(const std::string& folder) {
   tokenizer.bytes_.resize(vocabulary.size());
   tokenizer.byte_token_.assign(256, -1);
   std::unordered_map<std::string, int> token_of;
+  std::vector<bool> taken(vocabulary.size());
   for (const auto& [text, number] : vocabulary.items()) {
     const int64_t token = number.is_number_integer() ? number.get<int64_t>() : -1;
     if (token < 0 || token >= static_cast<int64_t>(vocabulary.size())) {
@@ -206,6 +207,10 @@ Tokenizer Tokenizer::load(const std::string& folder) {
                              vocabulary.size() - 1));
     }
     const auto id = static_cast<int>(token);
+    if (taken[static_cast<size_t>(id)]) {
+      throw fail(fmt::format("vocab.json gives the number {} to two tokens", id));
+    }
+    taken[static_cast<size_t>(id)] = true;
     if (text == kEndOfText) {
       tokenizer.end_of_text_ = id;
       continue;

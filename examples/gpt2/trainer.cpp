@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <fstream>
 #include <numbers>
 #include <optional>
 
@@ -139,10 +140,21 @@ class Reporter {
   bool prints_;
 };
 
+// Before training, and not when there are weights to lose.
+void require_folder(const std::string& folder) {
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  const auto trial = std::filesystem::path(folder) / ".lockstep-trial";
+  const bool takes_files = !error && std::ofstream(trial).good();
+  std::filesystem::remove(trial, error);
+  if (takes_files) return;
+  throw Error(Code::kFileWrite, fmt::format("--out {}: no file can be written there", folder),
+              "name a folder that you may write to");
+}
+
 void save_model(const TrainOptions& options, ParallelModel& model, bool writes) {
   const auto weights = model.whole_weights();
   if (!writes) return;
-  std::filesystem::create_directories(options.out);
   write_published(options.out, options.config, weights);
   for (const char* name : {"vocab.json", "merges.txt"}) {
     const auto from = std::filesystem::path(options.data) / name;
@@ -169,6 +181,7 @@ int train(const TrainOptions& given) {
   const auto world = lockstep::World::from_env();
   const lockstep::UseDevice home(world.device());
   const Reporter report(world.rank() == 0);
+  if (!options.out.empty() && world.rank() == 0) require_folder(options.out);
   const auto mesh = make_mesh(world.comm(), options.layout);
   const auto& data = mesh.axis("dp");
   require_divisible(options, data.size());

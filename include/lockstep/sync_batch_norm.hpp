@@ -31,6 +31,10 @@ class SyncBatchNormImpl : public torch::nn::Module {
   torch::Tensor forward(const torch::Tensor& input);
 
   void reset_running_stats();
+
+  /// This rank's weight in the mean of the gradients. Through the statistics a rank's loss reaches
+  /// the other ranks' rows, and counts there by this weight. set_weight() of a wrapper sets it.
+  void set_gradient_weight(double of_rank) { *gradient_weight_ = of_rank; }
   void pretty_print(std::ostream& stream) const override;
 
   torch::nn::BatchNormOptions options;
@@ -56,8 +60,12 @@ class SyncBatchNormImpl : public torch::nn::Module {
   double next_factor();
 
   std::shared_ptr<const Communicator> ranks_;
+  std::shared_ptr<double> gradient_weight_ = std::make_shared<double>(1);  // at backward
 };
 TORCH_MODULE(SyncBatchNorm);
+
+/// Sets the gradient weight of every SyncBatchNorm of `module`.
+void set_gradient_weight(const torch::nn::Module& module, double weight);
 
 /// Replaces every BatchNorm1d, 2d and 3d inside the Sequentials of `module` by a SyncBatchNorm with
 /// the same weights, statistics and mode: an optimizer that holds the weights keeps them.

@@ -62,8 +62,8 @@ const std::vector<CodeInfo>& all_codes() {
        "The file is sound, but a tensor is missing, unexpected, or has another shape or dtype "
        "than the model or the flags ask for. The message names the tensor and both sides."},
       {Code::kFileWrite, "cannot write a file",
-       "The folder does not exist, may not be written, or the disk is full. A file that existed "
-       "before is untouched: lockstep writes a new file beside it and renames that at the end."},
+       "The folder does not exist or may not be written. A file that existed before is untouched: "
+       "lockstep writes a new file beside it and renames that at the end."},
       {Code::kSplit, "inputs cannot be divided",
        "DataParallel divides every tensor argument along dimension 0 by torch.chunk's rule. "
        "Every tensor must have a dimension 0, and all must have the same number of rows there."},
@@ -161,12 +161,11 @@ const std::vector<CodeInfo>& all_codes() {
        "at that rank's batch first (a row of NaN, a logarithm or a square root of 0, a division "
        "by 0); then try a smaller learning rate, clipping, or a GradScaler with fp16. "
        "DdpOptions::nonfinite chooses between a warning, a stop and silence."},
-      {Code::kCheckpoint, "a checkpoint could not be saved",
-       "The run was trained to its end, but one or more of its checkpoints could not be written: "
-       "the "
-       "disk was full, failed or became read-only. Checkpoints that were saved earlier are intact. "
-       "Make room or repair the disk; the program resumes from the latest when it is started "
-       "again."},
+      {Code::kCheckpoint, "what was computed could not be saved",
+       "The work was done, but a checkpoint, a file of results or the output could not be written: "
+       "the disk was full, failed or became read-only. Files that were there before, and "
+       "checkpoints that were saved earlier, are intact. Make room or repair the disk; a program "
+       "with checkpoints resumes from the latest when it is started again."},
   };
   return codes;
 }

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 
@@ -11,6 +12,7 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
+#include <optional>
 
 #include "lockstep/error.hpp"
 
@@ -39,9 +41,15 @@ std::string open_files_help(int needed) {
   return text;
 }
 
+// A disk that is full or fails is no mistake in the request.
+bool is_failure_of_disk(int error) {
+  return error == ENOSPC || error == EDQUOT || error == EIO || error == EFBIG;
+}
+
 [[noreturn]] void fail_write(const std::string& path, int error, const std::string& leftover = "") {
   if (!leftover.empty()) ::unlink(leftover.c_str());
-  throw Error(Code::kFileWrite, fmt::format("cannot write {}: {}", path, std::strerror(error)),
+  throw Error(is_failure_of_disk(error) ? Code::kCheckpoint : Code::kFileWrite,
+              fmt::format("cannot write {}: {}", path, std::strerror(error)),
               limit_help(error, error == ENOENT   ? "make its folder first"
                                 : error == ENOSPC ? "free some space on that disk"
                                 : error == EISDIR ? "name a file, not a folder"
@@ -66,6 +74,41 @@ void write_through(const std::string& path, std::span<const std::span<const std:
     if (!write_all(file.get(), piece)) fail_write(path, errno);
   }
 }
+
+// A writer that was killed has left its file beside the target; whoever writes there next removes
+// it. The lock that a writer holds on its file ends with its process.
+void remove_leftovers(const std::filesystem::path& target) {
+  const std::filesystem::path folder =
+      target.has_parent_path() ? target.parent_path() : std::filesystem::path(".");
+  const std::string prefix = target.filename().string() + ".tmp-";
+  std::error_code error;
+  for (std::filesystem::directory_iterator entry(folder, error), end; !error && entry != end;
+       entry.increment(error)) {
+    const std::string path = entry->path().string();
+    if (!entry->path().filename().string().starts_with(prefix)) continue;
+    const Descriptor file(::open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
+    if (file.get() >= 0 && ::flock(file.get(), LOCK_EX | LOCK_NB) == 0) ::unlink(path.c_str());
+  }
+}
+
+// A new locked file beside the target. Another writer may take it for a leftover until it is
+// locked; then there is another try. Without locks on this file system nobody removes it.
+struct FileBeside {
+  FileBeside(const std::string& path, const std::string& target) {
+    static std::atomic<unsigned> count = 0;  // two threads may write the same path
+    struct stat info {};
+    do {
+      name = fmt::format("{}.tmp-{}-{}", target, ::getpid(), count++);
+      ::unlink(name.c_str());  // may be left from a dead process that had this pid
+      file.emplace(::open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
+      if (file->get() < 0) fail_write(path, errno);
+    } while ((::flock(file->get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) ||
+             ::fstat(file->get(), &info) != 0 || info.st_nlink == 0);
+  }
+
+  std::string name;
+  std::optional<Descriptor> file;
+};
 
 }  // namespace
 
@@ -125,16 +168,13 @@ void write_file_atomically(const std::string& path,
   const auto resolved = std::filesystem::canonical(path, unresolved);
   const std::string target = unresolved ? path : resolved.string();
 
-  static std::atomic<unsigned> count = 0;  // two threads may write the same path
-  const std::string beside = fmt::format("{}.tmp-{}-{}", target, ::getpid(), count++);
-  ::unlink(beside.c_str());  // may be left from a dead process that had this pid
-  const Descriptor file(::open(beside.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
-  if (file.get() < 0) fail_write(path, errno);
+  remove_leftovers(target);
+  const FileBeside beside(path, target);
   for (const auto& piece : pieces) {
-    if (!write_all(file.get(), piece)) fail_write(path, errno, beside);
+    if (!write_all(beside.file->get(), piece)) fail_write(path, errno, beside.name);
   }
-  if (::fsync(file.get()) != 0) fail_write(path, errno, beside);
-  if (::rename(beside.c_str(), target.c_str()) != 0) fail_write(path, errno, beside);
+  if (::fsync(beside.file->get()) != 0) fail_write(path, errno, beside.name);
+  if (::rename(beside.name.c_str(), target.c_str()) != 0) fail_write(path, errno, beside.name);
   // The rename is durable only once the folder is on disk. Some file systems refuse to sync a
   // folder; then there is nothing more to do.
   const std::string folder = std::filesystem::path(target).parent_path().string();

@@ -106,7 +106,7 @@ std::string type_of(const std::exception& error) {
 
 // `reason` is 0 if an earlier write failed and its errno was not kept.
 Error output_error(int reason) {
-  return {Code::kFileWrite,
+  return {Code::kCheckpoint,
           reason == 0 ? "standard output did not take all that was printed"
                       : fmt::format("cannot write standard output: {}", std::strerror(reason)),
           limit_help(reason, "free some space on that disk, or send the output elsewhere")};

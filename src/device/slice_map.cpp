@@ -39,10 +39,14 @@ void note_sharded(const torch::Tensor& parameter, bool sharded) {
   }
 }
 
+bool is_sharded(const torch::Tensor& parameter) {
+  return !sharded_parameters().empty() && sharded_parameters().get(parameter).has_value();
+}
+
 void require_not_sharded(const torch::nn::Module& module, const char* what, const char* remedy) {
   if (sharded_parameters().empty()) return;
   for (const auto& item : module.named_parameters()) {
-    if (!sharded_parameters().get(item.value())) continue;
+    if (!is_sharded(item.value())) continue;
     throw Error(Code::kUsage,
                 fmt::format("{} was given a module whose parameter {} is sharded by "
                             "FullyShardedDataParallel",

@@ -19,6 +19,9 @@ Slice slice_of(const torch::Tensor& parameter);
 /// or that it is whole again.
 void note_sharded(const torch::Tensor& parameter, bool sharded);
 
+/// Whether it is divided and not whole now.
+bool is_sharded(const torch::Tensor& parameter);
+
 /// Refuses a module with such a parameter, for `what`, which would not see its weights or
 /// gradients.
 void require_not_sharded(const torch::nn::Module& module, const char* what, const char* remedy);

@@ -162,6 +162,10 @@ void Attempt::take_signals() {
     }
     const bool first = state_ == State::kRunning || state_ == State::kSettling ||
                        state_ == State::kWaitingForHosts;
+    if (!first && interrupted_by_ == 0 && other_host_was_asked_to_stop()) {
+      interrupted_by_ = signal;  // SLURM asks all hosts: it is the same request
+      continue;
+    }
     if (!first) {
       kill();
       continue;
@@ -427,8 +431,7 @@ AttemptResult Attempt::result() {
     return {AttemptResult::Kind::kInterrupted, code, "", std::nullopt};
   }
   // Another host's launcher was asked to stop, and the ranks of all hosts have saved together.
-  const bool asked = remote_ && remote_->rank < 0 && remote_->restart == Restart::kImpossible;
-  if (preempted && asked && !root_cause_) {
+  if (preempted && other_host_was_asked_to_stop() && !root_cause_) {
     return {AttemptResult::Kind::kPreempted, kPreemptedExit, "", std::nullopt};
   }
   if (root_cause_ || remote_) return failed();

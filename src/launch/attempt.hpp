@@ -84,6 +84,9 @@ class Attempt {
   void stop(int signal);
   void kill();
   bool all_ended() const { return order_ == group_.size(); }
+  bool other_host_was_asked_to_stop() const {
+    return remote_ && remote_->rank < 0 && remote_->restart == Restart::kImpossible;
+  }
   std::vector<RankView> look_at_ranks() const;
   AttemptResult result();
   AttemptResult failed();

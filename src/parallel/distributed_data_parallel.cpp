@@ -16,6 +16,8 @@
 #include "gradients/model_sync.hpp"
 #include "gradients/reducer.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/sync_batch_norm.hpp"
+#include "parallel/joined_loop.hpp"
 #include "verify/step_recorder.hpp"
 
 namespace lockstep {
@@ -30,6 +32,8 @@ std::vector<TrainedParameter> trained_parameters(const torch::nn::Module& module
 
 // What every rank tells every other before a step of a join, in this order.
 enum Notice : int64_t { kActive, kSynchronise, kTrains, kBuffers, kMicroSteps, kNotices };
+
+thread_local int joins_of_thread = 0;  // loops of join() over several ranks
 
 }  // namespace
 
@@ -274,15 +278,25 @@ void GradientSync::run_joined(const std::function<void()>& loop, const JoinOptio
   State::Join join(*state_, options);
   struct Leave {
     State& state;
-    ~Leave() { state.join = nullptr; }
-  } leave{*state_};
+    int depth;
+    ~Leave() {
+      state.join = nullptr;
+      joins_of_thread -= depth;
+    }
+  } leave{*state_, state_->comm.size() > 1 ? 1 : 0};
   state_->join = &join;
+  joins_of_thread += leave.depth;
   loop();
   join.follow();
 }
 
+bool inside_join() {
+  return joins_of_thread > 0;
+}
+
 void GradientSync::set_weight(double weight) {
   state_->reducer->set_weight(weight);
+  set_gradient_weight(*state_->module, weight);
 }
 
 // Compares no buffers: within a step each rank's own batches change them.

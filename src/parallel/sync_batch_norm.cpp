@@ -17,7 +17,11 @@
 namespace lockstep {
 namespace {
 
-using RanksPtr = std::shared_ptr<const Communicator>;
+// The ranks that share statistics, and what this one's gradients count among them.
+struct SharingRanks {
+  std::shared_ptr<const Communicator> ranks;
+  std::shared_ptr<const double> weight;
+};
 
 // Of the rows of all ranks, in the type that sums are made in.
 struct BatchStatistics {
@@ -77,8 +81,8 @@ BatchStatistics statistics_of_all(const torch::Tensor& input, const Communicator
 
 // What a recorded forward keeps for its backward.
 struct KeptRanks : torch::CustomClassHolder {
-  explicit KeptRanks(RanksPtr given) : ranks(std::move(given)) {}
-  RanksPtr ranks;
+  explicit KeptRanks(SharingRanks given) : sharing(std::move(given)) {}
+  SharingRanks sharing;
 };
 
 // Normalises with given statistics, which depend on the inputs of all ranks.
@@ -86,12 +90,13 @@ struct NormalizeOverRanks : torch::autograd::Function<NormalizeOverRanks> {
   static torch::Tensor forward(torch::autograd::AutogradContext* context,
                                const torch::Tensor& input, const torch::Tensor& weight,
                                const torch::Tensor& bias, const BatchStatistics& batch, double eps,
-                               const RanksPtr& ranks) {
+                               const SharingRanks& sharing) {
     const auto type = sum_type(input);
     const auto mean = batch.mean.to(type);
     const auto inverse = (batch.variance + eps).rsqrt().to(type);
     context->save_for_backward({input, weight, mean, inverse, batch.count.to(type)});
-    context->saved_data["ranks"] = c10::IValue::make_capsule(c10::make_intrusive<KeptRanks>(ranks));
+    context->saved_data["ranks"] =
+        c10::IValue::make_capsule(c10::make_intrusive<KeptRanks>(sharing));
     const auto scale = inverse * weight.to(type);
     auto output = (input.to(type) - along_features(mean, input)).mul_(along_features(scale, input));
     output.add_(along_features(bias.to(type), input));
@@ -120,8 +125,13 @@ struct NormalizeOverRanks : torch::autograd::Function<NormalizeOverRanks> {
     torch::autograd::variable_list result(6);
     result[1] = (sums[1] * inverse).to(weight.scalar_type());
     result[2] = sums[0].to(weight.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
-    const auto& ranks = static_cast<KeptRanks&>(*context->saved_data["ranks"].toCapsule()).ranks;
+    const auto& [ranks, own_weight] =
+        static_cast<KeptRanks&>(*context->saved_data["ranks"].toCapsule()).sharing;
+    // The mean over ranks multiplies all that is computed here by this rank's weight, but a sum of
+    // another rank's gradients must count by that rank's.
+    sums.mul_(*own_weight);
     ranks->all_reduce(sums, ReduceOp::kSum, {.label = "batch norm backward"});
+    if (*own_weight > 0) sums.div_(*own_weight);
     const auto means = sums / count;
     const auto scale = inverse * weight.to(mean.scalar_type());
     result[0] = (gradient - along_features(means[0], input) -
@@ -212,7 +222,7 @@ torch::Tensor SyncBatchNormImpl::forward(const torch::Tensor& input) {
   // Autograd's functions take no undefined tensors.
   return NormalizeOverRanks::apply(input, weight.defined() ? weight : torch::ones_like(batch.mean),
                                    bias.defined() ? bias : torch::zeros_like(batch.mean), batch,
-                                   options.eps(), ranks_);
+                                   options.eps(), SharingRanks{ranks_, gradient_weight_});
 }
 
 void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
@@ -293,6 +303,14 @@ class BatchNormConversion {
 
   std::vector<Place> places_;
 };
+
+void set_gradient_weight(const torch::nn::Module& module, double weight) {
+  for (const auto& each : module.modules(/*include_self=*/false)) {
+    if (auto* norm = each->as<SyncBatchNorm>()) norm->set_gradient_weight(weight);
+  }
+  const auto* itself = module.as<SyncBatchNorm>();
+  if (itself != nullptr) const_cast<SyncBatchNormImpl*>(itself)->set_gradient_weight(weight);
+}
 
 void convert_sync_batchnorm(torch::nn::Module& module, const Communicator& ranks) {
   if (BatchNormConversion::is_batch_norm(module)) {

@@ -8,6 +8,7 @@
 
 #include "base/mutation.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/sync_batch_norm.hpp"
 #include "lockstep/tensor_parallel.hpp"
 #include "lockstep/tensor_text.hpp"
 
@@ -53,6 +54,7 @@ void PipelineRank::run(const StepPlan& plan) {
   const Schedule& schedule = pipeline_.schedule;
   backwards_left_.assign(static_cast<size_t>(schedule.stages()), schedule.micro_batches);
   for (const auto& each : stages_) {
+    set_gradient_weight(*each->stage.module(), plan.weight);
     if (each->sync) each->sync->begin_step(plan.share_buffers);
   }
   for (const Action& action : actions()) {

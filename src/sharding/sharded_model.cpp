@@ -10,6 +10,7 @@
 #include "device/slice_map.hpp"
 #include "gradients/model_sync.hpp"
 #include "gradients/reducer.hpp"
+#include "lockstep/sync_batch_norm.hpp"
 #include "precision/model_parallel.hpp"
 #include "sharding/sharded_state.hpp"
 #include "verify/step_recorder.hpp"
@@ -342,6 +343,7 @@ void ShardedModel::set_weight(double weight) {
                 "give its number of rows, or any other number that is not negative");
   }
   state_->weight = weight;
+  set_gradient_weight(*state_->module, weight);
 }
 
 void ShardedModel::zero_grad(bool set_to_none) {

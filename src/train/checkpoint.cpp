@@ -7,7 +7,7 @@
 
 #include "base/process.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/memory.hpp"
+#include "parallel/joined_loop.hpp"
 #include "train/checkpoint_state.hpp"
 
 namespace lockstep {
@@ -85,6 +85,7 @@ void Checkpoint::State::add(const std::string& section, std::unique_ptr<Checkpoi
                 "use letters, digits, _ and -; \"random\" and \"manifest\" are taken");
   }
   parts_.push_back({section, std::move(part)});
+  names_checked_ = false;
 }
 
 // Each step asks whether a signal has come to any rank, and learns the answer to the question of
@@ -106,7 +107,15 @@ bool Checkpoint::State::is_asked_to_stop() {
   return false;
 }
 
+// A rank whose data has ended makes no step, and so does not save.
+void Checkpoint::State::require_outside_join() const {
+  if (!control_ || !inside_join()) return;
+  throw Error(Code::kUsage, "a checkpoint inside join(), where ranks may make fewer steps",
+              "save after join(), on all ranks");
+}
+
 bool Checkpoint::State::step(int64_t step) {
+  require_outside_join();
   const bool stop = is_asked_to_stop();
   const bool due = options_.every > 0 && step % options_.every == 0;
   if (due || stop) save(step);
@@ -249,19 +258,6 @@ void Checkpoint::save(int64_t step) {
 
 void Checkpoint::finish() {
   state_->finish();
-}
-
-std::vector<std::vector<int64_t>> Checkpoint::State::numbers_of_all_ranks(
-    const std::vector<int64_t>& mine) const {
-  if (!control_) return {mine};
-  const ChargeHost host;
-  std::vector<std::vector<int64_t>> all;
-  for (const auto& theirs :
-       control_->all_gather(torch::tensor(mine, torch::kInt64), checkpoint_call())) {
-    const auto* first = theirs.data_ptr<int64_t>();
-    all.emplace_back(first, first + theirs.numel());
-  }
-  return all;
 }
 
 }  // namespace lockstep

@@ -35,6 +35,7 @@ std::string Checkpoint::State::check(const std::string& path,
 
 int64_t Checkpoint::State::resume() {
   wait_for_save();
+  require_own_names_of_stages();
   nlohmann::json paths = nlohmann::json::array();
   if (is_writer()) {
     auto entries = list_checkpoints(folder_);

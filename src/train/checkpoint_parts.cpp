@@ -27,7 +27,7 @@ std::vector<PartContents::Item> items_of(const torch::nn::Module& module) {
   require_not_sharded(module, "Checkpoint::add()", "add the FullyShardedDataParallel instead");
   std::vector<PartContents::Item> items;
   for (const auto& item : module.named_parameters()) {
-    items.push_back({item.key(), item.value(), slice_of(item.value())});
+    items.push_back({item.key(), item.value(), slice_of(item.value()), true});
   }
   for (const auto& item : module.named_buffers()) {
     items.push_back({item.key(), item.value(), slice_of(item.value())});
@@ -35,11 +35,16 @@ std::vector<PartContents::Item> items_of(const torch::nn::Module& module) {
   return items;
 }
 
-// A shard may be empty: then other ranks have the parameter.
+// A shard may be empty: then other ranks have the parameter. Inside GatheredParameters shards do
+// not have what was written to the whole parameters, and what is loaded into them would be lost.
 std::vector<PartContents::Item> items_of(const ShardedModel& model) {
   std::vector<PartContents::Item> items;
   for (const auto& item : model.module()->named_parameters()) {
     const torch::Tensor shard = model.shard_of(item.value());
+    if (!shard.is_same(item.value()) && !is_sharded(item.value())) {
+      throw Error(Code::kUsage, "a checkpoint of a sharded model inside GatheredParameters",
+                  "save and resume before the guard begins or after it ends");
+    }
     if (shard.numel() > 0) items.push_back({item.key(), shard, slice_of(shard)});
   }
   for (const auto& item : model.module()->named_buffers()) {
@@ -82,6 +87,15 @@ class PipelinePart final : public CheckpointPart {
       load();
       for (ShardedModel* each : sharded()) each->note_changed_shards();
     };
+  }
+  std::vector<StageTensor> stage_tensors() const override {
+    std::vector<StageTensor> all;
+    for (const int stage : pipeline_.local_stages()) {
+      const auto& module = *pipeline_.stage(stage);
+      for (const auto& item : module.named_parameters()) all.push_back({stage, item.key()});
+      for (const auto& item : module.named_buffers()) all.push_back({stage, item.key()});
+    }
+    return all;
   }
 
  private:

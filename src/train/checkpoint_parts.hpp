@@ -23,6 +23,7 @@ struct PartContents {
     std::string name;
     torch::Tensor tensor;
     Slice slice;
+    bool trained = false;  ///< ranks that have it should have the same values
   };
   std::vector<Item> items;
   nlohmann::json value;  ///< null: none
@@ -76,6 +77,13 @@ class CheckpointPart {
   virtual ~CheckpointPart() = default;
 
   virtual PartContents contents() = 0;
+
+  /// A tensor of one stage of a pipeline, of those that this rank has.
+  struct StageTensor {
+    int stage;
+    std::string name;
+  };
+  virtual std::vector<StageTensor> stage_tensors() const { return {}; }
 
   /// Checks that the section fits and reads it, but changes nothing: the function returned does.
   virtual std::function<void()> load(SectionSource& source) = 0;

@@ -5,7 +5,6 @@
 #include <ctime>
 #include <exception>
 #include <map>
-#include <set>
 #include <stdexcept>
 #include <utility>
 
@@ -53,15 +52,9 @@ Dtype dtype_to_save(const std::string& section, const PartContents::Item& item) 
 // model.safetensors, which any reader of the format can load; otherwise model.rank0.safetensors and
 // so on.
 SaveJob Checkpoint::State::snapshot(int64_t step) {
-  struct Mine {
-    std::string section;
-    PartContents::Item item;
-    Dtype dtype;
-    int64_t number;
-  };
   SaveJob job;
   job.step = step;
-  std::vector<Mine> mine;
+  std::vector<ItemToSave> mine;
   std::vector<int64_t> numbers;  // of section and slice, in turn
   streams_.gpus.clear();
   // The random numbers come last: the GPUs are known then.
@@ -89,6 +82,7 @@ SaveJob Checkpoint::State::snapshot(int64_t step) {
       mine.push_back({section, std::move(item), dtype, number});
     }
   }
+  warn_of_other_values(mine);
   const auto all = numbers_of_all_ranks(numbers);
   std::unordered_map<int64_t, int> owner;       // [slice]
   std::unordered_map<int64_t, bool> is_shared;  // [section]: others than rank 0 write it too
@@ -100,9 +94,16 @@ SaveJob Checkpoint::State::snapshot(int64_t step) {
     }
   }
   std::map<std::string, SectionSnapshot> sections;
-  std::set<int64_t> taken;  // a tensor that two parts of a section name is written once
+  std::map<int64_t, const void*>
+      taken;  // a tensor that two parts of a section name is written once
   for (auto& [section, item, dtype, number] : mine) {
-    if (owner.at(number) != rank_ || !taken.insert(number).second) continue;
+    const auto [found, is_new] = taken.emplace(number, item.tensor.data_ptr());
+    if (!is_new && item.trained && found->second != item.tensor.data_ptr()) {
+      throw Error(Code::kUsage,
+                  fmt::format("two modules added as \"{}\" both have {}", section, item.name),
+                  "add them under different names, or give their layers different ones");
+    }
+    if (owner.at(number) != rank_ || !is_new) continue;
     auto& snapshot = sections[section];
     snapshot.section = section;
     const bool shared = is_shared.count(static_cast<int64_t>(hash_of(section))) > 0;
@@ -133,7 +134,9 @@ torch::Tensor Checkpoint::State::copy_of(const std::string& key, const torch::Te
 
 void Checkpoint::State::save(int64_t step) {
   require_not_capturing("saving a checkpoint", "save it between two steps");
+  require_outside_join();
   wait_for_save();
+  require_own_names_of_stages();
   if (!opened_) open_store();
   finished_ = false;
   ++saves_;

@@ -17,8 +17,8 @@
 #include "train/checkpoint_parts.hpp"
 #include "train/preemption.hpp"
 
-// What the ranks of a run do together to save and to load a checkpoint: checkpoint_save.cpp and
-// checkpoint_load.cpp.
+// What the ranks of a run do together: checkpoint_save.cpp, checkpoint_load.cpp, and
+// checkpoint_agreement.cpp, which finds out whether their parts make one checkpoint.
 
 namespace lockstep {
 
@@ -47,6 +47,14 @@ struct SectionSnapshot {
   std::string section;
   std::string file;
   std::vector<Tensor> tensors;
+};
+
+/// A tensor that this rank has, before ranks agree on who writes it.
+struct ItemToSave {
+  std::string section;
+  PartContents::Item item;
+  Dtype dtype = Dtype::kF32;
+  int64_t number = 0;  ///< ranks with the same number have the same elements
 };
 
 /// Everything that a save needs once training has gone on.
@@ -89,6 +97,9 @@ class Checkpoint::State {
   void note_failure(int64_t step, const std::string& reason);
   bool is_asked_to_stop();
   std::vector<std::vector<int64_t>> numbers_of_all_ranks(const std::vector<int64_t>& mine) const;
+  void require_outside_join() const;
+  void require_own_names_of_stages();
+  void warn_of_other_values(const std::vector<ItemToSave>& mine);
   std::string check(const std::string& path, std::optional<CheckpointReader>& reader) const;
   void load(const CheckpointReader& reader);
   void require_all_used(const CheckpointReader& reader,
@@ -105,6 +116,8 @@ class Checkpoint::State {
 
   RandomStreams streams_;
   std::vector<Part> parts_;
+  bool names_checked_ = false;   // since the last add()
+  bool values_checked_ = false;  // once for each run
   struct Buffer {
     torch::Tensor memory;
     bool pinned = false;

@@ -33,7 +33,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
                                        .temporary_folder = "/tmp",
                                        .user = 7,
                                        .lookup = lookup});
-    require(plan.local_world_size >= 1 && plan.local_world_size <= 256, "ranks are bounded");
+    require(plan.local_world_size >= 1 && plan.local_world_size <= 4096, "ranks are bounded");
     require(plan.slots.size() == static_cast<size_t>(plan.local_world_size),
             "every rank has a slot");
     require(plan.nnodes.least >= 1 && plan.nnodes.least <= plan.nnodes.most, "hosts are counted");

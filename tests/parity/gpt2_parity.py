@@ -207,6 +207,7 @@ class Check:
                              (["--batch", "7", "--accumulate", "2"], ["--batch 7", "multiple of 2"]),
                              (["--data", "/nonexistent"], ["train.bin", "gpt2 tokens"]),
                              (["--vocabulary", "100"], ["the vocabulary has 100"]),
+                             (["--out", "/proc/model"], ["--out /proc/model", "may write to"]),
                              (["--heads", "5"], ["width 32", "5 heads"])):
             given = ["--data", data, *TINY]
             for flag in flags[::2]:

@@ -218,9 +218,16 @@ class Resume(ScratchTest):
 
     def test_a_save_that_fails_does_not_stop_training_but_is_no_success(self):
         # The ranks cannot write files of more than 16 KiB, and the model has more; over Gloo they share no memory.
-        program = alone([*DDP, "--hidden", "128", "--backend", "gloo", *EVERY, "--checkpoint", self.path("full")])
-        limited = ["bash", "-c", "ulimit -f 16; exec \"$@\"", "bash", *program]
-        done = run([os.path.join(BIN, "lockstep"), "run", "-n", "2", *limited])
+        def limited(*flags):
+            program = alone([*DDP, "--hidden", "128", "--backend", "gloo", *flags])
+            return run([os.path.join(BIN, "lockstep"), "run", "-n", "2", "bash", "-c", "ulimit -f 16; exec \"$@\"", "bash",
+                        *program])
+
+        done = limited("--save", self.path("weights"))
+        self.assertEqual(done.returncode, 1, done.stderr)
+        self.assertRegex(done.stderr, "error\\[LS0033\\]: .*cannot write .*weights: File too large")
+        self.assertEqual(os.listdir(self.path("")), [])
+        done = limited(*EVERY, "--checkpoint", self.path("full"))
         self.assertEqual(done.returncode, 1, done.stderr)
         self.assertIn(f"step {STEPS}/{STEPS}", done.stdout)
         self.assertIn("no checkpoint of step 2: ", done.stderr)

@@ -7,6 +7,7 @@ usage: two_hosts_test.py BIN_FOLDER    (skips, by name, without root or network 
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -212,6 +213,34 @@ class TwoHosts(ScratchTest):
                 self.assertRegex(out, "resumed after step (16|18|20) of 40")
         whole, cut = (pathlib.Path(self.path(name + ".safetensors")).read_bytes() for name in ("whole", "cut"))
         self.assertEqual(whole, cut)
+
+    def test_a_preemption_signal_reaches_both_hosts_and_the_job_resumes(self):
+        """As SLURM sends it: to all launchers, or with --signal=USR1 to one, which is enough."""
+        program = str(BIN / "tutorial_checkpoint")
+        before = 0
+        for sent, hosts in ((signal.SIGTERM, (0, 1)), (signal.SIGUSR1, (1,))):
+            jobs = self.start([program, self.path("checkpoints"), "100000000"], "--grace", "60")
+            begin = time.monotonic()
+            while (self.checkpoints() or [0])[-1] <= before:
+                self.assertIsNone(jobs[0].poll())
+                self.assertLess(time.monotonic() - begin, 120)
+                time.sleep(0.01)
+            for host in hosts:
+                os.kill(self.launcher_of(jobs[host]), sent)
+            results = self.wait(jobs)
+            for code, out, err in results:
+                self.assertEqual(code, 75, err)
+            saved = re.search(r"asked to stop: saved step (\d+)", results[0][2])
+            self.assertTrue(saved, results[0][2])
+            self.assertGreater(int(saved[1]), before)
+            before = int(saved[1])
+            self.assertEqual(self.checkpoints()[-1], before)
+
+    def launcher_of(self, job):
+        """`ip netns exec`, `unshare` and `sh` become the launcher, one after the other."""
+        while not pathlib.Path(f"/proc/{job.pid}/cmdline").read_bytes().startswith(os.fsencode(BIN / "lockstep")):
+            time.sleep(0.01)
+        return job.pid
 
     def checkpoints(self):
         folder = pathlib.Path(self.path("checkpoints"))

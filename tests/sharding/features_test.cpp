@@ -266,6 +266,38 @@ TEST_P(ShardedFeatures, SyncBatchNormBetweenUnits) {
   expect_same_training(make, ranks(), options());
 }
 
+// Rank r has r + 2 rows, and its loss is the mean over them.
+TEST_P(ShardedFeatures, SyncBatchNormOfUnevenRows) {
+  const auto make = [] {
+    torch::nn::Sequential net(torch::nn::Linear(6, 8), torch::nn::BatchNorm1d(8), torch::nn::Tanh(),
+                              torch::nn::Linear(8, 3));
+    net->to(torch::kDouble);
+    fill_weights(*net);
+    return net;
+  };
+  const int64_t all = int64_t{ranks()} * (ranks() + 3) / 2;
+  auto one = make();
+  Sgd alone(one->parameters(), {.lr = 0.5});
+  for (int step = 0; step < 2; ++step) {
+    one->forward(wave({all, 6}, step)).pow(2).mean().backward();
+    alone.step(StepExtras{.zero_grad = true});
+  }
+  run_ranks(ranks(), [&](const Communicator& comm) {
+    auto net = make();
+    convert_sync_batchnorm(*net, comm);
+    FullyShardedDataParallel fsdp(net, comm, options());
+    Sgd optimizer(fsdp.parameters(), {.lr = 0.5});
+    const int64_t rows = comm.rank() + 2;
+    const int64_t first = int64_t{comm.rank()} * (comm.rank() + 3) / 2;
+    fsdp.set_weight(static_cast<double>(rows));
+    for (int step = 0; step < 2; ++step) {
+      fsdp(wave({all, 6}, step).narrow(0, first, rows)).pow(2).mean().backward();
+      optimizer.step(StepExtras{.zero_grad = true});
+    }
+    expect_near_all(whole_weights(fsdp), weights_of(*one), "weights");
+  });
+}
+
 TEST_P(ShardedFeatures, ScriptModules) {
   const auto make = [](const Communicator&) {
     torch::jit::Module script("net");

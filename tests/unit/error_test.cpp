@@ -161,9 +161,9 @@ TEST(Error, OutputThatCannotBeWrittenIsAnError) {
               ::dup2(::open("/dev/full", O_WRONLY), STDOUT_FILENO);
               return run_program(print_a_line, 0, nullptr);
             }),
-            2);
+            1);
   const std::string said = testing::internal::GetCapturedStderr();
-  EXPECT_EQ(said.find("error[LS0007]: "), 0U) << said;
+  EXPECT_EQ(said.find("error[LS0033]: "), 0U) << said;
   EXPECT_NE(said.find("standard output"), std::string::npos) << said;
 }
 

@@ -1,6 +1,7 @@
 #include "base/file.hpp"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -54,6 +55,22 @@ TEST(WriteFile, PutsPiecesOneAfterTheOther) {
   EXPECT_EQ(read_bytes(scratch.file("a")), "one,two");
 }
 
+// A writer that is killed in the middle leaves its file until the next writer comes. That of a
+// writer that lives is left alone.
+TEST(WriteFile, RemovesWhatAKilledWriterLeft) {
+  const ScratchFolder scratch;
+  const std::string left = scratch.file("a.tmp-1-0"), in_use = scratch.file("a.tmp-1-1");
+  test::write_bytes(left, "half");
+  test::write_bytes(in_use, "half");
+  test::write_bytes(scratch.file("b.tmp-1-0"), "of another file");
+  const Descriptor writer(::open(in_use.c_str(), O_RDONLY | O_CLOEXEC));
+  ASSERT_EQ(::flock(writer.get(), LOCK_EX), 0);
+  write_file_atomically(scratch.file("a"), "text");
+  EXPECT_FALSE(std::filesystem::exists(left));
+  EXPECT_TRUE(std::filesystem::exists(in_use));
+  EXPECT_EQ(scratch.count(), 3U);
+}
+
 TEST(WriteFile, RelativePathsWork) {
   const ScratchFolder scratch;
   const auto before = std::filesystem::current_path();
@@ -98,7 +115,7 @@ TEST(WriteFile, RefusesANameThatIsTooLong) {
 }
 
 TEST(WriteFile, AFullDiskIsAnErrorThatSaysSo) {
-  expect_error(Code::kFileWrite, {"/dev/full", "No space left", "free some space"},
+  expect_error(Code::kCheckpoint, {"/dev/full", "No space left", "free some space"},
                [] { write_file_atomically("/dev/full", "text"); });
 }
 
