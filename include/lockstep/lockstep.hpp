@@ -43,6 +43,7 @@
 #include "lockstep/units.hpp"
 #include "lockstep/verify.hpp"
 #include "lockstep/version.hpp"
+#include "lockstep/virtual_shards.hpp"
 #include "lockstep/vocab_parallel.hpp"
 #include "lockstep/weight_average.hpp"
 #include "lockstep/world.hpp"
