@@ -80,8 +80,11 @@ int train(int, char** argv) {
     shared.emplace(net, world.comm(),
                    lockstep::ShardOptions{.stage = lockstep::ShardStage::kOptimizer});
   } else if (!settings.value("bare", false)) {
-    ddp.emplace(net, world.comm());
+    ddp.emplace(net, world.comm(),
+                lockstep::DdpOptions{.virtual_shards = settings.value("virtual_shards", 0),
+                                     .part_threads = settings.value("part_threads", 1)});
   }
+  const bool in_parts = settings.value("virtual_shards", 0) > 0;
   const auto forward = [&](const torch::Tensor& rows) {
     return shared ? shared->forward(rows) : ddp ? ddp->forward(rows) : net->forward(rows);
   };
@@ -107,13 +110,17 @@ int train(int, char** argv) {
       const int64_t micro_begin_ns = monotonic_ns();
       std::optional<lockstep::NoSync> no_sync;
       if (ddp && micro + 1 < accumulate) no_sync.emplace(*ddp);
-      torch::Tensor loss;
-      {
+      const auto loss_of = [&](const torch::Tensor& input, const torch::Tensor& target) {
         const lockstep::Autocast amp(torch::kCPU, torch::kBFloat16, bf16);
-        loss = torch::mse_loss(forward(x), y);
+        return torch::mse_loss(forward(input), target);
+      };
+      if (in_parts) {
+        ddp->backward_parts(x, y, loss_of);
+      } else {
+        const torch::Tensor loss = loss_of(x, y);
+        look();
+        loss.backward();
       }
-      look();
-      loss.backward();
       look();
       if (micro + 1 < accumulate) {
         off_times.push_back(static_cast<double>(monotonic_ns() - micro_begin_ns) * 1e-6);

@@ -37,7 +37,7 @@ int train(int argc, char** argv) {
 
   const course::Batches batches(options, world.device().torch_device());
   const auto rows = course::rows_of_rank(options.batch, world.rank(), world.size());
-  ddp.set_weight(static_cast<double>(rows.count));
+  if (options.virtual_shards == 0) ddp.set_weight(static_cast<double>(rows.count));
   // Gradients add up over the micro-steps: dividing each loss makes their sum a mean.
   const auto divisor = options.no_divide ? 1.0 : static_cast<double>(options.accum_steps);
 
@@ -56,12 +56,20 @@ int train(int argc, char** argv) {
         if (!last && !options.sync_every_step) no_sync.emplace(ddp);  // nothing is sent
 
         const auto [x, y] = micro_batches.get(micro);
-        torch::Tensor loss;
-        {
+        const auto loss_of = [&](const torch::Tensor& some_x, const torch::Tensor& some_y) {
           const lockstep::Autocast amp(world.device(), precision.dtype, precision.lower);
-          loss = criterion(ddp(x), y);
+          return criterion(ddp(some_x), some_y);
+        };
+        torch::Tensor loss;
+        if (options.virtual_shards == 0) {
+          loss = loss_of(x, y);
+          scaler.scale(loss / divisor).backward();  // outside autocast; all-reduces if last
+        } else {  // part by part: the same bits on any number of ranks (docs/same_bits.md)
+          const auto share_of = [&](const torch::Tensor& some_x, const torch::Tensor& some_y) {
+            return loss_of(some_x, some_y) / divisor;
+          };
+          loss = ddp.backward_parts(x, y, share_of, {.scaler = &scaler}) * divisor;
         }
-        scaler.scale(loss / divisor).backward();  // outside autocast; all-reduces if last
         run.after_micro_step(micro);
         loss_sum = loss_sum.defined() ? loss_sum + loss.detach() : loss.detach();
       }

@@ -33,7 +33,7 @@ int train(int argc, char** argv) {
   const auto rows = course::rows_of_rank(options.batch, world.rank(), world.size());
   // Each rank's loss is a mean over its rows. Weighted by the number of rows, the ranks' gradients
   // average to that of the whole batch, even if some ranks have one row more.
-  ddp.set_weight(static_cast<double>(rows.count));
+  if (options.virtual_shards == 0) ddp.set_weight(static_cast<double>(rows.count));
 
   course::Run run(options, world, {rows.count});
   run.watch(ddp);
@@ -42,9 +42,17 @@ int train(int argc, char** argv) {
   for (int64_t step = run.resume(); step < options.steps; ++step) {
     run.step(batches.get_rows(step, rows), [&](const torch::Tensor& x, const torch::Tensor& y) {
       net->zero_grad(/*set_to_none=*/true);
-      const auto out = ddp(x);
-      const auto loss = criterion(out, y);  // of this rank's rows
-      loss.backward();                      // buckets of gradients are all-reduced while this runs
+      torch::Tensor loss;
+      if (options.virtual_shards == 0) {
+        const auto out = ddp(x);
+        loss = criterion(out, y);  // of this rank's rows
+        loss.backward();           // buckets of gradients are all-reduced while this runs
+      } else {  // part by part: the same bits on any number of ranks (docs/same_bits.md)
+        const auto loss_of_part = [&](const torch::Tensor& part_x, const torch::Tensor& part_y) {
+          return criterion(ddp(part_x), part_y);
+        };
+        loss = ddp.backward_parts(x, y, loss_of_part);
+      }
       run.before_update();
       optimizer->step();  // the same update on every rank
       return loss;

@@ -32,7 +32,7 @@ int train(int argc, char** argv) {
 
   const course::Batches batches(options, world.device().torch_device());
   const auto rows = course::rows_of_rank(options.batch, world.rank(), world.size());
-  ddp.set_weight(static_cast<double>(rows.count));
+  if (options.virtual_shards == 0) ddp.set_weight(static_cast<double>(rows.count));
   // Gradients add up over the micro-steps: dividing each loss makes their sum a mean.
   const auto divisor = options.no_divide ? 1.0 : static_cast<double>(options.accum_steps);
 
@@ -49,8 +49,16 @@ int train(int argc, char** argv) {
         if (!last && !options.sync_every_step) no_sync.emplace(ddp);  // nothing is sent
 
         const auto [x, y] = micro_batches.get(micro);
-        const auto loss = criterion(ddp(x), y);
-        (loss / divisor).backward();  // adds to the gradients; all-reduces them if last
+        torch::Tensor loss;
+        if (options.virtual_shards == 0) {
+          loss = criterion(ddp(x), y);
+          (loss / divisor).backward();  // adds to the gradients; all-reduces them if last
+        } else {  // part by part: the same bits on any number of ranks (docs/same_bits.md)
+          const auto loss_of_part = [&](const torch::Tensor& part_x, const torch::Tensor& part_y) {
+            return criterion(ddp(part_x), part_y) / divisor;
+          };
+          loss = ddp.backward_parts(x, y, loss_of_part) * divisor;
+        }
         run.after_micro_step(micro);
         loss_sum = loss_sum.defined() ? loss_sum + loss.detach() : loss.detach();
       }

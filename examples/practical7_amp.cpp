@@ -33,7 +33,7 @@ int train(int argc, char** argv) {
 
   const course::Batches batches(options, world.device().torch_device());
   const auto rows = course::rows_of_rank(options.batch, world.rank(), world.size());
-  ddp.set_weight(static_cast<double>(rows.count));
+  if (options.virtual_shards == 0) ddp.set_weight(static_cast<double>(rows.count));
 
   course::Run run(options, world, {rows.count});
   run.watch(ddp);
@@ -44,12 +44,17 @@ int train(int argc, char** argv) {
   for (int64_t step = run.resume(); step < options.steps; ++step) {
     run.step(batches.draw(step, rows), [&](const course::StepBatches& batch) {
       const auto [x, y] = batch.get(0);
-      torch::Tensor loss;
-      {
+      const auto loss_of = [&](const torch::Tensor& some_x, const torch::Tensor& some_y) {
         const lockstep::Autocast amp(world.device(), precision.dtype, precision.lower);
-        loss = criterion(ddp(x), y);  // in full precision, as autocast decides
+        return criterion(ddp(some_x), some_y);  // in full precision, as autocast decides
+      };
+      torch::Tensor loss;
+      if (options.virtual_shards == 0) {
+        loss = loss_of(x, y);
+        scaler.scale(loss).backward();  // small gradients survive a short exponent
+      } else {  // part by part: the same bits on any number of ranks (docs/same_bits.md)
+        loss = ddp.backward_parts(x, y, loss_of, {.scaler = &scaler});
       }
-      scaler.scale(loss).backward();  // small gradients survive a short exponent
       run.before_update();
       scaler.step(*optimizer);  // unscales; skips the update if a gradient is not finite
       scaler.update();          // a smaller scale after a skipped step, a larger one now and then

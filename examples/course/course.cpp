@@ -98,6 +98,7 @@ lockstep::DdpOptions ddp_options(const Options& options) {
   ddp.first_bucket_bytes = std::min(ddp.first_bucket_bytes, ddp.bucket_cap_bytes);
   ddp.check_replicas_every = options.check_replicas;
   ddp.nonfinite = nonfinite_answer(options);
+  ddp.virtual_shards = options.virtual_shards;
   if (options.compress != "off") {
     ddp.hook =
         lockstep::compress_gradients(options.compress == "bf16" ? torch::kBFloat16 : torch::kHalf);

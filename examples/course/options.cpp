@@ -103,8 +103,27 @@ void check_ranks(const Options& options) {
     throw Error(Code::kUsage, fmt::format("--bucket-mib {} is out of range", options.bucket_mib),
                 "give MiB above 0, such as 25 or 0.5");
   }
+  require_range("--virtual-shards", options.virtual_shards, 0, 1 << 20);
+  if (options.virtual_shards > 0 && options.batch % options.virtual_shards != 0) {
+    throw Error(Code::kSplit,
+                fmt::format("--batch {} cannot be cut into {} equal parts", options.batch,
+                            options.virtual_shards),
+                "give a --batch that is a multiple of --virtual-shards");
+  }
   if (options.has_pipeline) return;  // its ranks need not have rows of their own
   const int ranks = lockstep::RankEnvironment::from_env().world_size;
+  if (options.virtual_shards % ranks != 0) {
+    throw Error(Code::kSplit,
+                fmt::format("--virtual-shards {} cannot be divided over {} ranks",
+                            options.virtual_shards, ranks),
+                "give a multiple of every number of ranks that the run shall have");
+  }
+  if (options.virtual_shards > 0 && options.compress != "off") {
+    throw Error(Code::kUsage,
+                "--compress adds gradients in an order that depends on the ranks, and "
+                "--virtual-shards does not",
+                "leave one of them out");
+  }
   if (options.batch < ranks) {
     throw Error(Code::kSplit,
                 fmt::format("--batch {} cannot be divided over {} ranks: each needs a row",
@@ -267,7 +286,7 @@ CLI::Option* add_shared_flags(CLI::App& app, Options& options) {
 void add_rank_flags(CLI::App& app, Options& options) {
   app.add_option("--backend", options.backend, "how ranks communicate")
       ->capture_default_str()
-      ->type_name("auto|self|shm|gloo|mpi|nccl|ipc");
+      ->type_name("auto|self|shm|gloo|two_level|mpi|nccl|ipc");
   app.add_option("--timeout", options.timeout_s,
                  "seconds to wait for other ranks (default: the launcher's, or 300)");
   app.add_option("--bucket-mib", options.bucket_mib, "largest gradient bucket, in MiB")
@@ -277,6 +296,10 @@ void add_rank_flags(CLI::App& app, Options& options) {
       ->capture_default_str()
       ->type_name("warn|stop|ignore");
   if (options.has_pipeline) return;
+  app.add_option("--virtual-shards", options.virtual_shards,
+                 "cut each batch into so many parts, whatever the number of ranks: the weights are "
+                 "the same bits then; 0: off")
+      ->capture_default_str();
   app.add_option("--check-replicas", options.check_replicas,
                  "compare the weights of all ranks every so many steps; 0: never")
       ->capture_default_str();
@@ -379,6 +402,7 @@ std::string host_work_of_steps(const Options& options) {
   if (options.shapes != nullptr) return "--print-shapes";
   if (options.check_replicas > 0) return "--check-replicas";
   if (options.overflow_at > 0) return "--overflow-at";
+  if (options.virtual_shards > 0) return "--virtual-shards";
   if (options.has_accumulation && !options.quiet && options.print_steps > kCaptureWarmup) {
     return "--print-steps";
   }
@@ -439,7 +463,9 @@ std::map<std::string, std::string> Options::as_text() const {
                  {"nonfinite", nonfinite}});
   }
   if (has_ranks && !has_pipeline) {
-    text.insert({{"check-replicas", std::to_string(check_replicas)}, {"compress", compress}});
+    text.insert({{"check-replicas", std::to_string(check_replicas)},
+                 {"compress", compress},
+                 {"virtual-shards", std::to_string(virtual_shards)}});
   }
   const auto yes_no = [](bool flag) { return flag ? "yes" : "no"; };
   if (has_accumulation) {

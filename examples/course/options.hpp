@@ -54,6 +54,7 @@ struct Options {
   std::string compress = "off";          // what gradients are sent as: off, bf16 or fp16
   double bucket_mib = 25;
   std::string nonfinite = "warn";  // where a gradient is not finite: warn, stop or ignore
+  int64_t virtual_shards = 0;      // parts that every batch is cut into; 0: as many as ranks
 
   // Programs that accumulate gradients.
   int64_t accum_steps = 1;  // micro-steps in one optimizer step

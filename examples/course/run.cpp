@@ -299,7 +299,7 @@ int64_t Run::resume() {
   if (!checkpoint_) return 0;
   resumed_after_ = checkpoint_->resume();
   meter_.resume_after(resumed_after_);
-  losses_computed_ = resumed_after_ * options_.accum_steps;
+  losses_computed_ = resumed_after_ * losses_in_step();
   return resumed_after_;
 }
 
@@ -341,10 +341,15 @@ void Run::begin_forward() {
 // Only the last rank plants an overflow, so that the others must be told of it.
 void Run::before_loss(const torch::Tensor& out) {
   const int64_t computed = ++losses_computed_;
-  if (computed == options_.overflow_at * options_.accum_steps &&
-      world_->rank() + 1 == world_->size()) {
+  if (computed == options_.overflow_at * losses_in_step() && world_->rank() + 1 == world_->size()) {
     plant_overflow(out);
   }
+}
+
+int64_t Run::losses_in_step() const {
+  const int64_t parts =
+      options_.virtual_shards > 0 ? options_.virtual_shards / world_->size() : int64_t{1};
+  return options_.accum_steps * parts;
 }
 
 void Run::before_backward(const torch::Tensor& loss) {

@@ -133,6 +133,7 @@ class Run {
   void end_step(const torch::Tensor& loss);
   void begin_forward();
   void before_loss(const torch::Tensor& out);
+  int64_t losses_in_step() const;
   void before_backward(const torch::Tensor& loss);
   void begin_phase(const char* name);
   void end_phase(int64_t at_ns);

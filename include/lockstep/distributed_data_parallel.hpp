@@ -11,6 +11,7 @@
 #include "lockstep/communicator.hpp"
 #include "lockstep/detail/tensor_tree.hpp"
 #include "lockstep/gradients.hpp"
+#include "lockstep/virtual_shards.hpp"
 
 namespace lockstep {
 
@@ -48,6 +49,8 @@ class GradientSync final : public Accumulating {
 
   void before_forward();
   void after_forward(const std::vector<torch::Tensor>& outputs);
+
+  torch::Tensor backward_parts(const PartLoss& loss_of, const PartStep& how);
 
   void set_weight(double weight);
   void check_replicas();
@@ -99,6 +102,20 @@ class DistributedDataParallel {
     return forward(std::forward<Arguments>(arguments)...);
   }
 
+  /// With DdpOptions::virtual_shards: forward and backward of this rank's parts, one after the
+  /// other. `loss_of(part)` computes a part's loss with a forward through this wrapper. Returns the
+  /// mean loss of all parts; the gradients are those of the global batch. Collective.
+  torch::Tensor backward_parts(const PartLoss& loss_of, const PartStep& how = {}) {
+    return sync_->backward_parts(loss_of, how);
+  }
+
+  /// The same for this rank's rows of a batch: `loss_of(x, y)` gets the rows of one part.
+  template <class LossOfRows>
+  torch::Tensor backward_parts(const torch::Tensor& x, const torch::Tensor& y, LossOfRows loss_of,
+                               const PartStep& how = {}) {
+    return sync_->backward_parts(loss_of_rows(x, y, std::move(loss_of)), how);
+  }
+
   /// The trained module. Use it to evaluate: forward through DDP is collective.
   const std::shared_ptr<Module>& module() const { return module_; }
   std::vector<torch::Tensor> parameters() const { return module_->parameters(); }
@@ -114,7 +131,8 @@ class DistributedDataParallel {
   void zero_grad(bool set_to_none = true) { module_->zero_grad(set_to_none); }
 
   /// Sets this rank's weight in the mean from now on; the default is 1. With its number of rows as
-  /// the weight, uneven batches give the gradient of one large batch. Ranks may differ.
+  /// the weight, uneven batches give the gradient of one large batch. Ranks may differ. With
+  /// virtual shards: the weight of the part that is computed, called inside backward_parts().
   void set_weight(double weight) { sync_->set_weight(weight); }
 
   /// Compares the trained parameters of all ranks by hash; throws kReplicasDiffer, which names the

@@ -14,6 +14,11 @@ struct SamplerOptions {
   bool shuffle = true;
   int64_t seed = 0;
   bool drop_last = false;  ///< drop the last rows instead of repeating the first
+
+  /// As DdpOptions::virtual_shards: the rule is applied to so many parts instead of the ranks, and
+  /// a batch is the rows of this rank's parts, one part after the other. So each part of each step
+  /// has the same rows on every number of ranks. 0: off.
+  int64_t virtual_shards = 0;
 };
 
 template <class Loader>

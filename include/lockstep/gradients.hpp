@@ -56,6 +56,12 @@ struct DdpOptions {
 
   CommHook hook = {};  ///< empty: the communicator's mean
   Nonfinite nonfinite = Nonfinite::kWarn;
+
+  /// Cuts every global batch into so many parts, a multiple of the number of ranks. Steps are then
+  /// made with backward_parts(), and weights are the same bits on every number of ranks that
+  /// divides it: see docs/same_bits.md. 0: off.
+  int64_t virtual_shards = 0;
+  int part_threads = 1;  ///< compute a part; the same in every run that is to have the same bits
 };
 
 /// When a bucket was in flight in the last synchronised step. Times are monotonic_ns(); on a GPU

@@ -42,6 +42,7 @@
 #include "lockstep/transformer_block.hpp"
 #include "lockstep/units.hpp"
 #include "lockstep/version.hpp"
+#include "lockstep/virtual_shards.hpp"
 #include "lockstep/vocab_parallel.hpp"
 #include "lockstep/weight_average.hpp"
 #include "lockstep/world.hpp"

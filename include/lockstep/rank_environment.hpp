@@ -10,8 +10,8 @@
 namespace lockstep {
 
 /// What --backend, LOCKSTEP_BACKEND and WorldOptions::backend may say.
-inline constexpr std::array<std::string_view, 7> kBackendNames = {"auto", "self", "shm", "gloo",
-                                                                  "mpi",  "nccl", "ipc"};
+inline constexpr std::array<std::string_view, 8> kBackendNames = {
+    "auto", "self", "shm", "gloo", "two_level", "mpi", "nccl", "ipc"};
 
 /// What the launcher tells a rank through environment variables.
 struct RankEnvironment {

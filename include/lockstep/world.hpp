@@ -20,10 +20,11 @@ struct WorldOptions {
   std::string devices = {};
   /// Of each rank, for models whose stages lie on devices of their own.
   int devices_per_rank = 1;
-  /// auto, self, shm, gloo, mpi, nccl or ipc. auto: self for one rank, shm on one host, gloo on
-  /// several; on top of these, for ranks on GPUs, nccl where each has its own, ipc where ranks of
-  /// one host share one. mpi, for ranks that mpirun or srun --mpi=pmix started, is never chosen by
-  /// itself. Asked for by name, shm, gloo and mpi take GPU tensors through the host's memory.
+  /// auto, self, shm, gloo, two_level, mpi, nccl or ipc. auto: self for one rank, shm on one host,
+  /// two_level on several; on top of these, for ranks on GPUs, nccl where each has its own, ipc
+  /// where ranks of one host share one. mpi, for ranks that mpirun or srun --mpi=pmix started, is
+  /// never chosen by itself. Asked for by name, shm, gloo, two_level and mpi take GPU tensors
+  /// through the host's memory.
   std::string backend = "auto";
   /// Of every wait for other ranks; LOCKSTEP_TIMEOUT_S, or five minutes, where not given.
   std::optional<std::chrono::milliseconds> timeout = {};

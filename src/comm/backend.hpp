@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -63,6 +64,8 @@ struct CallContext {
   CudaStream stream = nullptr;  ///< of a GPU backend: in whose order the call happens
   /// The call that this one is a part of: errors speak of that one. It outlives this call.
   const Fingerprint* part_of = nullptr;
+  /// The caller waits as soon as the call is begun: no other thread needs to begin with it.
+  bool waits_at_once = false;
 };
 
 /// Memory that peers of the communicator can reach; freed with the last handle.
@@ -190,7 +193,8 @@ struct ShmOptions {
   std::string session;
   int rank = 0;
   int size = 1;
-  int64_t deadline_ns = 0;  ///< of the rendezvous
+  int64_t deadline_ns = 0;          ///< of the rendezvous
+  std::optional<Group> group = {};  ///< as messages speak of these ranks; none: they are the world
 };
 std::unique_ptr<Backend> make_shm_backend(const ShmOptions& options);
 
@@ -209,6 +213,14 @@ std::unique_ptr<Backend> make_gloo_backend(const NetworkOptions& options);
 
 /// Ranks that MPI started: see RankEnvironment::under_mpi.
 std::unique_ptr<Backend> make_mpi_backend(const NetworkOptions& options);
+
+/// Ranks on several hosts, of which some have several: data moves through shared memory inside a
+/// host, and by Gloo between hosts, once for all of its ranks.
+struct TwoLevelOptions {
+  NetworkOptions network;
+  std::string host;  ///< where this rank is; ranks that give the same text share memory
+};
+std::unique_ptr<Backend> make_two_level_backend(const TwoLevelOptions& options);
 
 // GPU backends, of builds with CUDA only. Each stands on a host backend of the same ranks, over
 // which fingerprints are compared, and which must outlive it. Collective.

@@ -8,9 +8,11 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <map>
 #include <utility>
 
+#include "base/fault.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/master_weights.hpp"
 #include "lockstep/tensor_text.hpp"
@@ -249,6 +251,14 @@ void LimitedEmbeddings::shorten_rows() const {
 
 void call_mismatch(const Communicator& comm) {
   comm.all_reduce(torch::zeros({1}), ReduceOp::kSum, {.label = "injected mismatch"});
+}
+
+void inject_faults(const Communicator& comm, const torch::Tensor& gradients) {
+  FaultInjector& faults = FaultInjector::of_process();
+  if (faults.take(FaultKind::kNan)) {
+    gradients.select(0, 0).fill_(std::numeric_limits<double>::quiet_NaN());
+  }
+  if (faults.take(FaultKind::kMismatch)) call_mismatch(comm);
 }
 
 }  // namespace lockstep

@@ -81,4 +81,8 @@ class LimitedEmbeddings {
 /// Calls a collective that the other ranks do not: what `lockstep run --inject mismatch` asks for.
 void call_mismatch(const Communicator& comm);
 
+/// Provokes in this rank's gradients, which are about to be averaged, what `lockstep run --inject`
+/// asks for.
+void inject_faults(const Communicator& comm, const torch::Tensor& gradients);
+
 }  // namespace lockstep

@@ -80,31 +80,15 @@ NonfiniteGradients::NonfiniteGradients(std::span<const TrainedParameter> paramet
       stats_(stats),
       prefix_(std::move(prefix)) {}
 
+bool NonfiniteGradients::looks() const {
+  return answer_ != Nonfinite::kIgnore && !GradScaler::any_enabled();
+}
+
 void NonfiniteGradients::look(const GradientBuckets& buckets, size_t bucket) {
   if (bucket == 0) ++step_;
-  if (answer_ == Nonfinite::kIgnore || GradScaler::any_enabled()) return;
+  if (!looks()) return;
   settle();
-  if (buckets.bucket(bucket).gradients.is_cpu()) {
-    look_on_cpu(buckets, bucket);
-  } else {
-    look_on_gpu(buckets, bucket);
-  }
-}
-
-void NonfiniteGradients::look_on_cpu(const GradientBuckets& buckets, size_t bucket) {
-  for (const PlannedGradient& planned : buckets.plan(bucket).gradients) {
-    const torch::Tensor gradient = buckets.view(planned.parameter);
-    if (gradient.numel() == 0) continue;
-    const bool whole = answer_ == Nonfinite::kStop || gradient.numel() <= kReadWhole;
-    if (!(whole ? all_finite(gradient) : sample_is_finite(gradient))) {
-      return report(planned.parameter, step_);
-    }
-  }
-}
-
-#if LOCKSTEP_CUDA
-
-void NonfiniteGradients::look_on_gpu(const GradientBuckets& buckets, size_t bucket) {
+  if (buckets.bucket(bucket).gradients.is_cpu()) return look_on_cpu(buckets, bucket);
   std::vector<torch::Tensor> gradients;
   std::vector<int32_t> numbers;
   for (const PlannedGradient& planned : buckets.plan(bucket).gradients) {
@@ -112,6 +96,46 @@ void NonfiniteGradients::look_on_gpu(const GradientBuckets& buckets, size_t buck
     gradients.push_back(buckets.view(planned.parameter));
     numbers.push_back(static_cast<int32_t>(planned.parameter));
   }
+  look_on_gpu(gradients, numbers);
+}
+
+void NonfiniteGradients::look(std::span<const torch::Tensor> gradients, bool first) {
+  if (first) ++step_;
+  if (!looks()) return;
+  settle();
+  std::vector<torch::Tensor> on_gpu;
+  std::vector<int32_t> numbers;
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (!gradients[i].defined() || gradients[i].numel() == 0) continue;
+    if (!gradients[i].is_cpu()) {
+      on_gpu.push_back(gradients[i]);
+      numbers.push_back(static_cast<int32_t>(i));
+    } else if (!is_finite_on_cpu(gradients[i])) {
+      return report(i, step_);
+    }
+  }
+  look_on_gpu(on_gpu, numbers);
+}
+
+bool NonfiniteGradients::is_finite_on_cpu(const torch::Tensor& gradient) const {
+  const bool whole = answer_ == Nonfinite::kStop || gradient.numel() <= kReadWhole ||
+                     !gradient.is_non_overlapping_and_dense();
+  return whole ? all_finite(gradient) : sample_is_finite(gradient);
+}
+
+void NonfiniteGradients::look_on_cpu(const GradientBuckets& buckets, size_t bucket) {
+  for (const PlannedGradient& planned : buckets.plan(bucket).gradients) {
+    const torch::Tensor gradient = buckets.view(planned.parameter);
+    if (gradient.numel() > 0 && !is_finite_on_cpu(gradient)) {
+      return report(planned.parameter, step_);
+    }
+  }
+}
+
+#if LOCKSTEP_CUDA
+
+void NonfiniteGradients::look_on_gpu(const std::vector<torch::Tensor>& gradients,
+                                     const std::vector<int32_t>& numbers) {
   if (gradients.empty()) return;
   const GpuScan scan = scan_on_gpu(gradients, numbers, /*squares=*/false);
   const torch::Tensor first =
@@ -122,7 +146,8 @@ void NonfiniteGradients::look_on_gpu(const GradientBuckets& buckets, size_t buck
 
 #else
 
-void NonfiniteGradients::look_on_gpu(const GradientBuckets&, size_t) {}
+void NonfiniteGradients::look_on_gpu(const std::vector<torch::Tensor>&,
+                                     const std::vector<int32_t>&) {}
 
 #endif
 

@@ -34,6 +34,10 @@ class NonfiniteGradients {
   /// Checks bucket number `bucket`, which is about to be averaged. Throws if the answer is to stop.
   void look(const GradientBuckets& buckets, size_t bucket);
 
+  /// Checks the gradients of a part of the batch: [parameter], undefined where there is none. A
+  /// step of virtual shards has several parts; `first`: of this rank's.
+  void look(std::span<const torch::Tensor> gradients, bool first);
+
   /// Reports what GPUs have found by now.
   void settle();
 
@@ -45,8 +49,11 @@ class NonfiniteGradients {
     DeviceEvent done;
   };
 
+  bool looks() const;
+  bool is_finite_on_cpu(const torch::Tensor& gradient) const;
   void look_on_cpu(const GradientBuckets& buckets, size_t bucket);
-  void look_on_gpu(const GradientBuckets& buckets, size_t bucket);
+  void look_on_gpu(const std::vector<torch::Tensor>& gradients,
+                   const std::vector<int32_t>& numbers);
   void report(size_t parameter, int64_t step);
   void warn(const std::string& message, bool weights_finite);
 

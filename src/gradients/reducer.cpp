@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <utility>
 
 #include "base/counted.hpp"
@@ -20,17 +19,9 @@ namespace lockstep {
 namespace {
 
 // A single rank has nothing to average, unless the user's hook does something else with gradients.
+// Those of virtual shards are averaged by PartGradients.
 bool has_work(const Communicator& comm, const DdpOptions& options) {
-  return comm.size() > 1 || options.hook;
-}
-
-// What `lockstep run --inject` asks for.
-void inject_faults(const Communicator& comm, const torch::Tensor& gradients) {
-  FaultInjector& faults = FaultInjector::of_process();
-  if (faults.take(FaultKind::kNan)) {
-    gradients.view(-1).narrow(0, 0, 1).fill_(std::numeric_limits<double>::quiet_NaN());
-  }
-  if (faults.take(FaultKind::kMismatch)) call_mismatch(comm);
+  return (comm.size() > 1 || options.hook) && options.virtual_shards == 0;
 }
 
 // If the parameters in use change from step to step, so does the order in which they are ready.
@@ -103,6 +94,10 @@ bool Reducer::averages(const torch::Tensor& parameter) {
 
 Reducer::~Reducer() {
   for (const auto& owners : owners_) --*owners;
+}
+
+bool Reducer::shares_parameters() const {
+  return std::any_of(owners_.begin(), owners_.end(), [](const auto& count) { return *count > 1; });
 }
 
 void Reducer::before_forward(bool synchronise) {

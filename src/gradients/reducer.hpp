@@ -86,6 +86,12 @@ class Reducer final : public GradientListener {
   /// Forgets what was accumulated without an average.
   void drop_window() { window_.close(); }
 
+  /// Whether another Reducer has one of the parameters too.
+  bool shares_parameters() const;
+
+  /// Says that backward gave no gradient to these dense parameters (kUnusedParameter).
+  [[noreturn]] void refuse_missing(const std::vector<size_t>& awaited);
+
   /// Micro-steps whose gradients were applied without being averaged; 0 if none were.
   int64_t spoiled_micro_steps() const {
     const bool checks = !passive() && options_.check_unaveraged_updates;
@@ -121,7 +127,7 @@ class Reducer final : public GradientListener {
  private:
   enum class Phase { kIdle, kForwarded, kBackward };
 
-  bool passive() const { return !averages_; }  // one rank without a hook averages nothing
+  bool passive() const { return !averages_; }  // see has_work()
   bool is_sparse(size_t parameter) const { return parameter >= parameters_.size(); }
   void sparse_gradient_accumulated();
   bool is_shared(size_t parameter) const { return *owners_[parameter] > 1; }
@@ -153,7 +159,6 @@ class Reducer final : public GradientListener {
   void check_decision();
   void check_gradient(const TrainedParameter& target, const torch::Tensor& gradient, bool sparse);
   [[noreturn]] void refuse_late(size_t parameter);
-  [[noreturn]] void refuse_missing(const std::vector<size_t>& awaited);
   [[noreturn]] void fail(Code code, const std::string& message, const std::string& help);
 
   std::vector<TrainedParameter> all_parameters_;         // the dense ones first

@@ -25,8 +25,8 @@ constexpr std::array kFlags = {
     FlagInfo{"threads", "", "N", "threads per rank (default: OMP_NUM_THREADS, or cores / ranks)",
              kRanks, ""},
     FlagInfo{"no-pin", "", "", "let ranks run on any core", kRanks, ""},
-    FlagInfo{"backend", "", "auto|shm|gloo|nccl|ipc", "how ranks communicate (default: auto)",
-             kRanks, "LOCKSTEP_BACKEND"},
+    FlagInfo{"backend", "", "auto|shm|gloo|two_level|nccl|ipc",
+             "how ranks communicate (default: auto)", kRanks, "LOCKSTEP_BACKEND"},
     FlagInfo{"role", "", "NAME", "ROLE_NAME for the program (default: default)", kRanks,
              "PET_ROLE"},
 

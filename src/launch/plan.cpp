@@ -128,7 +128,7 @@ void plan_backend(PlanReader& reader, LaunchPlan& plan) {
   const std::string name = reader.text("backend", "backend", "auto");
   const Setting* setting = reader.find("backend");
   if (std::find(kBackendNames.begin(), kBackendNames.end(), name) == kBackendNames.end()) {
-    PlanReader::fail(*setting, "is not a backend", "write auto, shm, gloo, nccl or ipc");
+    PlanReader::fail(*setting, "is not a backend", "write auto, shm, gloo, two_level, nccl or ipc");
   }
   if (name == "mpi") {
     PlanReader::fail(*setting, "needs ranks that MPI itself starts",
@@ -136,7 +136,7 @@ void plan_backend(PlanReader& reader, LaunchPlan& plan) {
                      "lockstep run");
   }
   if ((name == "shm" || name == "ipc") && plan.nnodes.several()) {
-    PlanReader::fail(*setting, "works on one host only", "write auto, gloo or nccl");
+    PlanReader::fail(*setting, "works on one host only", "write auto, two_level, gloo or nccl");
   }
   if (name != "auto") plan.backend = name;
 }
@@ -208,7 +208,8 @@ void check_faults(const LaunchPlan& plan, const Setting& setting) {
       PlanReader::fail(setting, "needs gradients that ranks average",
                        "start two ranks or more: -n 2");
     }
-    if (fault.kind == FaultKind::kNetcut && one_host && plan.backend != "gloo") {
+    if (fault.kind == FaultKind::kNetcut && one_host && plan.backend != "gloo" &&
+        plan.backend != "two_level") {
       PlanReader::fail(setting, "cuts connections that ranks of one host do not have",
                        "add --backend gloo, or use several hosts");
     }

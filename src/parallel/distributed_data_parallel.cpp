@@ -4,6 +4,7 @@
 #include <torch/nn/modules/embedding.h>
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <exception>
 #include <limits>
 #include <optional>
@@ -13,7 +14,9 @@
 #include "device/capture.hpp"
 #include "device/slice_map.hpp"
 #include "gradients/model_sync.hpp"
+#include "gradients/part_gradients.hpp"
 #include "gradients/reducer.hpp"
+#include "gradients/virtual_shards.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/sync_batch_norm.hpp"
 #include "parallel/joined_loop.hpp"
@@ -41,12 +44,14 @@ struct GradientSync::State {
 
   bool trains() const;
   bool shares_buffers() const;
+  bool synchronises() const;
   void share_buffers(int root);
   void compare_if_due();
   void check_if_due();
   void share_in_each_replay(Capture& capture, bool shares_buffers);
 
   class Join;
+  class Parts;
 
   std::shared_ptr<torch::nn::Module> module;
   const Communicator comm;
@@ -56,7 +61,8 @@ struct GradientSync::State {
   int no_sync_depth = 0;
   bool last_forward_synchronised = true;  // only then are buffers sent before the next forward
   int64_t checked_at_step = 0;
-  Join* join = nullptr;  // inside join()
+  Join* join = nullptr;          // inside join()
+  std::unique_ptr<Parts> parts;  // with virtual shards
 };
 
 /// Lets ranks have different numbers of steps: before each forward all ranks say whether they still
@@ -88,6 +94,34 @@ class GradientSync::State::Join {
   int last_active_ = 0;  // of the last step that anybody trained in
 };
 
+/// Steps of virtual shards: see docs/same_bits.md. The Reducer watches each part's backward and
+/// averages nothing; the gradients are taken away after each part.
+class GradientSync::State::Parts final : public PartOwner {
+ public:
+  explicit Parts(State& state);
+
+  torch::Tensor step(const PartLoss& loss_of, const PartStep& how);
+  VirtualShards& shards() { return shards_; }
+  bool is_last() const { return is_last_; }
+  DdpStats stats();
+
+  void begin_part(bool last) override;
+  void take_gradients(const BatchPart& part, double weight) override;
+  void average(double sum_of_weights) override;
+
+ private:
+  std::vector<bool> used_anywhere() const;
+
+  State& state_;
+  const std::vector<TrainedParameter> parameters_;
+  VirtualShards shards_;
+  PartGradients gradients_;
+  DdpStats stats_;
+  NonfiniteGradients nonfinite_;
+  bool is_last_ = true;
+  bool accumulates_ = false;  // the last step was inside NoSync
+};
+
 GradientSync::State::State(std::shared_ptr<torch::nn::Module> trained, const Communicator& ranks,
                            const DdpOptions& chosen)
     : module(std::move(trained)), comm(ranks), options(chosen) {
@@ -96,7 +130,101 @@ GradientSync::State::State(std::shared_ptr<torch::nn::Module> trained, const Com
   require_same_model(comm, model_tensors(*module));
   broadcast_model(comm, *module, 0, "initial model");
   reducer.emplace(by_gradient(*module, trained_parameters(*module)), comm, options);
-  if (comm.size() > 1) limited_embeddings.emplace(*module);
+  if (options.virtual_shards != 0) parts = std::make_unique<Parts>(*this);
+  if (comm.size() > 1 || parts) limited_embeddings.emplace(*module);
+}
+
+GradientSync::State::Parts::Parts(State& state)
+    : state_(state),
+      parameters_(trained_parameters(*state.module)),
+      shards_(state.options.virtual_shards, state.options.part_threads, state.comm,
+              "DistributedDataParallel"),
+      gradients_(parameters_, shards_.tree(), state.comm, state.options.bucket_cap_bytes),
+      nonfinite_(parameters_, state.comm, state.options.nonfinite, stats_) {
+  require_same_in_parts(*state.module, state.options.broadcast_buffers, "DistributedDataParallel");
+  const auto refuse = [](const char* what, const char* help) {
+    throw Error(Code::kUsage, fmt::format("DdpOptions has virtual_shards and {}", what), help);
+  };
+  if (state.options.hook) {
+    refuse("a hook, which would add gradients in an order of its own", "leave out one of the two");
+  }
+  if (state.options.static_graph) {
+    refuse("static_graph", "leave it out: parts are summed when their backward has ended");
+  }
+}
+
+torch::Tensor GradientSync::State::Parts::step(const PartLoss& loss_of, const PartStep& how) {
+  if (state_.reducer->shares_parameters()) {
+    throw Error(
+        Code::kUsage,
+        "a parameter of this DistributedDataParallel, which has virtual_shards, is averaged "
+        "by another one too",
+        "wrap models with common layers without virtual shards");
+  }
+  shards_.require_outside("backward_parts()", "call it once for a batch");
+  const bool continues = accumulates_ || gradients_.has_accumulated();
+  accumulates_ = state_.no_sync_depth > 0;
+  if (state_.options.broadcast_buffers && state_.module->is_training()) state_.share_buffers(0);
+  gradients_.begin_step();
+  const torch::Tensor loss = shards_.step(*state_.module, *this, loss_of, how, continues);
+  state_.reducer->set_synchronise(state_.no_sync_depth == 0);
+  return loss;
+}
+
+void GradientSync::State::Parts::begin_part(bool last) {
+  is_last_ = last;
+  state_.reducer->set_synchronise(last);
+}
+
+void GradientSync::State::Parts::take_gradients(const BatchPart& part, double weight) {
+  std::vector<torch::Tensor> gradients;
+  for (const auto& [name, tensor] : parameters_) gradients.push_back(tensor.grad());
+  const auto any = std::find_if(gradients.begin(), gradients.end(), [](const auto& gradient) {
+    return gradient.defined() && gradient.dim() > 0 && gradient.numel() > 0;
+  });
+  if (is_last_ && any != gradients.end()) inject_faults(state_.comm, *any);
+  nonfinite_.look(gradients, part.local_index == 0);
+  gradients_.take(part.index, weight);
+  const auto missing = gradients_.missing();
+  if (!missing.empty() && !state_.options.find_unused_parameters) {
+    state_.reducer->refuse_missing(missing);
+  }
+}
+
+// [parameter] whether any part of any rank gave it a gradient.
+std::vector<bool> GradientSync::State::Parts::used_anywhere() const {
+  const auto& used = gradients_.used();
+  if (!state_.options.find_unused_parameters) return std::vector<bool>(used.size(), true);
+  const auto flags = torch::empty({static_cast<int64_t>(used.size())}, torch::kUInt8);
+  auto* flag = flags.data_ptr<uint8_t>();
+  std::copy(used.begin(), used.end(), flag);
+  state_.comm.all_reduce(flags, ReduceOp::kMax, {.label = "parameters in use"});
+  return std::vector<bool>(flag, flag + used.size());
+}
+
+void GradientSync::State::Parts::average(double sum_of_weights) {
+  gradients_.average(sum_of_weights, used_anywhere());
+  stats_.last_step.clear();
+  for (const auto& [bytes, begun_ns, ended_ns] : gradients_.exchanges()) {
+    stats_.last_step.push_back({.index = static_cast<int64_t>(stats_.last_step.size()),
+                                .bytes = bytes,
+                                .launched_ns = begun_ns,
+                                .finished_ns = ended_ns});
+    stats_.all_reduces += 1;
+    stats_.bytes += bytes;
+    stats_.communication_ns += ended_ns - begun_ns;
+    stats_.exposed_ns += ended_ns - begun_ns;
+  }
+}
+
+DdpStats GradientSync::State::Parts::stats() {
+  nonfinite_.settle();
+  DdpStats all = stats_;
+  const DdpStats& of_reducer = state_.reducer->stats();
+  all.synchronised_backwards = of_reducer.synchronised_backwards;
+  all.backward_started_ns = of_reducer.backward_started_ns;
+  all.backward_finished_ns = of_reducer.backward_finished_ns;
+  return all;
 }
 
 // Evaluation is not collective: a rank may evaluate alone, with its own buffers.
@@ -104,10 +232,17 @@ bool GradientSync::State::trains() const {
   return torch::GradMode::is_enabled() && module->is_training();
 }
 
+bool GradientSync::State::synchronises() const {
+  return parts ? parts->is_last() : no_sync_depth == 0;
+}
+
+// Those of virtual shards are sent when their step begins.
+//
 // Buffers are sent before the first forward of a step. If a second forward follows before backward,
 // autograd may have saved them in the first, as BatchNorm does, and they must not change.
 bool GradientSync::State::shares_buffers() const {
-  return options.broadcast_buffers && last_forward_synchronised && !reducer->awaits_backward();
+  return !parts && options.broadcast_buffers && last_forward_synchronised &&
+         !reducer->awaits_backward();
 }
 
 void GradientSync::State::share_buffers(int root) {
@@ -229,8 +364,9 @@ GradientSync::~GradientSync() {
 void GradientSync::before_forward() {
   State& state = *state_;
   if (!torch::GradMode::is_enabled()) return;
+  if (state.parts) state.parts->shards().require_inside("a forward");
   state.reducer->require_unchanged(by_gradient(*state.module, trained_in(*state.module)));
-  const bool synchronise = state.no_sync_depth == 0;
+  const bool synchronise = state.synchronises();
   if (state.join) require_not_capturing("join", "run the steps of a join without capture");
   const int root = state.join ? state.join->begin_step(synchronise) : 0;
   const bool shares_buffers = state.shares_buffers();
@@ -254,7 +390,21 @@ void GradientSync::after_forward(const std::vector<torch::Tensor>& outputs) {
   if (torch::GradMode::is_enabled()) state_->reducer->after_forward(outputs);
 }
 
+torch::Tensor GradientSync::backward_parts(const PartLoss& loss_of, const PartStep& how) {
+  if (!state_->parts) {
+    throw Error(Code::kUsage,
+                "backward_parts() of a DistributedDataParallel without virtual shards",
+                "set DdpOptions::virtual_shards");
+  }
+  return state_->parts->step(loss_of, how);
+}
+
 void GradientSync::run_joined(const std::function<void()>& loop, const JoinOptions& options) {
+  if (state_->parts) {
+    throw Error(Code::kSyncMisuse,
+                "join() of a DistributedDataParallel with virtual_shards: each part needs a batch",
+                "give every part the same number of batches, as DistributedSampler does");
+  }
   if (state_->join) {
     throw Error(Code::kSyncMisuse, "join inside join", "join once, around the whole loop");
   }
@@ -280,6 +430,7 @@ bool inside_join() {
 void GradientSync::set_weight(double weight) {
   state_->reducer->set_weight(weight);
   set_gradient_weight(*state_->module, weight);
+  if (state_->parts) state_->parts->shards().set_weight(weight);
 }
 
 // Compares no buffers: within a step each rank's own batches change them.
@@ -288,7 +439,7 @@ void GradientSync::check_replicas() {
 }
 
 DdpStats GradientSync::stats() const {
-  return state_->reducer->stats();
+  return state_->parts ? state_->parts->stats() : state_->reducer->stats();
 }
 
 std::vector<GradientBucket> GradientSync::buckets() const {
@@ -303,7 +454,9 @@ const Communicator& GradientSync::comm() const {
   return state_->comm;
 }
 
+// With virtual shards NoSync only says that the next step goes on with this one's gradients.
 void GradientSync::enter_no_sync() {
+  if (state_->parts) state_->parts->shards().require_outside("NoSync", kNoSyncInParts);
   state_->no_sync_depth += 1;
   state_->reducer->set_synchronise(false);
 }

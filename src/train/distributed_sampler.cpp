@@ -33,7 +33,34 @@ struct DistributedSampler::State {
   bool counted = false;                 // by batches()
 
   bool loader_is_ahead() const { return !counted && !on_the_way.empty(); }
+
+  // What the rows are dealt out to: ranks, or virtual shards.
+  int64_t parts() const { return options.virtual_shards > 0 ? options.virtual_shards : ranks; }
+  int64_t own_parts() const { return parts() / ranks; }
+  std::vector<int64_t> batch_at(int64_t begin, int64_t end) const;
 };
+
+// `order` has one row of each of this rank's parts, then the next of each: a batch has them part by
+// part.
+std::vector<int64_t> DistributedSampler::State::batch_at(int64_t begin, int64_t end) const {
+  const int64_t own = own_parts();
+  if ((end - begin) % own != 0) {
+    throw Error(
+        Code::kSplit,
+        fmt::format("a batch of {} cannot be divided evenly into the {} of this rank",
+                    lockstep::counted(end - begin, "row"), lockstep::counted(own, "virtual shard")),
+        fmt::format("give each rank a multiple of {} rows: {} over {}", own,
+                    lockstep::counted(parts(), "shard"), lockstep::counted(ranks, "rank")));
+  }
+  std::vector<int64_t> batch;
+  batch.reserve(static_cast<size_t>(end - begin));
+  for (int64_t part = 0; part < own; ++part) {
+    for (int64_t i = begin + part; i < end; i += own) {
+      batch.push_back(order[static_cast<size_t>(i)]);
+    }
+  }
+  return batch;
+}
 
 DistributedSampler::DistributedSampler(int64_t rows, int ranks, int rank,
                                        const SamplerOptions& options) {
@@ -45,8 +72,17 @@ DistributedSampler::DistributedSampler(int64_t rows, int ranks, int rank,
     throw Error(Code::kSplit, fmt::format("there is no rank {} of {}", rank, ranks),
                 "give world.size() and world.rank(), in this order");
   }
-  const int64_t size = options.drop_last ? rows / ranks : (rows + ranks - 1) / ranks;
-  state_ = std::make_shared<State>(State{rows, ranks, rank, options, size});
+  if (options.virtual_shards < 0 || options.virtual_shards % ranks != 0) {
+    throw Error(
+        Code::kSplit,
+        fmt::format("{} cannot be divided over {}",
+                    counted(options.virtual_shards, "virtual shard"), counted(ranks, "rank")),
+        "give the virtual_shards of the wrapper's options, a multiple of the ranks");
+  }
+  state_ = std::make_shared<State>(State{rows, ranks, rank, options});
+  const int64_t parts = state_->parts();
+  const int64_t of_part = options.drop_last ? rows / parts : (rows + parts - 1) / parts;
+  state_->size = of_part * state_->own_parts();
 }
 
 int64_t DistributedSampler::epoch() const {
@@ -83,8 +119,11 @@ std::vector<int64_t> DistributedSampler::indices() const {
   std::vector<int64_t> mine;
   mine.reserve(static_cast<size_t>(state.size));
   // After the last row the order starts again at its beginning: that is the padding.
-  for (int64_t i = 0; i < state.size; ++i) {
-    mine.push_back(rows[(i * state.ranks + state.rank) % state.rows]);
+  const int64_t own = state.own_parts();
+  for (int64_t i = 0; i < state.size / own; ++i) {
+    for (int64_t part = 0; part < own; ++part) {
+      mine.push_back(rows[(i * state.parts() + state.rank * own + part) % state.rows]);
+    }
   }
   return mine;
 }
@@ -104,7 +143,7 @@ std::vector<int64_t> DistributedSampler::next_batch(int64_t count) {
   state.went_there = false;
   if (state.order.empty()) state.order = indices();
   const int64_t end = std::min(state.position + count, state.size);
-  const std::vector<int64_t> batch(state.order.begin() + state.position, state.order.begin() + end);
+  std::vector<int64_t> batch = state.batch_at(state.position, end);
   state.position = end;
   return batch;
 }
@@ -155,10 +194,10 @@ torch::optional<std::vector<size_t>> DistributedSampler::next(size_t batch_size)
   State& state = *state_;
   const int64_t count = std::min(static_cast<int64_t>(batch_size), state.size - state.taken);
   if (count == 0) return torch::nullopt;
-  const auto first = state.order.begin() + state.taken;
+  const auto batch = state.batch_at(state.taken, state.taken + count);
   state.taken += count;
   state.on_the_way.push_back(count);
-  return std::vector<size_t>(first, first + count);
+  return std::vector<size_t>(batch.begin(), batch.end());
 }
 
 void DistributedSampler::begin_counting(bool in_order) {

@@ -157,10 +157,11 @@ Capture* capture_of_call(const CommState& state, const char* operation,
 namespace {
 
 enum class Order { kOfCurrentStream, kOfSideStream };
+enum class Waiting { kLater, kAtOnce };
 
 // As the calling thread's streams are now.
 Work begin_now(const std::shared_ptr<CommState>& state, const TensorCall& call,
-               const CallOptions& options, Order order) {
+               const CallOptions& options, Order order, Waiting waiting) {
   const Route route =
       call.is_message ? Route::of_message(*state, call.input.defined() ? call.input : call.output)
                       : Route::of(*state, {call.input, call.output});
@@ -176,9 +177,11 @@ Work begin_now(const std::shared_ptr<CommState>& state, const TensorCall& call,
     state->page->begin_collective(begun->sequence, call.operation, call.shown_bytes,
                                   options.bucket);
   }
-  begun->work = call.begin(
-      route.backend, begun->input ? begun->input->const_buffer() : ConstBuffer{},
-      begun->output ? begun->output->buffer() : Buffer{}, state->context(route.backend, options));
+  CallContext context = state->context(route.backend, options);
+  context.waits_at_once = waiting == Waiting::kAtOnce;
+  begun->work =
+      call.begin(route.backend, begun->input ? begun->input->const_buffer() : ConstBuffer{},
+                 begun->output ? begun->output->buffer() : Buffer{}, context);
   state->stats.sent_bytes += call.sent_bytes;
   state->stats.received_bytes += call.received_bytes;
   return Work(std::move(begun));
@@ -201,22 +204,22 @@ Work begin_call(const std::shared_ptr<CommState>& state, const TensorCall& call,
     });
   }
   if (!is_on_gpu_of(*state, call)) {
-    return begin_now(state, call, options, Order::kOfCurrentStream);
+    return begin_now(state, call, options, Order::kOfCurrentStream, Waiting::kLater);
   }
   if (!state->side) state->side.emplace(state->gpu_index);
   state->side->follow_current();
   const c10::StreamGuard on_side(state->side->stream());
-  return begin_now(state, call, options, Order::kOfSideStream);
+  return begin_now(state, call, options, Order::kOfSideStream, Waiting::kLater);
 }
 
 void run_call(const std::shared_ptr<CommState>& state, const TensorCall& call,
               const CallOptions& options) {
   if (Capture* capture = capture_of_call(*state, call.operation, {call.input, call.output})) {
     return capture->between_graphs([state, call, kept = KeptOptions(options)] {
-      begin_now(state, call, kept.get(), Order::kOfCurrentStream).wait();
+      begin_now(state, call, kept.get(), Order::kOfCurrentStream, Waiting::kAtOnce).wait();
     });
   }
-  begin_now(state, call, options, Order::kOfCurrentStream).wait();
+  begin_now(state, call, options, Order::kOfCurrentStream, Waiting::kAtOnce).wait();
 }
 
 }  // namespace lockstep

@@ -18,6 +18,7 @@
 #include "base/stack.hpp"
 #include "comm/backend.hpp"
 #include "comm/gloo/gloo_loader.hpp"
+#include "comm/two_level/host_map.hpp"
 #include "lockstep/detail/board.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/rank_environment.hpp"
@@ -226,7 +227,7 @@ std::string asked_backend(const WorldOptions& options, const RankEnvironment& en
     return name;
   }
   throw Error(Code::kBackend, fmt::format("there is no backend \"{}\"", name),
-              "use auto, self, shm, gloo, mpi, nccl or ipc");
+              "use auto, self, shm, gloo, two_level, mpi, nccl or ipc");
 }
 
 // MPI begins only in processes that its own launcher started.
@@ -244,7 +245,7 @@ void require_mpi(const RankEnvironment& environment) {
 std::string choose_host_backend(const std::string& asked, const RankEnvironment& environment) {
   if (asked == "auto" || names_gpu_backend(asked)) {
     if (environment.world_size == 1) return "self";
-    return environment.one_host() ? "shm" : "gloo";
+    return environment.one_host() ? "shm" : "two_level";
   }
   if (asked == "mpi") require_mpi(environment);
   if (asked == "self" && environment.world_size > 1) {
@@ -258,7 +259,7 @@ std::string choose_host_backend(const std::string& asked, const RankEnvironment&
         Code::kBackend,
         fmt::format("backend shm serves the ranks of one host, but {} of {} are on others",
                     environment.world_size - environment.local_world_size, environment.world_size),
-        "use auto or gloo");
+        "use auto, two_level or gloo");
   }
   return asked;
 }
@@ -279,7 +280,9 @@ std::unique_ptr<Backend> make_host_backend(const std::string& name,
                                .size = environment.world_size,
                                .address = store->own_address(),
                                .deadline_ns = deadline_ns};
-  return name == "mpi" ? make_mpi_backend(options) : make_gloo_backend(options);
+  if (name == "mpi") return make_mpi_backend(options);
+  if (name == "gloo") return make_gloo_backend(options);
+  return make_two_level_backend({.network = options, .host = host_identity(environment)});
 }
 
 // A host backend that was asked for by name serves GPUs, too, through the host's memory.

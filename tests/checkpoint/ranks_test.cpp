@@ -11,11 +11,9 @@
 #include "checkpoint/reader.hpp"
 #include "comm/gloo/gloo_loader.hpp"
 #include "fault_files.hpp"
-#include "lockstep/clock.hpp"
-#include "net/store.hpp"
+#include "ranks/gloo_threads.hpp"
 #include "ranks/rank_threads.hpp"
 #include "training.hpp"
-#include "world/comm_state.hpp"
 
 namespace lockstep {
 namespace {
@@ -26,6 +24,7 @@ using test::expect_error;
 using test::expect_exact_resume;
 using test::expect_same_bits;
 using test::Rows;
+using test::run_gloo_ranks;
 using test::run_ranks;
 using test::ScratchFolder;
 using test::Weights;
@@ -337,30 +336,6 @@ class HeldFiles final : public test::FaultFiles {
   bool holds_ = false;
   bool gave_up_ = false;
 };
-
-// Ranks as threads over Gloo, each with connections of its own.
-void run_gloo_ranks(int size, const std::function<void(const Communicator&)>& body) {
-  const auto store = make_local_store();
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        const Communicator comm(std::make_shared<CommState>(
-            make_gloo_backend({.store = store,
-                               .rank = rank,
-                               .size = size,
-                               .address = "127.0.0.1",
-                               .deadline_ns = monotonic_ns() + 30'000'000'000}),
-            std::chrono::seconds(60)));
-        body(comm);
-        comm.barrier();
-      } catch (const std::exception& error) {
-        ADD_FAILURE() << "rank " << rank << ": " << error.what();
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
-}
 
 // The next step's collectives are made and done while the files of a save are still being written.
 void expect_training_goes_on_during_a_save(

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Two network namespaces as two hosts: one job over both, by two `lockstep run`, ranks over Gloo.
+"""Two network namespaces as two hosts: one job over both, by two `lockstep run`, ranks in two levels.
 
 usage: two_hosts_test.py BIN_FOLDER    (skips, by name, without root or network namespaces)
 """
@@ -22,7 +22,8 @@ BIN = pathlib.Path(sys.argv.pop(1))
 NAMES = (f"ls{os.getpid()}a", f"ls{os.getpid()}b")
 ADDRESSES = ("10.77.13.1", "10.77.13.2")
 SLOW_ADDRESSES = ("10.77.14.1", "10.77.14.2")
-TRAIN = ["--steps", "6", "--batch", "12", "--dim", "16", "--hidden", "32", "--seed", "3"]
+# Gradients of 290 KiB: more than travels with a fingerprint or through one rank of a host.
+TRAIN = ["--steps", "6", "--batch", "12", "--dim", "16", "--hidden", "256", "--seed", "3"]
 
 
 def ip(*words):
@@ -88,8 +89,10 @@ class TwoHosts(ScratchTest):
 
     def train_as_one_process(self, ranks=2, **more):
         jobs = self.start([str(BIN / "practical6_ddp"), *TRAIN, "--json", self.path("ddp.json")], ranks=ranks, **more)
-        for code, out, err in self.wait(jobs):
+        results = self.wait(jobs)
+        for code, out, err in results:
             self.assertEqual(code, 0, out + err)
+        self.assertIn("backend: two_level" if ranks > 1 else "backend: gloo", results[0][1])
         single = subprocess.run([str(BIN / "practical5_single"), *TRAIN, "--devices", "cpu:1", "--quiet", "--json",
                                  self.path("one.json")], capture_output=True, text=True)
         self.assertEqual(single.returncode, 0, single.stderr)

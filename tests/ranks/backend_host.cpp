@@ -7,9 +7,10 @@ namespace lockstep::test {
 
 const Suite& suite_under_test() {
   static const Suite suite = {
-      .backends = {"self", "shm", "gloo"},
+      .backends = {"self", "shm", "gloo", "two_level"},
       .missing = [](const std::string& backend) -> std::string {
-        if (backend != "gloo" || !find_module("lockstep-gloo.so").empty()) return "";
+        if (backend == "self" || backend == "shm") return "";
+        if (!find_module("lockstep-gloo.so").empty()) return "";
         return "lockstep-gloo.so is missing: libgloo-dev was not there to build it";
       },
       .host = [](const std::string& backend) { return backend; },

@@ -517,6 +517,7 @@ TEST_P(BackendOperations, ResultsAreTheSameBitsOnAllRanksAndInEveryRun) {
 
 INSTANTIATE_TEST_SUITE_P(All, BackendOperations, testing::ValuesIn(world_cases({1, 2, 3, 5})),
                          case_name);
+INSTANTIATE_TEST_SUITE_P(Hosts, BackendOperations, testing::ValuesIn(host_cases()), case_name);
 
 }  // namespace
 }  // namespace lockstep::test

@@ -20,11 +20,13 @@ std::unique_ptr<Backend> meet_alone(const WorldCase& world, int64_t deadline_ns)
                              .size = world.size,
                              .deadline_ns = deadline_ns});
   }
-  return make_gloo_backend({.store = make_local_store(),
+  const NetworkOptions gloo{.store = make_local_store(),
                             .rank = 0,
                             .size = world.size,
                             .address = "127.0.0.1",
-                            .deadline_ns = deadline_ns});
+                            .deadline_ns = deadline_ns};
+  if (world.backend == "gloo") return make_gloo_backend(gloo);
+  return make_two_level_backend({.network = gloo, .host = world.host_of(0)});
 }
 
 TEST_P(BackendRendezvous, RanksThatNeverStartAreNamed) {

@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <optional>
@@ -93,8 +94,15 @@ NetworkOptions network(std::shared_ptr<Store> store, int rank, int size) {
           .deadline_ns = meeting_deadline()};
 }
 
-std::unique_ptr<Backend> make_gloo(std::shared_ptr<Store> store, int rank, int size) {
-  return make_gloo_backend(network(std::move(store), rank, size));
+bool is_over_tcp(const std::string& host_backend) {
+  return host_backend == "gloo" || host_backend == "two_level";
+}
+
+std::unique_ptr<Backend> make_over_tcp(const WorldCase& world, std::shared_ptr<Store> store,
+                                       int rank) {
+  const NetworkOptions options = network(std::move(store), rank, world.size);
+  if (suite_under_test().host(world.backend) == "gloo") return make_gloo_backend(options);
+  return make_two_level_backend({.network = options, .host = world.host_of(rank)});
 }
 
 void run_body(Rank& rank, const std::function<void(Rank&)>& body) {
@@ -121,8 +129,8 @@ void run_threads(const WorldCase& world, SharedFacts* facts,
       Rank rank{number, world.size, nullptr, facts};
       rank.note("meets");
       try {
-        auto backend = host == "gloo" ? make_gloo(store, number, world.size)
-                                      : std::move(made[static_cast<size_t>(number)]);
+        auto backend = is_over_tcp(host) ? make_over_tcp(world, store, number)
+                                         : std::move(made[static_cast<size_t>(number)]);
         rank.comm = suite_under_test().build(world, std::move(backend));
       } catch (const std::exception& error) {
         ADD_FAILURE() << "rank " << number << " did not start: " << error.what();
@@ -142,8 +150,8 @@ std::unique_ptr<Backend> make_host(const WorldCase& world, int number, const std
     return make_shm_backend(
         {.session = session, .rank = number, .size = world.size, .deadline_ns = deadline_ns});
   }
-  if (host == "gloo") {
-    return make_gloo(connect_store(store_at(session), deadline_ns), number, world.size);
+  if (is_over_tcp(host)) {
+    return make_over_tcp(world, connect_store(store_at(session), deadline_ns), number);
   }
   return make_self_backend();
 }
@@ -254,7 +262,13 @@ void run_started_rank(const WorldCase& world, const StartedRank& self,
 
 std::string WorldCase::name() const {
   return backend + "_" + std::to_string(size) +
-         (ranks == Ranks::kThreads ? "_threads" : "_processes");
+         (ranks == Ranks::kThreads ? "_threads" : "_processes") +
+         (hosts.empty() ? "" : "_on_" + hosts);
+}
+
+std::string WorldCase::host_of(int rank) const {
+  if (!hosts.empty()) return hosts.substr(static_cast<size_t>(rank), 1);
+  return size == 2 || 2 * rank < size ? "0" : "1";
 }
 
 void PrintTo(const WorldCase& world, std::ostream* out) {
@@ -357,6 +371,16 @@ std::vector<WorldCase> world_cases(const std::vector<int>& sizes, const std::vec
         if (size == 1 || can_be_many(backend, kind)) cases.push_back({backend, size, kind});
       }
     }
+  }
+  return cases;
+}
+
+std::vector<WorldCase> host_cases() {
+  std::vector<WorldCase> cases;
+  const auto& backends = suite_under_test().backends;
+  if (std::find(backends.begin(), backends.end(), "two_level") == backends.end()) return cases;
+  for (const char* hosts : {"0001", "0101", "00112", "00001111", "00112233"}) {
+    cases.push_back({"two_level", static_cast<int>(std::strlen(hosts)), Ranks::kThreads, hosts});
   }
   return cases;
 }

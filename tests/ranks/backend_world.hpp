@@ -25,8 +25,11 @@ struct WorldCase {
   std::string backend;
   int size = 1;
   Ranks ranks = Ranks::kThreads;
+  std::string hosts = {};  ///< [rank]: on which host two_level takes it to be; "": see host_of()
 
   std::string name() const;  ///< "gloo_3_processes"
+  /// Of two ranks both are on one host, of more the first half is on one and the rest on another.
+  std::string host_of(int rank) const;
 };
 
 void PrintTo(const WorldCase& world, std::ostream* out);  ///< for GoogleTest
@@ -92,6 +95,10 @@ bool wait_until_at_least(const std::atomic<int64_t>& number, int64_t value);
 std::vector<WorldCase> world_cases(const std::vector<int>& sizes,
                                    const std::vector<Ranks>& ranks = {Ranks::kThreads,
                                                                       Ranks::kProcesses});
+
+/// Ranks as threads of two_level on hosts of many kinds: of different sizes, with one rank, with
+/// ranks that take turns; for this suite's other tests.
+std::vector<WorldCase> host_cases();
 
 std::string case_name(const testing::TestParamInfo<WorldCase>& info);
 

@@ -8,6 +8,7 @@ SIGKILL of the process outside, too; the next run removes them.
 Call enter() first: it starts the program again inside. Then `with Cluster() as cluster:`.
 """
 
+import ctypes
 import os
 import pathlib
 import re
@@ -94,9 +95,14 @@ def enter():
         sys.exit(77)
     tag = f"{OWN_GROUP}{os.getpid()}"
     try:
-        sys.exit(subprocess.run([*outer, sys.executable, *sys.argv], env=dict(os.environ, **{INSIDE: tag})).returncode)
+        sys.exit(subprocess.run([*outer, sys.executable, *sys.argv], env=dict(os.environ, **{INSIDE: tag}),
+                                preexec_fn=die_with_parent).returncode)
     finally:
         remove_control_groups()
+
+
+def die_with_parent():
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def limits_memory():

@@ -306,16 +306,6 @@ class Preemption(SlurmCase):
         self.cluster.controller("scancel", job)
         self.cluster.await_state(job, "CANCELLED")
 
-    @unittest.skipUnless(os.environ.get(LONG), f"waits for a time limit; {LONG}=1 runs it")
-    def test_a_time_limit_without_a_signal_saves_too(self):
-        """SLURM sends SIGTERM at the limit, and SIGKILL after KillWait, 5 s here."""
-        job = self.submit(lockstep("slurm-script", "--nodes", 2, "-n", 1, "--cpus", 1, "--time", "00:01:00", *ENDLESS,
-                                   "--checkpoint", SCRATCH / "term", "--checkpoint-every", "1000000"))
-        log = f"practical6_ddp-{job}.log"
-        state = self.cluster.await_state(job, "TIMEOUT", "COMPLETED", "FAILED", seconds=180)
-        self.assertEqual(state["JobState"], "TIMEOUT", self.text(log))
-        self.assert_saved("term")
-
 
 def main():
     global CLUSTER

@@ -164,7 +164,7 @@ TEST(LaunchPlan, EveryBadValueIsNamed) {
       {{{"nnodes", "2"}, {"rdzv-endpoint", "a"}, {"rdzv-conf", "x"}}, "KEY=VALUE"},
       {{{"nnodes", "2"}, {"rdzv-endpoint", "a"}, {"backend", "shm"}}, "works on one host only"},
       {{{"rdzv-backend", "etcd"}}, "--rdzv-backend \"etcd\""},
-      {{{"backend", "ncl"}}, "write auto, shm, gloo, nccl or ipc"},
+      {{{"backend", "ncl"}}, "write auto, shm, gloo, two_level, nccl or ipc"},
       {{{"backend", "mpi"}}, "use mpirun -n N PROGRAM --backend mpi"},
       {{{"grace", "soon"}}, "--grace \"soon\""},
       {{{"grace", "nan"}}, "--grace \"nan\""},

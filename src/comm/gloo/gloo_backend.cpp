@@ -8,8 +8,7 @@
 
 #include "comm/arguments.hpp"
 #include "comm/backend.hpp"
-#include "comm/gloo/gloo_core.hpp"
-#include "comm/gloo/sliced_reduce.hpp"
+#include "comm/gloo/gloo_backend.hpp"
 #include "kernels/reduce_kernels.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
@@ -69,138 +68,146 @@ struct ColorAndKey {
   int32_t key = 0;
 };
 
-class GlooBackend final : public Backend {
- public:
-  GlooBackend(TransportModule module, std::shared_ptr<Store> store, Group group,
-              std::string address, int64_t deadline_ns)
-      : store_(std::move(store)),
-        address_(std::move(address)),
-        core_(std::make_shared<GlooCore>(std::move(group), *store_, address_, deadline_ns, module)),
-        slices_(*core_) {}
-  ~GlooBackend() override { core_->shut_down(); }
+}  // namespace
 
-  std::string_view name() const override { return transport_name(core_->module()); }
-  const Group& group() const override { return core_->group(); }
+GlooBackend::GlooBackend(TransportModule module, std::shared_ptr<Store> store, Group group,
+                         std::string address, int64_t deadline_ns)
+    : store_(std::move(store)),
+      address_(std::move(address)),
+      core_(std::make_shared<GlooCore>(std::move(group), *store_, address_, deadline_ns, module)),
+      slices_(*core_) {}
 
-  std::unique_ptr<Work> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
-                                   const CallContext& context) override;
-  std::unique_ptr<Work> broadcast(const Buffer& buffer, int root,
-                                  const CallContext& context) override;
-  std::unique_ptr<Work> reduce_scatter(const ConstBuffer& input, const Buffer& output, ReduceOp op,
-                                       double weight, const CallContext& context) override;
-  std::unique_ptr<Work> all_gather(const ConstBuffer& input, const Buffer& output,
-                                   const CallContext& context) override;
-  std::unique_ptr<Work> reduce(const Buffer& buffer, int root, ReduceOp op, double weight,
-                               const CallContext& context) override;
-  std::unique_ptr<Work> exchange(const ConstBuffer& input, const Buffer& output,
-                                 const BlockExchange& blocks, const CallContext& context) override;
-  std::unique_ptr<Work> send(const ConstBuffer& buffer, int to, int tag,
-                             const CallContext& context) override;
-  std::unique_ptr<Work> recv(const Buffer& buffer, int from, int tag,
-                             const CallContext& context) override;
-  void barrier(const CallContext& context) override {
-    // It is done when all ranks have told their fingerprints.
-    call(Fingerprint{}, context, [](const GlooCore::Task&, std::span<const Fingerprint>) {});
+std::unique_ptr<Backend::Work> GlooBackend::begin(const Fingerprint& what,
+                                                  const CallContext& context, GlooCore::Body body,
+                                                  const ConstBuffer& carried) {
+  auto work = std::make_unique<Task>(core_, what, context, std::move(body));
+  work->carry(carried.data, carried.bytes());
+  core_->begin(*work);
+  return work;
+}
+
+// Values that travel with the fingerprints save every way between ranks but one. They go from each
+// rank to each, and must fit into what a connection holds (see GlooLink::send).
+bool GlooBackend::can_carry(int64_t bytes) const {
+  constexpr int64_t kMostBytes = 4 << 10;
+  constexpr int64_t kMostOfAll = 16 << 10;
+  return size() > 1 && bytes > 0 && bytes <= kMostBytes && bytes * (size() - 1) <= kMostOfAll;
+}
+
+void GlooBackend::reduce_carried(const Task& task, const Buffer& output, ReduceOp op,
+                                 Calls calls) const {
+  std::vector<std::byte> aligned(static_cast<size_t>(output.bytes()) * calls.size());
+  std::vector<const void*> inputs;
+  for (int peer = 0; peer < size(); ++peer) {
+    std::byte* values = aligned.data() + peer * output.bytes();
+    std::memcpy(values, task.carried_by(peer, output.bytes()), static_cast<size_t>(output.bytes()));
+    inputs.push_back(values);
   }
-  std::unique_ptr<Backend> split(int color, int key, std::string_view group_name,
-                                 const CallContext& context) override;
-  std::shared_ptr<RegisteredMemory> allocate(int64_t bytes, const CallContext& context) override;
-  void abort(const AbortRecord& record) noexcept override { core_->session().abort(record); }
+  add_carried(inputs, output, op, calls);
+}
 
- private:
-  /// The body outlives this call: it may refer to the backend, and to nothing of its caller.
-  std::unique_ptr<Work> begin(const Fingerprint& what, const CallContext& context,
-                              GlooCore::Body body) {
-    auto work = std::make_unique<GlooCore::Task>(core_, what, context, std::move(body));
-    core_->begin(*work);
-    return work;
-  }
+// In the order of the ranks, and with one rounding.
+void GlooBackend::add_carried(std::span<const void* const> inputs, const Buffer& output,
+                              ReduceOp op, Calls calls) const {
+  lockstep::reduce(output.dtype, op, inputs, mean_factors(calls), {&output.data, 1}, output.count);
+}
 
-  std::unique_ptr<Work> begin_message(int peer, const Fingerprint& what, const CallContext& context,
-                                      GlooCore::Body body) {
-    auto work = std::make_unique<GlooCore::Task>(core_, what, context, std::move(body));
-    work->peer = peer;
-    core_->begin_message(*work);
-    return work;
-  }
+std::unique_ptr<Backend::Work> GlooBackend::begin_message(int peer, const Fingerprint& what,
+                                                          const CallContext& context,
+                                                          GlooCore::Body body) {
+  auto work = std::make_unique<Task>(core_, what, context, std::move(body));
+  work->peer = peer;
+  core_->begin_message(*work);
+  return work;
+}
 
-  void compare_counts(const GlooCore::Task& task, const BlockExchange& blocks);
-  void move_blocks(const GlooCore::Task& task, const ConstBuffer& input, const Buffer& output,
-                   const BlockExchange& blocks);
-
-  void call(const Fingerprint& what, const CallContext& context, GlooCore::Body body) {
-    begin(what, context, std::move(body))->wait();
-  }
-
-  std::shared_ptr<Store> store_;
-  std::string address_;
-  std::shared_ptr<GlooCore> core_;
-  SlicedReduce slices_;
-};
+// It is done when all ranks have told their fingerprints.
+void GlooBackend::barrier(const CallContext& context) {
+  call(Fingerprint{}, context, [](const Task&, Calls) {});
+}
 
 std::unique_ptr<Backend::Work> GlooBackend::all_reduce(const Buffer& buffer, ReduceOp op,
                                                        double weight, const CallContext& context) {
   check_reduce(buffer, op, weight);
   const Fingerprint what =
       make_reduce_fingerprint(Operation::kAllReduce, buffer.dtype, buffer.count, op, weight);
-  return begin(what, context,
-               [this, buffer, op](const GlooCore::Task& task, std::span<const Fingerprint> calls) {
-                 const auto factors = mean_factors(calls);
-                 if (buffer.count == 0 || size() == 1) return;
-                 if (!core_->reduces()) return slices_.all_reduce(task, buffer, op, factors);
-                 if (op == ReduceOp::kMean) scale(buffer, factors[static_cast<size_t>(rank())]);
-                 Reduction how{buffer.dtype, op == ReduceOp::kMean ? ReduceOp::kSum : op};
-                 core_->transfer(
-                     task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
-                       return api.all_reduce(gloo, buffer.data, static_cast<size_t>(buffer.count),
-                                             static_cast<size_t>(dtype_bytes(buffer.dtype)),
-                                             reduce_two, &how, &call);
-                     });
-               });
+  if (can_carry(buffer.bytes())) {
+    return begin(what, context,
+                 [this, buffer, op](const Task& task, Calls calls) {
+                   reduce_carried(task, buffer, op, calls);
+                 },
+                 {buffer.data, buffer.count, buffer.dtype});
+  }
+  return begin(what, context, [this, buffer, op](const Task& task, Calls calls) {
+    move_all_reduce(task, buffer, op, calls);
+  });
 }
 
-// The others' values must stay: they are reduced in a copy.
+void GlooBackend::move_all_reduce(const Task& task, const Buffer& buffer, ReduceOp op,
+                                  Calls calls) {
+  const auto factors = mean_factors(calls);
+  if (buffer.count == 0 || size() == 1) return;
+  if (!core_->reduces()) return slices_.all_reduce(task, buffer, op, factors);
+  if (op == ReduceOp::kMean) scale(buffer, factors[static_cast<size_t>(rank())]);
+  Reduction how{buffer.dtype, op == ReduceOp::kMean ? ReduceOp::kSum : op};
+  core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
+    return api.all_reduce(gloo, buffer.data, static_cast<size_t>(buffer.count),
+                          static_cast<size_t>(dtype_bytes(buffer.dtype)), reduce_two, &how, &call);
+  });
+}
+
 std::unique_ptr<Backend::Work> GlooBackend::reduce(const Buffer& buffer, int root, ReduceOp op,
                                                    double weight, const CallContext& context) {
   check_rooted_reduce(group(), buffer, root, op, weight);
-  return begin(
-      make_rooted_reduce_fingerprint(buffer, root, op, weight), context,
-      [this, buffer, root, op](const GlooCore::Task& task, std::span<const Fingerprint> calls) {
-        const auto factors = mean_factors(calls);
-        if (buffer.count == 0 || size() == 1) return;
-        if (!core_->reduces()) return slices_.reduce(task, buffer, root, op, factors);
-        std::vector<std::byte> copy;
-        void* data = buffer.data;
-        if (rank() != root) {
-          const auto* first = static_cast<const std::byte*>(buffer.data);
-          copy.assign(first, first + buffer.bytes());
-          data = copy.data();
-        }
-        const Buffer reduced{data, buffer.count, buffer.dtype};
-        if (op == ReduceOp::kMean) scale(reduced, factors[static_cast<size_t>(rank())]);
-        Reduction how{buffer.dtype, op == ReduceOp::kMean ? ReduceOp::kSum : op};
-        core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
-          return api.reduce(gloo, data, static_cast<size_t>(buffer.count),
-                            static_cast<size_t>(dtype_bytes(buffer.dtype)), root, reduce_two, &how,
-                            &call);
-        });
-      });
+  const Fingerprint what = make_rooted_reduce_fingerprint(buffer, root, op, weight);
+  if (can_carry(buffer.bytes())) {
+    return begin(what, context,
+                 [this, buffer, root, op](const Task& task, Calls calls) {
+                   if (rank() == root) reduce_carried(task, buffer, op, calls);
+                 },
+                 {buffer.data, buffer.count, buffer.dtype});
+  }
+  return begin(what, context, [this, buffer, root, op](const Task& task, Calls calls) {
+    move_reduce(task, buffer, root, op, calls);
+  });
+}
+
+// The others' values must stay: they are reduced in a copy.
+void GlooBackend::move_reduce(const Task& task, const Buffer& buffer, int root, ReduceOp op,
+                              Calls calls) {
+  const auto factors = mean_factors(calls);
+  if (buffer.count == 0 || size() == 1) return;
+  if (!core_->reduces()) return slices_.reduce(task, buffer, root, op, factors);
+  std::vector<std::byte> copy;
+  void* data = buffer.data;
+  if (rank() != root) {
+    const auto* first = static_cast<const std::byte*>(buffer.data);
+    copy.assign(first, first + buffer.bytes());
+    data = copy.data();
+  }
+  const Buffer reduced{data, buffer.count, buffer.dtype};
+  if (op == ReduceOp::kMean) scale(reduced, factors[static_cast<size_t>(rank())]);
+  Reduction how{buffer.dtype, op == ReduceOp::kMean ? ReduceOp::kSum : op};
+  core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
+    return api.reduce(gloo, data, static_cast<size_t>(buffer.count),
+                      static_cast<size_t>(dtype_bytes(buffer.dtype)), root, reduce_two, &how,
+                      &call);
+  });
 }
 
 std::unique_ptr<Backend::Work> GlooBackend::exchange(const ConstBuffer& input, const Buffer& output,
                                                      const BlockExchange& blocks,
                                                      const CallContext& context) {
   check_exchange(group(), input, output, blocks);
-  return begin(
-      make_exchange_fingerprint(input.dtype, blocks), context,
-      [this, input, output, blocks](const GlooCore::Task& task, std::span<const Fingerprint>) {
-        compare_counts(task, blocks);
-        move_blocks(task, input, output, blocks);
-      });
+  return begin(make_exchange_fingerprint(input.dtype, blocks), context,
+               [this, input, output, blocks](const Task& task, Calls) {
+                 compare_counts(task, blocks);
+                 move_blocks(task, input, output, blocks);
+               });
 }
 
 // Every rank sees the counts of all, and so finds the same mismatch by itself.
-void GlooBackend::compare_counts(const GlooCore::Task& task, const BlockExchange& blocks) {
+void GlooBackend::compare_counts(const Task& task, const BlockExchange& blocks) {
   std::vector<int64_t> own = blocks.given;
   own.insert(own.end(), blocks.taken.begin(), blocks.taken.end());
   const std::string_view bytes(reinterpret_cast<const char*>(own.data()),
@@ -217,8 +224,8 @@ void GlooBackend::compare_counts(const GlooCore::Task& task, const BlockExchange
   require_same_counts(group(), task.spoken_of(), given, taken);
 }
 
-void GlooBackend::move_blocks(const GlooCore::Task& task, const ConstBuffer& input,
-                              const Buffer& output, const BlockExchange& blocks) {
+void GlooBackend::move_blocks(const Task& task, const ConstBuffer& input, const Buffer& output,
+                              const BlockExchange& blocks) {
   const int64_t element_bytes = dtype_bytes(input.dtype);
   const auto block_of = [&](int64_t offset, int64_t count) {
     return LockstepGlooBlock{static_cast<size_t>(offset * element_bytes),
@@ -250,7 +257,7 @@ std::unique_ptr<Backend::Work> GlooBackend::send(const ConstBuffer& buffer, int 
   }
   return begin_message(
       to, make_message_fingerprint(Operation::kSend, 0, buffer, tag, context.label), context,
-      [this, buffer](const GlooCore::Task& task, auto) { core_->send(task, buffer); });
+      [this, buffer](const Task& task, Calls) { core_->send(task, buffer); });
 }
 
 std::unique_ptr<Backend::Work> GlooBackend::recv(const Buffer& buffer, int from, int tag,
@@ -263,24 +270,34 @@ std::unique_ptr<Backend::Work> GlooBackend::recv(const Buffer& buffer, int from,
   const ConstBuffer expected{buffer.data, buffer.count, buffer.dtype};
   return begin_message(
       from, make_message_fingerprint(Operation::kRecv, 0, expected, tag, context.label), context,
-      [this, buffer](const GlooCore::Task& task, auto) { core_->recv(task, buffer); });
+      [this, buffer](const Task& task, Calls) { core_->recv(task, buffer); });
 }
 
 std::unique_ptr<Backend::Work> GlooBackend::broadcast(const Buffer& buffer, int root,
                                                       const CallContext& context) {
   check_broadcast(group(), buffer, root);
-  return begin(
-      make_broadcast_fingerprint(buffer, root), context,
-      [this, buffer, root](const GlooCore::Task& task, std::span<const Fingerprint>) {
-        if (buffer.count == 0) return;
-        core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
-          return api.broadcast(gloo, buffer.data, static_cast<size_t>(buffer.bytes()), root, &call);
-        });
-      });
+  const Fingerprint what = make_broadcast_fingerprint(buffer, root);
+  if (can_carry(buffer.bytes())) {
+    return begin(
+        what, context,
+        [this, buffer, root](const Task& task, Calls) {
+          if (rank() == root) return;
+          const auto bytes = static_cast<size_t>(buffer.bytes());
+          std::memcpy(buffer.data, task.carried_by(root, buffer.bytes()), bytes);
+        },
+        rank() == root ? ConstBuffer{buffer.data, buffer.count, buffer.dtype} : ConstBuffer{});
+  }
+  return begin(what, context, [this, buffer, root](const Task& task, Calls) {
+    if (buffer.count > 0) move_broadcast(task, buffer, root);
+  });
 }
 
-// Every rank sends each other one its block, and reduces what it got in the order of the ranks:
-// no more bytes than a ring moves, and one rounding.
+void GlooBackend::move_broadcast(const Task& task, const Buffer& buffer, int root) {
+  core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
+    return api.broadcast(gloo, buffer.data, static_cast<size_t>(buffer.bytes()), root, &call);
+  });
+}
+
 std::unique_ptr<Backend::Work> GlooBackend::reduce_scatter(const ConstBuffer& input,
                                                            const Buffer& output, ReduceOp op,
                                                            double weight,
@@ -288,44 +305,63 @@ std::unique_ptr<Backend::Work> GlooBackend::reduce_scatter(const ConstBuffer& in
   check_reduce_scatter(group(), input, output, op, weight);
   const Fingerprint what =
       make_reduce_fingerprint(Operation::kReduceScatter, output.dtype, output.count, op, weight);
-  return begin(
-      what, context,
-      [this, input, output, op](const GlooCore::Task& task, std::span<const Fingerprint> calls) {
-        const auto factors = mean_factors(calls);
-        if (output.count == 0) return;
-        const auto block = static_cast<size_t>(output.bytes());
-        std::vector<std::byte> blocks(block * calls.size());
-        move_blocks(task, input, {blocks.data(), input.count, input.dtype},
-                    BlockExchange::all_to_all(group(), output.count));
-        std::vector<const void*> inputs;
-        for (size_t peer = 0; peer < calls.size(); ++peer) inputs.push_back(&blocks[peer * block]);
-        const std::array outputs = {output.data};
-        lockstep::reduce(output.dtype, op, inputs, factors, outputs, output.count);
-      });
+  return begin(what, context, [this, input, output, op](const Task& task, Calls calls) {
+    move_reduce_scatter(task, input, output, op, calls);
+  });
+}
+
+// Every rank sends each other one its block, and reduces what it got in the order of the ranks:
+// no more bytes than a ring moves, and one rounding.
+void GlooBackend::move_reduce_scatter(const Task& task, const ConstBuffer& input,
+                                      const Buffer& output, ReduceOp op, Calls calls) {
+  const auto factors = mean_factors(calls);
+  if (output.count == 0) return;
+  const auto block = static_cast<size_t>(output.bytes());
+  std::vector<std::byte> blocks(block * calls.size());
+  GlooBackend::move_blocks(task, input, {blocks.data(), input.count, input.dtype},
+                           BlockExchange::all_to_all(group(), output.count));
+  std::vector<const void*> inputs;
+  for (size_t peer = 0; peer < calls.size(); ++peer) inputs.push_back(&blocks[peer * block]);
+  const std::array outputs = {output.data};
+  lockstep::reduce(output.dtype, op, inputs, factors, outputs, output.count);
 }
 
 std::unique_ptr<Backend::Work> GlooBackend::all_gather(const ConstBuffer& input,
                                                        const Buffer& output,
                                                        const CallContext& context) {
   check_all_gather(group(), input, output);
-  return begin(make_fingerprint(Operation::kAllGather, input.dtype, input.count), context,
-               [this, input, output](const GlooCore::Task& task, std::span<const Fingerprint>) {
-                 if (input.count == 0) return;
-                 const auto bytes = static_cast<size_t>(input.bytes());
-                 if (size() == 1) std::memmove(output.data, input.data, bytes);
-                 core_->transfer(
-                     task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
-                       return api.all_gather(gloo, input.data, bytes, output.data, &call);
-                     });
-               });
+  const Fingerprint what = make_fingerprint(Operation::kAllGather, input.dtype, input.count);
+  if (can_carry(input.bytes())) {
+    return begin(
+        what, context,
+        [this, input, output](const Task& task, Calls) {
+          for (int peer = 0; peer < size(); ++peer) {
+            std::memcpy(static_cast<std::byte*>(output.data) + peer * input.bytes(),
+                        task.carried_by(peer, input.bytes()), static_cast<size_t>(input.bytes()));
+          }
+        },
+        input);
+  }
+  return begin(what, context, [this, input, output](const Task& task, Calls) {
+    if (input.count > 0) move_all_gather(task, input, output);
+  });
+}
+
+void GlooBackend::move_all_gather(const Task& task, const ConstBuffer& input,
+                                  const Buffer& output) {
+  const auto bytes = static_cast<size_t>(input.bytes());
+  if (size() == 1) std::memmove(output.data, input.data, bytes);
+  core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
+    return api.all_gather(gloo, input.data, bytes, output.data, &call);
+  });
 }
 
 std::unique_ptr<Backend> GlooBackend::split(int color, int key, std::string_view group_name,
                                             const CallContext& context) {
   Fingerprint what;
   what.operation = Operation::kSplit;
-  std::unique_ptr<Backend> part;
-  call(what, context, [&](const GlooCore::Task& task, std::span<const Fingerprint>) {
+  std::unique_ptr<Backend> made;
+  call(what, context, [&](const Task& task, Calls) {
     const ColorAndKey own{color, key};
     const auto said = core_->exchange(task, GlooLink::Frame::kNote,
                                       {reinterpret_cast<const char*>(&own), sizeof own});
@@ -337,18 +373,23 @@ std::unique_ptr<Backend> GlooBackend::split(int color, int key, std::string_view
       if (theirs.color == color) members.emplace_back(theirs.key, peer);
     }
     std::sort(members.begin(), members.end());
-    Group group_of_color{0, {}, std::string(group_name)};
+    Part part{.store = nullptr, .group = {0, {}, std::string(group_name)}, .color = color};
     for (size_t i = 0; i < members.size(); ++i) {
       const int peer = members[i].second;
-      if (peer == rank()) group_of_color.rank = static_cast<int>(i);
-      group_of_color.world_ranks.push_back(group().world_ranks.at(static_cast<size_t>(peer)));
+      if (peer == rank()) part.group.rank = static_cast<int>(i);
+      part.group.world_ranks.push_back(group().world_rank(peer));
+      part.members.push_back(peer);
     }
-    auto part_store =
+    part.store =
         make_prefix_store(store_, fmt::format("split {} color {}", task.call.sequence, color));
-    part = std::make_unique<GlooBackend>(core_->module(), std::move(part_store),
-                                         std::move(group_of_color), address_, context.deadline_ns);
+    made = make_part(task, part);
   });
-  return part;
+  return made;
+}
+
+std::unique_ptr<Backend> GlooBackend::make_part(const Task& task, const Part& part) {
+  return std::make_unique<GlooBackend>(core_->module(), part.store, part.group, address_,
+                                       task.deadline_ns);
 }
 
 std::shared_ptr<RegisteredMemory> GlooBackend::allocate(int64_t bytes, const CallContext& context) {
@@ -357,13 +398,13 @@ std::shared_ptr<RegisteredMemory> GlooBackend::allocate(int64_t bytes, const Cal
   what.operation = Operation::kAllocate;
   what.count = bytes;
   std::shared_ptr<RegisteredMemory> memory;
-  call(what, context, [&](const GlooCore::Task&, std::span<const Fingerprint>) {
-    memory = std::make_shared<PlainMemory>(bytes);
-  });
+  call(what, context, [&](const Task& task, Calls) { memory = make_memory(task, bytes); });
   return memory;
 }
 
-}  // namespace
+std::shared_ptr<RegisteredMemory> GlooBackend::make_memory(const Task&, int64_t bytes) {
+  return std::make_shared<PlainMemory>(bytes);
+}
 
 std::unique_ptr<Backend> make_gloo_backend(const NetworkOptions& options) {
   return std::make_unique<GlooBackend>(TransportModule::kGloo, options.store,

@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <utility>
 
@@ -38,6 +39,18 @@ constexpr const char* kHelp =
       kHelp);
 }
 
+// While ranks find each other: the next note of each of these.
+std::vector<std::string> take_notes(const Group& group, GlooLink& link, std::span<const int> peers,
+                                    int64_t deadline_ns) {
+  auto gathered = link.gather(GlooLink::Frame::kNote, peers, deadline_ns);
+  if (const auto* trouble = std::get_if<GlooLink::Trouble>(&gathered)) {
+    const bool late = trouble->kind == GlooLink::Trouble::Kind::kLate;
+    fail_rank(group, late ? trouble->missing.front() : trouble->rank,
+              late ? "did not come in time" : "ended");
+  }
+  return std::get<std::vector<std::string>>(std::move(gathered));
+}
+
 }  // namespace
 
 GlooData::GlooData(TransportModule module, const Group& group, const std::string& address,
@@ -71,16 +84,7 @@ void GlooData::connect(TransportModule module, const Group& group, GlooLink& lin
     }
     link.send(peer, GlooLink::Frame::kNote, {bytes, length});
   }
-  const auto notes_of_all = [&] {
-    auto gathered = link.gather(GlooLink::Frame::kNote, peers, deadline_ns);
-    if (const auto* trouble = std::get_if<GlooLink::Trouble>(&gathered)) {
-      const bool late = trouble->kind == GlooLink::Trouble::Kind::kLate;
-      fail_rank(group, late ? trouble->missing.front() : trouble->rank,
-                late ? "did not come in time" : "ended");
-    }
-    return std::get<std::vector<std::string>>(std::move(gathered));
-  };
-  const std::vector<std::string> addresses = notes_of_all();
+  const std::vector<std::string> addresses = take_notes(group, link, peers, deadline_ns);
   for (size_t i = 0; i < peers.size(); ++i) {
     const std::string& theirs = addresses[i];
     if (api_.connect(context_, peers[i], theirs.data(), theirs.size(), &message) !=
@@ -93,7 +97,7 @@ void GlooData::connect(TransportModule module, const Group& group, GlooLink& lin
   }
   // A rank that left now would close connections that a slower rank is still making.
   link.send_all(GlooLink::Frame::kNote, "connected");
-  notes_of_all();
+  take_notes(group, link, peers, deadline_ns);
 }
 
 namespace {
@@ -138,6 +142,7 @@ GlooCore::Task::Task(std::shared_ptr<GlooCore> core, const Fingerprint& what,
       deadline_ns(context.deadline_ns),
       core_(std::move(core)),
       part_of_(context.part_of),
+      waits_at_once_(context.waits_at_once),
       body_(std::move(body)) {
   call.set_label(context.label);
 }
@@ -174,16 +179,43 @@ GlooCore::GlooCore(Group group, Store& store, const std::string& address, int64_
   if (link_) link_->on_survey([this] { return activity(); });
 }
 
+void GlooCore::on_broken(std::function<void()> action) {
+  if (!link_) return;
+  const auto end_waits = [data = data_.get(), action = std::move(action)] {
+    data->abort();
+    action();
+  };
+  link_->on_failure(end_waits);
+  session_.on_failure([end_waits](const std::exception_ptr&) { end_waits(); });
+}
+
+std::vector<std::string> GlooCore::introduce(std::string_view own, int64_t deadline_ns) {
+  std::vector<std::string> all(static_cast<size_t>(group().size()));
+  all[static_cast<size_t>(group().rank)] = own;
+  if (!link_) return all;
+  link_->send_all(GlooLink::Frame::kNote, own);
+  std::vector<std::string> theirs = take_notes(group(), *link_, peers_, deadline_ns);
+  for (size_t i = 0; i < peers_.size(); ++i) {
+    all[static_cast<size_t>(peers_[i])] = std::move(theirs[i]);
+  }
+  return all;
+}
+
 void GlooCore::begin(Task& task) {
   const std::lock_guard lock(mutex_);
   task.call.sequence = session_.next_collective();
   push(collectives_, task);
 }
 
-void GlooCore::begin_message(Task& task) {
-  const std::lock_guard lock(mutex_);
+void GlooCore::number_message(Task& task) {
   const bool sends = task.call.operation == Operation::kSend;
   task.call.sequence = sends ? session_.next_sent(task.peer) : session_.next_received(task.peer);
+}
+
+void GlooCore::begin_message(Task& task) {
+  const std::lock_guard lock(mutex_);
+  number_message(task);
+  const bool sends = task.call.operation == Operation::kSend;
   Lane& lane = (sends ? sends_ : receives_)[task.peer];
   if (!lane.thread.joinable()) {
     lane.thread = start_quiet_thread([this, &lane] { work(lane); });
@@ -197,7 +229,7 @@ void GlooCore::push(Lane& lane, Task& task) {
   task.state_ = Task::State::kQueued;
   task.lane_ = &lane;
   lane.queue.push_back(&task);
-  changed_.notify_all();
+  if (!task.waits_at_once_) lane.changed.notify_one();
 }
 
 bool GlooCore::done(const Task& task) {
@@ -206,21 +238,31 @@ bool GlooCore::done(const Task& task) {
   return task.state_ == Task::State::kDone;
 }
 
-// A message needs no change of threads where it is the next one.
 void GlooCore::finish(const Task& task) {
+  constexpr std::chrono::milliseconds kNap(1);  // between looks at messages beside
   std::unique_lock lock(mutex_);
-  if (task.peer >= 0 && task.state_ == Task::State::kQueued && !task.lane_->busy &&
-      task.lane_->queue.front() == &task) {
-    make_front(*task.lane_, lock);
+  while (task.state_ != Task::State::kDone) {
+    lock.unlock();
+    const bool beside = progress_beside_ && progress_beside_();
+    lock.lock();
+    Lane* lane = task.lane_;
+    if (task.state_ == Task::State::kDone || lane == nullptr) continue;
+    if (beside) {
+      lane->changed.notify_one();
+      done_.wait_for(lock, kNap);
+    } else if (!lane->busy && lane->queue.front() == &task) {
+      make_front(*lane, lock);
+    } else {
+      done_.wait(lock);
+    }
   }
-  changed_.wait(lock, [&] { return task.state_ == Task::State::kDone; });
   if (task.error_) std::rethrow_exception(task.error_);
 }
 
 void GlooCore::work(Lane& lane) {
   std::unique_lock lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [&] { return !lane.busy && (stopping_ || !lane.queue.empty()); });
+    lane.changed.wait(lock, [&] { return !lane.busy && (stopping_ || !lane.queue.empty()); });
     if (lane.queue.empty()) return;
     make_front(lane, lock);
   }
@@ -246,7 +288,8 @@ void GlooCore::make_front(Lane& lane, std::unique_lock<std::mutex>& lock) {
   task->body_ = nullptr;
   task->error_ = error;
   task->state_ = Task::State::kDone;
-  changed_.notify_all();
+  done_.notify_all();
+  if (!lane.queue.empty() || stopping_) lane.changed.notify_one();
 }
 
 std::vector<std::string> GlooCore::exchange(const Task& task, GlooLink::Frame frame,
@@ -265,34 +308,35 @@ std::vector<std::string> GlooCore::exchange(const Task& task, GlooLink::Frame fr
 }
 
 // Every rank sees the same fingerprints, and so finds the same mismatch by itself.
-std::vector<Fingerprint> GlooCore::agree_on(const Task& task) {
+std::vector<Fingerprint> GlooCore::agree_on(Task& task) {
   if (!link_) return {task.call};
+  std::string own = as_bytes(task.call);
+  own += task.carried_;
+  task.said_ = exchange(task, GlooLink::Frame::kFingerprint, own);
   std::vector<Fingerprint> calls;
-  for (const auto& bytes : exchange(task, GlooLink::Frame::kFingerprint, as_bytes(task.call))) {
-    calls.push_back(from_bytes(bytes));
-  }
+  for (const std::string& bytes : task.said_) calls.push_back(from_bytes(bytes));
   session_.require_agreement(calls);
   return calls;
 }
 
-// Shows a message to those who ask what this rank waits in.
-class GlooCore::ShownMessage {
- public:
-  ShownMessage(GlooCore& core, const Task& task) : core_(core) {
-    const std::lock_guard lock(core_.mutex_);
-    at_ = core_.messages_.insert(core_.messages_.end(), {task.call, task.peer});
+const void* GlooCore::Task::carried_by(int rank, int64_t bytes) const {
+  const std::string& said = said_.at(static_cast<size_t>(rank));
+  if (said.size() != sizeof(Fingerprint) + static_cast<size_t>(bytes)) {
+    throw Error(Code::kInternal, fmt::format("{}: rank {} sent {} with its fingerprint, not {}",
+                                             describe(call), rank, said.size(), bytes));
   }
-  ~ShownMessage() {
-    const std::lock_guard lock(core_.mutex_);
-    core_.messages_.erase(at_);
-  }
-  ShownMessage(const ShownMessage&) = delete;
-  ShownMessage& operator=(const ShownMessage&) = delete;
+  return said.data() + sizeof(Fingerprint);
+}
 
- private:
-  GlooCore& core_;
-  std::list<RankActivity::Waiting>::iterator at_;
-};
+GlooCore::ShownMessage::ShownMessage(GlooCore& core, const Task& task) : core_(core) {
+  const std::lock_guard lock(core_.mutex_);
+  at_ = core_.messages_.insert(core_.messages_.end(), {task.call, task.peer});
+}
+
+GlooCore::ShownMessage::~ShownMessage() {
+  const std::lock_guard lock(core_.mutex_);
+  core_.messages_.erase(at_);
+}
 
 void GlooCore::send(const Task& task, const ConstBuffer& buffer) {
   const ShownMessage shown(*this, task);
@@ -322,9 +366,24 @@ void GlooCore::recv(const Task& task, const Buffer& buffer) {
   check(task, outcome);
 }
 
+std::unique_ptr<GlooData::Exchange> GlooCore::begin_exchange(const Task& task, uint32_t part,
+                                                             const Blocks& blocks) {
+  LockstepGlooExchange* begun = nullptr;
+  check(task, data_->run(static_cast<uint32_t>(task.call.sequence), task.deadline_ns,
+                         [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
+                           return api.begin_exchange(gloo, blocks.input, blocks.given.data(),
+                                                     blocks.output, blocks.taken.data(), part,
+                                                     &call, &begun);
+                         }));
+  return data_->own(begun);
+}
+
 void GlooCore::check(const Task& task, const GlooData::Outcome& outcome) {
-  if (outcome.status == LOCKSTEP_GLOO_OK) return;
-  if (outcome.status == LOCKSTEP_GLOO_LATE) {
+  if (outcome.status != LOCKSTEP_GLOO_OK) fail_transfer(task, outcome.text);
+}
+
+void GlooCore::fail_transfer(const Task& task, std::string_view what) {
+  if (running_ns() >= task.deadline_ns) {
     // All ranks came to a collective, and then the data did not.
     fail_late(task, task.peer < 0 ? std::vector<int>{} : std::vector<int>{task.peer});
   }
@@ -332,7 +391,7 @@ void GlooCore::check(const Task& task, const GlooData::Outcome& outcome) {
   if (trouble.kind != GlooLink::Trouble::Kind::kLate) fail(task, trouble);
   throw RankError(Code::kRankFailed, -1,
                   fmt::format("{}: a connection broke, and no rank says why: {}",
-                              describe_in(group(), task.spoken_of()), outcome.text),
+                              describe_in(group(), task.spoken_of()), what),
                   "check the network between the hosts");
 }
 
@@ -379,10 +438,13 @@ void GlooCore::shut_down() noexcept {
     if (stopping_) return;
     stopping_ = true;
     unfinished = !collectives_.queue.empty();
-    for (const auto* lanes : {&sends_, &receives_}) {
-      for (const auto& [peer, lane] : *lanes) unfinished = unfinished || !lane.queue.empty();
+    collectives_.changed.notify_one();
+    for (auto* lanes : {&sends_, &receives_}) {
+      for (auto& [peer, lane] : *lanes) {
+        unfinished = unfinished || !lane.queue.empty();
+        lane.changed.notify_one();
+      }
     }
-    changed_.notify_all();
   }
   if (unfinished) session_.abort("it destroyed its communicator with calls under way");
   collectives_.thread.join();

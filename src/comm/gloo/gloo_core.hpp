@@ -49,6 +49,32 @@ class GlooData {
     return {status, message.text};
   }
 
+  /// Blocks that are under way between this rank and its peers, beside other transfers. Destroyed
+  /// before they have moved, it leaves its buffers alone from then on.
+  class Exchange {
+   public:
+    Exchange(const LockstepGlooApi& api, LockstepGlooExchange* blocks)
+        : api_(api), blocks_(blocks) {}
+    ~Exchange() { api_.drop_exchange(blocks_); }
+    Exchange(const Exchange&) = delete;
+    Exchange& operator=(const Exchange&) = delete;
+
+   private:
+    friend class GlooData;
+    const LockstepGlooApi& api_;
+    LockstepGlooExchange* blocks_;
+  };
+  std::unique_ptr<Exchange> own(LockstepGlooExchange* blocks) {
+    return std::make_unique<Exchange>(api_, blocks);
+  }
+
+  /// Waits until the blocks have moved.
+  Outcome end(Exchange& exchange) {
+    LockstepGlooMessage message{};
+    const LockstepGlooStatus status = api_.end_exchange(exchange.blocks_, &message);
+    return {status, message.text};
+  }
+
   /// From any thread: ends all transfers here and at the peers.
   void abort() { api_.abort(context_); }
 
@@ -92,6 +118,13 @@ class GlooCore {
     const Fingerprint& spoken_of() const { return part_of_ == nullptr ? call : *part_of_; }
     int64_t waited_ns() const;
 
+    /// Before the call begins: these few bytes travel with its fingerprint.
+    void carry(const void* data, int64_t bytes) {
+      carried_ = {static_cast<const char*>(data), static_cast<size_t>(bytes)};
+    }
+    /// In its body: what came with a rank's fingerprint.
+    const void* carried_by(int rank, int64_t bytes) const;
+
     Fingerprint call;
     const int64_t begun_ns;
     const int64_t deadline_ns;
@@ -102,7 +135,10 @@ class GlooCore {
     Lane* lane_ = nullptr;  // that it is queued in
     std::shared_ptr<GlooCore> core_;
     const Fingerprint* part_of_;
+    const bool waits_at_once_;
     Body body_;
+    std::string_view carried_;
+    std::vector<std::string> said_;  // [group rank]: fingerprints, and what came with them
     enum class State { kNew, kQueued, kDone } state_ = State::kNew;  // under the core's mutex
     std::exception_ptr error_;                                       // under the core's mutex
   };
@@ -127,6 +163,22 @@ class GlooCore {
   /// order the two ranks may see differently, but only behind earlier messages of its direction.
   void begin_message(Task& task);
 
+  /// Numbers a message that moves by other means than this core.
+  void number_message(Task& task);
+
+  /// Shows a message to those who ask what this rank waits in.
+  class ShownMessage {
+   public:
+    ShownMessage(GlooCore& core, const Task& task);
+    ~ShownMessage();
+    ShownMessage(const ShownMessage&) = delete;
+    ShownMessage& operator=(const ShownMessage&) = delete;
+
+   private:
+    GlooCore& core_;
+    std::list<RankActivity::Waiting>::iterator at_;
+  };
+
   /// In the body of a message.
   void send(const Task& task, const ConstBuffer& buffer);
   void recv(const Task& task, const Buffer& buffer);
@@ -139,6 +191,37 @@ class GlooCore {
     check(task, data_->run(static_cast<uint32_t>(task.call.sequence), task.deadline_ns, move));
   }
 
+  /// What a rank gives to its peers and takes from them: [group rank], in bytes of the two buffers.
+  struct Blocks {
+    const void* input = nullptr;
+    std::vector<LockstepGlooBlock> given;
+    void* output = nullptr;
+    std::vector<LockstepGlooBlock> taken;
+  };
+
+  /// In a task's body: begins to exchange blocks, and waits for them. `part` tells those of one
+  /// task apart.
+  std::unique_ptr<GlooData::Exchange> begin_exchange(const Task& task, uint32_t part,
+                                                     const Blocks& blocks);
+  void end_exchange(const Task& task, GlooData::Exchange& exchange) {
+    check(task, data_->end(exchange));
+  }
+
+  /// In a task's body, or of a message: data that moves by other means than Gloo did not, as `what`
+  /// says. Throws the cause, as the peers tell it.
+  [[noreturn]] void fail_transfer(const Task& task, std::string_view what);
+
+  /// `action` runs in any thread when the communicator has ended, so that waits for peers beside
+  /// this core end, too.
+  void on_broken(std::function<void()> action);
+
+  /// `progress` moves messages beside this core as far as they go without waiting, and returns
+  /// whether some are left. Whoever waits for a call calls it meanwhile.
+  void while_waiting(std::function<bool()> progress) { progress_beside_ = std::move(progress); }
+
+  /// Before the first call: one small text from every rank, [group rank].
+  std::vector<std::string> introduce(std::string_view own, int64_t deadline_ns);
+
   /// In a task's body: one small text from every rank, [group rank].
   std::vector<std::string> exchange(const Task& task, GlooLink::Frame frame, std::string_view own);
 
@@ -146,20 +229,21 @@ class GlooCore {
   void shut_down() noexcept;
 
  private:
-  // Tasks that happen one after the other, and the thread that makes them. The one that waits for
-  // the first of them may make it in the thread's stead.
+  // Tasks that happen one after the other, and the thread that makes them. Whoever waits for the
+  // first of them makes it in the thread's stead: on a rank with one core, each change of threads
+  // delays the call.
   struct Lane {
     std::deque<Task*> queue;  // owned by their callers
     bool busy = false;        // the front one is being made
+    std::condition_variable changed;
     std::thread thread;
   };
 
   void push(Lane& lane, Task& task);
   void work(Lane& lane);
   void make_front(Lane& lane, std::unique_lock<std::mutex>& lock);
-  std::vector<Fingerprint> agree_on(const Task& task);
+  std::vector<Fingerprint> agree_on(Task& task);
   void check(const Task& task, const GlooData::Outcome& outcome);
-  class ShownMessage;
 
   [[noreturn]] void fail(const Task& task, const GlooLink::Trouble& trouble);
   [[noreturn]] void fail_late(const Task& task, std::vector<int> awaited);
@@ -172,9 +256,10 @@ class GlooCore {
   ControlSession session_;
   SelfMessages own_messages_;
   std::unique_ptr<GlooData> data_;  // null in a group of one
+  std::function<bool()> progress_beside_;
 
-  std::mutex mutex_;  // guards what follows
-  std::condition_variable changed_;
+  std::mutex mutex_;              // guards what follows
+  std::condition_variable done_;  // a task is
   Lane collectives_;
   std::map<int, Lane> sends_;     // [peer]
   std::map<int, Lane> receives_;  // [peer]

@@ -24,6 +24,9 @@ constexpr size_t kSecretBytes = 32;  // as hex digits
 constexpr size_t kMaxUnauthenticated = 256;
 constexpr uint32_t kHelloMagic = 0x6c736731;  // "lsg1"
 
+// Frames are sent without waiting, and must fit; a fingerprint may carry 4 KiB.
+constexpr int kSendRoom = 128 << 10;
+
 // The first bytes on every connection. The secret is the listener's, from the store.
 struct Hello {
   uint32_t magic = kHelloMagic;
@@ -87,7 +90,9 @@ class Rendezvous {
     for (int group_rank = 0; group_rank < group_.rank; ++group_rank) connect_to(group_rank);
     accept_from_above();
     for (Socket& socket : result_.sockets) {
-      if (socket) set_no_delay(socket);
+      if (!socket) continue;
+      set_no_delay(socket);
+      ::setsockopt(socket.get(), SOL_SOCKET, SO_SNDBUF, &kSendRoom, sizeof kSendRoom);
     }
     return std::move(result_);
   }
@@ -541,6 +546,7 @@ void GlooLink::read_all() {
     for (size_t i = 0; i < who.size(); ++i) {
       if (waiting[i + 1].revents != 0) read_from(*who[i]);
     }
+    if (std::exchange(has_frames_, false)) changed_.notify_all();
     if (act_at_ns_ != 0 && running_ns() >= act_at_ns_) {
       act_at_ns_ = 0;
       act_on_failure();
@@ -588,7 +594,7 @@ void GlooLink::take_frames(Peer& peer) {
     const std::lock_guard lock(mutex_);
     if (static_cast<Frame>(head.frame) == Frame::kFingerprint) ++peer.calls;
     peer.frames[head.frame].push_back(std::move(payload));
-    changed_.notify_all();
+    has_frames_ = true;
   }
 }
 

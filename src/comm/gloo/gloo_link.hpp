@@ -135,7 +135,8 @@ class GlooLink final : public ControlLink {
   std::function<void()> on_failure_;
   std::function<RankActivity()> answer_;
   Wake stop_;
-  int64_t act_at_ns_ = 0;  // of the reader: when to act on a peer that ended; 0: not at all
+  int64_t act_at_ns_ = 0;    // of the reader: when to act on a peer that ended; 0: not at all
+  bool has_frames_ = false;  // of the reader: those who wait are woken once for all that came
   std::thread reader_;
 };
 

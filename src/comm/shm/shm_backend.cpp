@@ -252,7 +252,9 @@ class ShmBackend final : public Backend {
 }  // namespace
 
 std::unique_ptr<Backend> make_shm_backend(const ShmOptions& options) {
-  return std::make_unique<ShmBackend>(rendezvous_of_processes(options));
+  ShmMembership membership = rendezvous_of_processes(options);
+  if (options.group) membership.group = *options.group;
+  return std::make_unique<ShmBackend>(std::move(membership));
 }
 
 std::vector<std::unique_ptr<Backend>> make_shm_thread_backends(int size) {

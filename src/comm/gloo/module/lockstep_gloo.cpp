@@ -236,12 +236,21 @@ struct LockstepGlooContext {
   lockstep::gloo_module::Watch watch;
 };
 
+struct LockstepGlooExchange {
+  std::shared_ptr<gloo::Context> transfer;
+  std::unique_ptr<gloo::transport::UnboundBuffer> from;
+  std::unique_ptr<gloo::transport::UnboundBuffer> to;
+  int sends = 0;
+  int receives = 0;
+};
+
 namespace lockstep::gloo_module {
 namespace {
 
 // Gloo's own algorithms use first bytes 1 to 8 of the 64-bit slot for theirs.
 constexpr uint64_t kMessageSlots = uint64_t{0x40} << 56;
 constexpr uint64_t kExchangeSlots = uint64_t{0x41} << 56;
+constexpr uint64_t kPartSlots = uint64_t{0x42} << 56;
 
 // Gloo waits five times its timeout for a connection.
 constexpr int64_t kConnectPatience = 5;
@@ -425,40 +434,68 @@ LockstepGlooStatus reduce(LockstepGlooContext* context, void* data, size_t count
 }
 
 // Every rank begins with its right neighbour, so that no rank is everybody's first.
+std::unique_ptr<LockstepGlooExchange> begin_blocks(LockstepGlooContext* context, const void* input,
+                                                   const LockstepGlooBlock* given, void* output,
+                                                   const LockstepGlooBlock* taken, uint64_t slot,
+                                                   const LockstepGlooCall& call) {
+  const int rank = context->connections->rank;
+  const int size = context->connections->size;
+  const auto end_of = [size](const LockstepGlooBlock* blocks) {
+    size_t end = 0;
+    for (int peer = 0; peer < size; ++peer) {
+      if (blocks[peer].bytes > 0) end = std::max(end, blocks[peer].offset + blocks[peer].bytes);
+    }
+    return end;
+  };
+  auto exchange = std::make_unique<LockstepGlooExchange>();
+  exchange->transfer = begin(context, call);
+  exchange->from = exchange->transfer->createUnboundBuffer(readable(input), end_of(given));
+  exchange->to = exchange->transfer->createUnboundBuffer(output, end_of(taken));
+  for (int step = 1; step < size; ++step) {
+    const int right = (rank + step) % size;
+    const int left = (rank + size - step) % size;
+    if (left != rank && taken[left].bytes > 0) {
+      exchange->to->recv(left, slot, taken[left].offset, taken[left].bytes);
+      ++exchange->receives;
+    }
+    if (right != rank && given[right].bytes > 0) {
+      exchange->from->send(right, slot, given[right].offset, given[right].bytes);
+      ++exchange->sends;
+    }
+  }
+  return exchange;
+}
+
+void end_blocks(LockstepGlooExchange& exchange) {
+  for (; exchange.receives > 0; --exchange.receives) exchange.to->waitRecv();
+  for (; exchange.sends > 0; --exchange.sends) exchange.from->waitSend();
+}
+
 LockstepGlooStatus exchange(LockstepGlooContext* context, const void* input,
                             const LockstepGlooBlock* given, void* output,
                             const LockstepGlooBlock* taken, const LockstepGlooCall* call) {
   return guarded(call->message, [&] {
-    const auto transfer = begin(context, *call);
-    const int rank = context->connections->rank;
-    const int size = context->connections->size;
-    const auto end_of = [size](const LockstepGlooBlock* blocks) {
-      size_t end = 0;
-      for (int peer = 0; peer < size; ++peer) {
-        end = std::max(end, blocks[peer].offset + blocks[peer].bytes);
-      }
-      return end;
-    };
-    const auto from = transfer->createUnboundBuffer(readable(input), end_of(given));
-    const auto to = transfer->createUnboundBuffer(output, end_of(taken));
-    const uint64_t slot = kExchangeSlots | call->tag;
-    int sends = 0;
-    int receives = 0;
-    for (int step = 1; step < size; ++step) {
-      const int right = (rank + step) % size;
-      const int left = (rank + size - step) % size;
-      if (taken[left].bytes > 0) {
-        to->recv(left, slot, taken[left].offset, taken[left].bytes);
-        ++receives;
-      }
-      if (given[right].bytes > 0) {
-        from->send(right, slot, given[right].offset, given[right].bytes);
-        ++sends;
-      }
-    }
-    for (; receives > 0; --receives) to->waitRecv();
-    for (; sends > 0; --sends) from->waitSend();
+    end_blocks(
+        *begin_blocks(context, input, given, output, taken, kExchangeSlots | call->tag, *call));
   });
+}
+
+LockstepGlooStatus begin_exchange(LockstepGlooContext* context, const void* input,
+                                  const LockstepGlooBlock* given, void* output,
+                                  const LockstepGlooBlock* taken, uint32_t part,
+                                  const LockstepGlooCall* call, LockstepGlooExchange** exchange) {
+  return guarded(call->message, [&] {
+    const uint64_t slot = kPartSlots | uint64_t{part} << 32 | call->tag;
+    *exchange = begin_blocks(context, input, given, output, taken, slot, *call).release();
+  });
+}
+
+LockstepGlooStatus end_exchange(LockstepGlooExchange* exchange, LockstepGlooMessage* message) {
+  return guarded(message, [&] { end_blocks(*exchange); });
+}
+
+void drop_exchange(LockstepGlooExchange* exchange) {
+  guarded(nullptr, [&] { delete exchange; });
 }
 
 LockstepGlooStatus send(LockstepGlooContext* context, const void* data, size_t bytes, int to,
@@ -497,8 +534,10 @@ void destroy(LockstepGlooContext* context) {
 }
 
 constexpr LockstepGlooApi kApi = {
-    LOCKSTEP_GLOO_ABI, create, address, connect, all_reduce, broadcast, all_gather, reduce,
-    exchange,          send,   recv,    abort,   destroy,    nullptr};
+    LOCKSTEP_GLOO_ABI, create,        address, connect,  all_reduce,
+    broadcast,         all_gather,    reduce,  exchange, begin_exchange,
+    end_exchange,      drop_exchange, send,    recv,     abort,
+    destroy,           nullptr};
 
 }  // namespace
 }  // namespace lockstep::gloo_module

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-enum { LOCKSTEP_GLOO_ABI = 4, LOCKSTEP_GLOO_MAX_ADDRESS = 256 };
+enum { LOCKSTEP_GLOO_ABI = 5, LOCKSTEP_GLOO_MAX_ADDRESS = 256 };
 
 typedef enum LockstepGlooStatus {
   LOCKSTEP_GLOO_OK = 0,
@@ -41,6 +41,9 @@ typedef struct LockstepGlooBlock {
   size_t offset;
   size_t bytes;
 } LockstepGlooBlock;
+
+/* Blocks that are under way between a rank and its peers. */
+typedef struct LockstepGlooExchange LockstepGlooExchange;
 
 /* Nanoseconds; called from any thread. */
 typedef int64_t (*LockstepGlooClock)(void);
@@ -84,6 +87,17 @@ typedef struct LockstepGlooApi {
   LockstepGlooStatus (*exchange)(LockstepGlooContext* context, const void* input,
                                  const LockstepGlooBlock* given, void* output,
                                  const LockstepGlooBlock* taken, const LockstepGlooCall* call);
+  /* The same in two halves, beside other transfers. `part`, below 2^24, tells the exchanges of one
+   * call apart: what a rank gives in a part, its peer takes in that part. end_exchange() waits until
+   * all blocks have moved; drop_exchange() frees what begin_exchange() made, ended or not. NULL, all
+   * three, in a module that cannot. */
+  LockstepGlooStatus (*begin_exchange)(LockstepGlooContext* context, const void* input,
+                                       const LockstepGlooBlock* given, void* output,
+                                       const LockstepGlooBlock* taken, uint32_t part,
+                                       const LockstepGlooCall* call,
+                                       LockstepGlooExchange** exchange);
+  LockstepGlooStatus (*end_exchange)(LockstepGlooExchange* exchange, LockstepGlooMessage* message);
+  void (*drop_exchange)(LockstepGlooExchange* exchange);
   LockstepGlooStatus (*send)(LockstepGlooContext* context, const void* data, size_t bytes, int to,
                              const LockstepGlooCall* call);
   LockstepGlooStatus (*recv)(LockstepGlooContext* context, void* data, size_t bytes, int from,

@@ -334,9 +334,9 @@ LockstepGlooStatus announce(void* bytes, size_t length, LockstepGlooClock clock,
   });
 }
 
-constexpr LockstepGlooApi kApi = {LOCKSTEP_GLOO_ABI, create,  address,  connect, nullptr, broadcast,
-                                  all_gather,        nullptr, exchange, send,    recv,    abort,
-                                  destroy,           announce};
+constexpr LockstepGlooApi kApi = {
+    LOCKSTEP_GLOO_ABI, create,  address, connect, nullptr, broadcast, all_gather, nullptr, exchange,
+    nullptr,           nullptr, nullptr, send,    recv,    abort,     destroy,    announce};
 
 }  // namespace
 }  // namespace lockstep::mpi_module

@@ -1,0 +1,207 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <set>
+
+#include "device/rng.hpp"
+#include "gradients/virtual_shards.hpp"
+#include "ranks/ddp_nets.hpp"
+#include "same_bits_support.hpp"
+
+// What virtual shards refuse, by name, and the options that they work with.
+
+namespace lockstep::test::same_bits_refusals_test {
+namespace {
+
+using Ddp = DistributedDataParallel<torch::nn::SequentialImpl>;
+
+Ddp small_ddp(const Communicator& comm, DdpOptions options = {}) {
+  if (options.virtual_shards == 0) options.virtual_shards = 4;
+  return Ddp(torch::nn::Sequential(torch::nn::Linear(2, 2)), comm, options);
+}
+
+torch::Tensor loss_of(Ddp& ddp, const BatchPart& part) {
+  return ddp(torch::ones({2, 2}) * static_cast<double>(part.index)).sum();
+}
+
+TEST(SameBitsRefusals, PartsThatRanksDoNotDivide) {
+  const auto outcomes = outcomes_of_ranks(
+      3, [](const Communicator& comm) { small_ddp(comm, {.virtual_shards = 8}); });
+  for (const auto& each : outcomes) {
+    EXPECT_EQ(each.code(), Code::kUsage);
+    EXPECT_NE(each.text().find("8 virtual shards cannot be divided over 3 ranks"),
+              std::string::npos)
+        << each.text();
+  }
+}
+
+TEST(SameBitsRefusals, OptionsThatDependOnRanks) {
+  const auto self = Communicator::self();
+  const auto refused = [&](const std::string& what, DdpOptions options) {
+    expect_error(Code::kUsage, {what}, [&] { small_ddp(self, options); });
+  };
+  refused("a hook", {.hook = compress_gradients(torch::kBFloat16)});
+  refused("static_graph", {.static_graph = true});
+  refused("a part cannot be computed by 0 threads", {.part_threads = 0});
+  refused("-4 virtual shards", {.virtual_shards = -4});
+  const auto module_refused = [&](const std::string& what, auto layer, DdpOptions options) {
+    options.virtual_shards = 4;
+    expect_error(Code::kUsage, {what}, [&] { Ddp(torch::nn::Sequential(layer), self, options); });
+  };
+  module_refused("is sparse", torch::nn::Embedding(torch::nn::EmbeddingOptions(4, 2).sparse(true)),
+                 {});
+  module_refused("computes over the rows of all ranks",
+                 SyncBatchNorm(torch::nn::BatchNormOptions(2), self), {});
+  module_refused("broadcast_buffers is off", torch::nn::BatchNorm1d(2),
+                 {.broadcast_buffers = false});
+}
+
+TEST(SameBitsRefusals, CallsOutsideOfParts) {
+  Ddp ddp = small_ddp(Communicator::self());
+  expect_error(Code::kSyncMisuse, {"a forward", "backward_parts()"}, [&] {
+    ddp(torch::ones({2, 2}));
+  });
+  expect_error(Code::kSyncMisuse, {"set_weight()"}, [&] { ddp.set_weight(3); });
+  expect_error(Code::kSyncMisuse, {"join()"}, [&] { join(ddp, [] {}); });
+  expect_error(Code::kSyncMisuse, {"NoSync inside backward_parts()"}, [&] {
+    ddp.backward_parts([&](const BatchPart& part) {
+      const NoSync no_sync(ddp);
+      return loss_of(ddp, part);
+    });
+  });
+  expect_error(Code::kSyncMisuse, {"backward_parts() inside backward_parts()"}, [&] {
+    ddp.backward_parts([&](const BatchPart&) {
+      return ddp.backward_parts([&](const BatchPart& part) { return loss_of(ddp, part); });
+    });
+  });
+  const torch::NoGradGuard no_grad;
+  EXPECT_EQ(ddp(torch::ones({2, 2})).size(0), 2) << "evaluation is no part of a step";
+}
+
+TEST(SameBitsRefusals, BadParts) {
+  Ddp ddp = small_ddp(Communicator::self());
+  expect_error(Code::kSplit, {"6 rows of this rank cannot be divided evenly into its 4 parts"},
+               [&] {
+                 ddp.backward_parts(
+                     torch::ones({6, 2}), torch::ones({6, 2}),
+                     [&](const auto& x, const auto& y) { return torch::mse_loss(ddp(x), y); });
+               });
+  expect_error(Code::kUsage, {"a loss that is no number"}, [&] {
+    ddp.backward_parts([&](const BatchPart&) { return ddp(torch::ones({2, 2})); });
+  });
+  expect_error(Code::kUsage, {"the weights of all parts are zero"}, [&] {
+    ddp.backward_parts([&](const BatchPart& part) {
+      ddp.set_weight(0);
+      return loss_of(ddp, part);
+    });
+  });
+  Ddp plain(torch::nn::Sequential(torch::nn::Linear(2, 2)), Communicator::self());
+  expect_error(Code::kUsage, {"without virtual shards"}, [&] {
+    plain.backward_parts([&](const BatchPart&) { return plain(torch::ones({2, 2})).sum(); });
+  });
+}
+
+TEST(SameBitsRefusals, RanksWithOtherSeeds) {
+  const auto outcomes = outcomes_of_ranks(2, [](const Communicator& comm) {
+    DeviceRng own(torch::kCPU, 0);
+    own.reseed(static_cast<uint64_t>(comm.rank()));
+    const UseRng draw_from(own);
+    Ddp ddp = small_ddp(comm);
+    ddp.backward_parts([&](const BatchPart& part) { return loss_of(ddp, part); });
+  });
+  for (const auto& each : outcomes) {
+    EXPECT_EQ(each.code(), Code::kSyncMisuse);
+    EXPECT_NE(each.text().find("have other seeds"), std::string::npos) << each.text();
+  }
+}
+
+// Which parameters a part uses may depend on the part, but not on the rank that computes it.
+TEST(SameBitsRefusals, UnusedParameters) {
+  for (const int ranks : {1, 2, 4}) {
+    run_ranks(ranks, [](const Communicator& comm) {
+      Branches net;
+      DistributedDataParallel ddp(net, comm, {.find_unused_parameters = true, .virtual_shards = 4});
+      ddp.backward_parts([&](const BatchPart& part) {
+        return ddp(value(static_cast<double>(part.index + 1)), part.index == 2, false).sum();
+      });
+      EXPECT_EQ(net->always.grad().item<double>(), 2.5);
+      EXPECT_EQ(net->left.grad().item<double>(), 0.75);
+      EXPECT_FALSE(net->right.grad().defined());
+    });
+    // A rank may learn of it from another one.
+    const auto outcomes = outcomes_of_ranks(ranks, [](const Communicator& comm) {
+      Branches net;
+      DistributedDataParallel ddp(net, comm, {.virtual_shards = 4});
+      ddp.backward_parts([&](const BatchPart& part) {
+        return ddp(value(1), /*use_left=*/part.local_index > 0, true).sum();
+      });
+    });
+    bool named = false;
+    for (const auto& each : outcomes) {
+      EXPECT_TRUE(each.failed());
+      named = named || (each.code() == Code::kUnusedParameter &&
+                        each.text().find("left") != std::string::npos);
+    }
+    EXPECT_TRUE(named) << outcomes.front().text();
+  }
+}
+
+TEST(SameBitsRefusals, AGradientThatIsNotFiniteStopsTheJob) {
+  for (const auto& each : outcomes_of_ranks(2, [](const Communicator& comm) {
+         Ddp ddp = small_ddp(comm, {.nonfinite = Nonfinite::kStop});
+         ddp.backward_parts([&](const BatchPart& part) {
+           return loss_of(ddp, part) * (part.index == 2 ? NAN : 1.0);
+         });
+       })) {
+    EXPECT_TRUE(each.failed());
+    EXPECT_NE(each.text().find("not finite"), std::string::npos) << each.text();
+  }
+}
+
+TEST(SameBitsRefusals, SeedsDependOnStepAndPart) {
+  PartSeeds seeds;
+  std::set<uint64_t> seen;
+  for (const bool continues : {false, true, true, false}) {
+    seeds.begin_step(continues);
+    for (int64_t part = 0; part < 4; ++part) seen.insert(seeds.seed_of(part));
+  }
+  EXPECT_EQ(seen.size(), 16U);
+}
+
+TEST(SameBitsSampler, AStepHasTheSameRowsOnEveryNumberOfRanks) {
+  constexpr int64_t kShards = 6;
+  using Batch = std::vector<int64_t>;
+  const auto steps_of = [](int ranks) {
+    std::vector<std::vector<Batch>> steps;  // [step][part]
+    for (int rank = 0; rank < ranks; ++rank) {
+      DistributedSampler sampler(50, ranks, rank, {.seed = 3, .virtual_shards = kShards});
+      const int64_t own = kShards / ranks;
+      for (size_t step = 0; step < 7; ++step) {  // 9 rows of each part: 2, 2, 2, 2, 1, then again
+        const Batch batch = sampler.next_batch(2 * own);
+        EXPECT_EQ(static_cast<int64_t>(batch.size()), (step == 4 ? 1 : 2) * own);
+        if (steps.size() <= step) steps.emplace_back();
+        const auto count = static_cast<ptrdiff_t>(batch.size()) / own;
+        for (int64_t part = 0; part < own; ++part) {
+          const auto first = batch.begin() + part * count;
+          steps[step].emplace_back(first, first + count);
+        }
+      }
+    }
+    return steps;
+  };
+  const auto alone = steps_of(1);
+  for (const int ranks : {2, 3, 6}) EXPECT_EQ(steps_of(ranks), alone) << ranks;
+  DistributedSampler sixth(50, 6, 1, {.seed = 3});
+  EXPECT_EQ(sixth.next_batch(2), alone[0][1]) << "part 1 has what rank 1 of 6 has";
+}
+
+TEST(SameBitsSampler, RefusesBatchesThatPartsDoNotDivide) {
+  DistributedSampler sampler(50, 2, 0, {.virtual_shards = 6});
+  expect_error(Code::kSplit, {"a batch of 4 rows", "3 virtual shards"},
+               [&] { sampler.next_batch(4); });
+  expect_error(Code::kSplit, {"6 virtual shards cannot be divided over 4 ranks"},
+               [] { DistributedSampler(50, 4, 0, {.virtual_shards = 6}); });
+}
+
+}  // namespace
+}  // namespace lockstep::test::same_bits_refusals_test
