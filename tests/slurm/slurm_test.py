@@ -107,7 +107,7 @@ class Starting(SlurmCase):
         self.assert_losses_of_one_process("srun1.json")
         program = self.succeeds("srun", "-n", "4", "-N", "2", *SHORT, "--json", "srun2.json")
         self.assert_losses_of_one_process("srun2.json")
-        self.assertIn("backend: gloo", program.out())
+        self.assertIn("backend: two_level", program.out())
         self.assertIn("of n2", program.out())
 
     def test_lockstep_run_in_salloc_and_in_a_batch_script(self):
