@@ -404,8 +404,8 @@ TEST(GpuBackendChoice, AWorldWithoutGpusRefusesTheirBackends) {
     expect_error(Code::kBackend, {backend},
                  [&] { World::from_env({.devices = "cpu:1", .backend = backend}); });
   }
-  expect_error(Code::kBackend, {"\"mpi\"", "nccl or ipc"},
-               [] { World::from_env({.devices = "cpu:1", .backend = "mpi"}); });
+  expect_error(Code::kBackend, {"\"ucc\"", "nccl or ipc"},
+               [] { World::from_env({.devices = "cpu:1", .backend = "ucc"}); });
 }
 
 TEST(Mesh, AxesAreGroupsOfTheRanksThatDifferInThemOnly) {
