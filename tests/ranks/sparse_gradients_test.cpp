@@ -217,7 +217,8 @@ TEST(LimitedEmbeddings, StayTheSameOnAllRanks) {
       (one(torch::cat(words)).square().sum() / size * -1).backward();
       one_optimizer.step();
     }
-    // All rows as they are when they are looked up. A lookup writes: the ranks' threads must not share it.
+    // All rows as they are when they are looked up. A lookup writes, so the ranks' threads must not
+    // share one.
     const auto all = torch::arange(6, torch::kInt64);
     const auto expected = one(all).detach();
     run_ranks(size, [&](const Communicator& comm) {
