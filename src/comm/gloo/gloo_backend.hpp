@@ -48,8 +48,9 @@ class GlooBackend : public Backend {
   using Task = GlooCore::Task;
   using Calls = std::span<const Fingerprint>;  // [group rank]
 
-  // How data moves. They run in a thread of the core, or in the one that waits, one at a time.
-  virtual void move_all_reduce(const Task& task, const Buffer& buffer, ReduceOp op, Calls calls);
+  // How data moves. They run in a thread of the core, or in the one that waits, one at a time. An
+  // all_reduce may do something while the ranks compare their calls, before it moves anything.
+  virtual GlooCore::Body prepare_all_reduce(const Task& task, const Buffer& buffer, ReduceOp op);
   virtual void move_broadcast(const Task& task, const Buffer& buffer, int root);
   virtual void move_reduce(const Task& task, const Buffer& buffer, int root, ReduceOp op,
                            Calls calls);
@@ -81,6 +82,7 @@ class GlooBackend : public Backend {
   /// bytes of `carried`, if any, travel with the fingerprint.
   std::unique_ptr<Work> begin(const Fingerprint& what, const CallContext& context,
                               GlooCore::Body body, const ConstBuffer& carried = {});
+  void move_all_reduce(const Task& task, const Buffer& buffer, ReduceOp op, Calls calls);
   bool can_carry(int64_t bytes) const;
   void reduce_carried(const Task& task, const Buffer& output, ReduceOp op, Calls calls) const;
   std::unique_ptr<Work> begin_message(int peer, const Fingerprint& what, const CallContext& context,
