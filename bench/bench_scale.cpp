@@ -261,8 +261,9 @@ int body(int argc, char** argv) {
   if (what == "rank" && count > 0) return rank(count, ranks_of_host);
   if (what == "store" && count > 0) return store(count);
   if (what == "hosts" && count > 1) return hosts(count);
-  throw Error(Code::kUsage, "nothing to measure",
-              "bench_scale rank CALLS [RANKS], bench_scale store CLIENTS, or bench_scale hosts HOSTS");
+  throw Error(
+      Code::kUsage, "nothing to measure",
+      "bench_scale rank CALLS [RANKS], bench_scale store CLIENTS, or bench_scale hosts HOSTS");
 }
 
 }  // namespace

@@ -55,7 +55,7 @@ constexpr uint8_t kWhole = 0;
 
 constexpr size_t kMostBytes = sizeof(PacketHead) + (64 << 10);
 constexpr int64_t kEthernetBytes = 14;
-constexpr int64_t kHeaderBytes = 52;        // IPv4, and TCP with timestamps
+constexpr int64_t kHeaderBytes = 52;       // IPv4, and TCP with timestamps
 constexpr int64_t kQueueBytes = 32 << 20;  // that may wait for a host's link; more is lost
 constexpr int kBatch = 8;                  // packets that are read before others are delivered
 

@@ -227,7 +227,7 @@ class TwoLevelMoves::AllReduce {
   std::vector<Chunk> chunks_;  // those under way, by their number
 };
 
-GlooCore::Body TwoLevelMoves::all_reduce(const Task& task, const Buffer& buffer, ReduceOp op) {
+NetworkCore::Body TwoLevelMoves::all_reduce(const Task& task, const Buffer& buffer, ReduceOp op) {
   if (buffer.count == 0) return [](const Task&, Calls) {};
   auto work = std::make_shared<AllReduce>(*this, task, buffer);
   return [this, op, work = std::move(work)](const Task&, Calls calls) {
