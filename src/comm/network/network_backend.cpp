@@ -148,7 +148,8 @@ std::unique_ptr<Backend::Work> NetworkBackend::all_reduce(const Buffer& buffer, 
   return work;
 }
 
-NetworkCore::Body GlooBackend::prepare_all_reduce(const Task&, const Buffer& buffer, ReduceOp op) {
+NetworkCore::Body NetworkBackend::prepare_all_reduce(const Task&, const Buffer& buffer,
+                                                     ReduceOp op) {
   return [this, buffer, op](const Task& task, Calls calls) {
     move_all_reduce(task, buffer, op, calls);
   };
