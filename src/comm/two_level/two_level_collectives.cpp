@@ -18,7 +18,7 @@ constexpr int64_t kLeaderBytes = 16 << 10;
 // small enough that the first chunk is on the link soon.
 constexpr int64_t kChunks = 16;
 constexpr int64_t kSmallestChunk = 256 << 10;
-constexpr int64_t kLargestChunk = 4 << 20;
+constexpr int64_t kLargestChunk = 2 << 20;
 
 // Bytes that may be on the link at a time: 10 Gbit/s times 5 ms there and back are 12.5 MB.
 constexpr int64_t kWindowBytes = 32 << 20;
