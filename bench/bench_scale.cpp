@@ -81,7 +81,7 @@ Joined join(const RankEnvironment& environment, int ranks_of_host) {
       make_two_level_backend({.network = {.store = connect_store(address, in_seconds(120)),
                                           .rank = environment.rank,
                                           .size = environment.world_size,
-                                          .address = kLoopback,
+                                          .address = fmt::format("127.0.1.{}", host + 1),
                                           .deadline_ns = in_seconds(120)},
                               .host = fmt::format("host {}", host)});
   return joined;

@@ -16,11 +16,13 @@ RANKS = 2  # of each host
 TIMEOUT_S = 5
 LAUNCHED = ("two_level", "gloo")  # backends under `lockstep run`
 PROGRAM = ["--batch", "12", "--dim", "16", "--hidden", "256", "--seed", "3"]  # gradients of 290 KiB
-# Without a terminal or ssh: mpirun starts its daemons on other hosts with this.
+# What mpirun starts its daemons on other hosts with, in place of ssh. A host is named as its namespace is.
 AGENT = """#!/bin/sh
-host=$1; shift
-exec ip netns exec "$(sed -n "s/^$host //p" "$0.hosts")" unshare --uts sh -c "hostname host-$host; $*"
+name=$(sed -n "s/^$1 //p" "$0.hosts"); shift
+exec ip netns exec "$name" unshare --uts sh -c "hostname $name; $*"
 """
+# Without it mpirun waits for minutes for a host that is gone.
+KEEPALIVE = {"oob_tcp_keepalive_time": 2, "oob_tcp_keepalive_intvl": 1, "oob_tcp_keepalive_probes": 3}
 
 
 class TwoHostJob:
@@ -54,9 +56,10 @@ class TwoHostJob:
             file.write(AGENT)
         os.chmod(agent, 0o700)
         network = addresses[0].rpartition(".")[0] + ".0/24"
-        return ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', f"host-{addresses[0]}", "mpirun", "--host",
-                ",".join(f"{address}:{RANKS}" for address in addresses), "--bind-to", "none", "--mca", "plm_rsh_agent",
-                agent, "--mca", "btl_tcp_if_include", network, "--mca", "oob_tcp_if_include", network]
+        settings = {"plm_rsh_agent": agent, "btl_tcp_if_include": network, "oob_tcp_if_include": network, **KEEPALIVE}
+        return ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', hosts.names[0], "mpirun", "--host",
+                ",".join(f"{address}:{RANKS}" for address in addresses), "--bind-to", "none",
+                *[word for name, value in settings.items() for word in ("--mca", name, str(value))]]
 
     def __enter__(self):
         return self
@@ -80,7 +83,7 @@ class TwoHostJob:
     def words(self):
         return "\n".join(job.output + job.errors for job in self.jobs)
 
-    def expect_end(self, found, begin, most_s, pattern, what):
+    def expect_end(self, found, begin, most_s, pattern, what, host_died=False):
         """All of it ends in time with an error that matches, on at least one host. Returns the seconds of the slowest."""
         ends = []
         for job in self.jobs:
@@ -88,6 +91,8 @@ class TwoHostJob:
             found.check(ends[-1] is not None and ends[-1] < most_s, f"{what}: ended after {ends[-1]} s: {job.errors[-800:]}")
             found.check(job.process.poll() not in (0, None), f"{what}: exit code {job.process.poll()}")
         found.check(re.search(pattern, self.words), f"{what}: {pattern} is not said: {self.words[-1500:]}")
+        if host_died:  # its files would be gone with it, but here hosts share them
+            remove_files(self.jobs)
         for job in self.jobs:
             found.check_nothing_left(job)
         found.repetitions += 1
@@ -160,9 +165,10 @@ def lost_hosts(bench, found):
                     begin = time.monotonic()
                     if fault == "dying host":
                         kill_host(hosts, job)
-                    named = r"host \S+ \(node [01]\)|rank [0-3]\b|10\.77\.14\.[12]|host-"
+                    named = r"host \S+ \(node [01]\) was lost|ranks? [0-3](, \d)* .*(absent|did not come|ended|failed)"
                     found.check(len(ranks) == 2 * RANKS, f"{backend}: ranks {ranks}")
-                    ends[fault] = job.expect_end(found, begin, TIMEOUT_S + 15, named, f"{backend}, {fault}")
+                    ends[fault] = job.expect_end(found, begin, TIMEOUT_S + 15, named, f"{backend}, {fault}",
+                                                 fault == "dying host")
         if isinstance(ends, NotRun):
             figures.append(f"{backend} not run: {ends}")
             continue
@@ -170,6 +176,14 @@ def lost_hosts(bench, found):
         found.numbers[backend] = ends
     found.figures = [*figures, f"deadlines {TIMEOUT_S} s"]
     bench.leave_out_peers(found, "row 12")
+
+
+def remove_files(of_jobs):
+    for name in os.listdir(jobs.SHM):
+        os.unlink(os.path.join(jobs.SHM, name))
+    for job in of_jobs:
+        for name in os.listdir(job.temporary):
+            shutil.rmtree(os.path.join(job.temporary, name), ignore_errors=True)
 
 
 def kill_host(hosts, job):
