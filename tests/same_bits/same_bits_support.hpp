@@ -89,6 +89,18 @@ struct Trained {
       tensors.emplace_back(each.key(), each.value().detach().clone());
     }
   }
+
+  /// Adds what `whole`, a run without a break, found before this one began.
+  void continues(const Trained& whole) {
+    losses.insert(losses.begin(), whole.losses.begin(),
+                  whole.losses.end() - static_cast<ptrdiff_t>(losses.size()));
+    skipped = whole.skipped;
+  }
+
+  /// A pipeline rank without the last stage is told the loss in float32.
+  void round_losses_to_float() {
+    for (double& loss : losses) loss = static_cast<float>(loss);
+  }
 };
 
 inline void expect_same_run(const Trained& actual, const Trained& expected,
