@@ -33,9 +33,9 @@ struct HybridPlan {
   std::vector<lockstep::MeshAxis> axes() const;
 };
 
-/// --stages, --micro-batches, --schedule, --place, --tensor-parallel and --cut for the ranks of this
-/// job; --virtual-shards decides the micro-batches. What does not fit is an Error, before anything
-/// is started.
+/// --stages, --micro-batches, --schedule, --place, --tensor-parallel and --cut for the ranks of
+/// this job; --virtual-shards decides the micro-batches. What does not fit is an Error, before
+/// anything is started.
 HybridPlan plan_hybrid(Options& options);
 
 /// What one row of a batch is at a layer, in bytes.

@@ -465,8 +465,7 @@ std::map<std::string, std::string> Options::as_text() const {
                  {"nonfinite", nonfinite}});
   }
   if (has_ranks && !has_pipeline) {
-    text.insert({{"check-replicas", std::to_string(check_replicas)},
-                 {"compress", compress}});
+    text.insert({{"check-replicas", std::to_string(check_replicas)}, {"compress", compress}});
   }
   if (has_ranks) text.insert({"virtual-shards", std::to_string(virtual_shards)});
   const auto yes_no = [](bool flag) { return flag ? "yes" : "no"; };

@@ -20,7 +20,7 @@ struct Layout {
   int64_t micro_batches = 0;    // of the pipeline; 0: two for each stage
   int64_t tensor_parallel = 1;  // ranks that share each matrix
   bool sequence_parallel = false;
-  int64_t shard = 0;  // ZeRO's stage over the data ranks; 0: DDP
+  int64_t shard = 0;           // ZeRO's stage over the data ranks; 0: DDP
   int64_t virtual_shards = 0;  // parts of a batch whose bits depend on no number of data ranks
 };
 

@@ -68,9 +68,10 @@ struct PipelineOptions {
 
   Nonfinite nonfinite = Nonfinite::kWarn;  ///< in gradients that `data` averages
 
-  /// As DdpOptions::virtual_shards and part_threads. Every micro-batch is a part: this is the number
-  /// of micro-batches times that of the ranks of `data`. Weights are the same bits then for every
-  /// number of data ranks, and step() returns the loss over all of them: see docs/same_bits.md.
+  /// As DdpOptions::virtual_shards and part_threads. Every micro-batch is a part: this is the
+  /// number of micro-batches times that of the ranks of `data`. Weights are the same bits then for
+  /// every number of data ranks, and step() returns the loss over all of them: see
+  /// docs/same_bits.md.
   int64_t virtual_shards = 0;
   int part_threads = 1;
 };

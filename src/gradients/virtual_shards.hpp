@@ -125,7 +125,7 @@ class VirtualShards {
   /// Exchanges the weights and losses of this rank's parts, and the rows that each of them has (0:
   /// unknown). Refuses ranks with other seeds, and with other rows. Collective.
   static Sums exchange(const PartTree& tree, const Communicator& comm, int64_t rows,
-                        const std::vector<double>& weights, const std::vector<double>& losses);
+                       const std::vector<double>& weights, const std::vector<double>& losses);
 
   /// Refuses what happens outside step(), where sums would depend on the number of ranks.
   void require_inside(const std::string& what) const;

@@ -163,9 +163,8 @@ MicroBatchFacts PipelineRank::facts_of(const Action& action, const StepPlan& pla
 torch::Tensor PipelineRank::compute(const Action& action, const StepPlan& plan,
                                     const torch::Tensor& input) {
   auto& [stage, sync] = at(action.stage);
-  const bool computes_forward =
-      action.kind == ActionKind::kForward ||
-      (stage.recomputes() && action.kind != ActionKind::kBackwardWeight);
+  const bool computes_forward = action.kind == ActionKind::kForward ||
+                                (stage.recomputes() && action.kind != ActionKind::kBackwardWeight);
   if (sync && computes_forward) sync->begin_forward();
   switch (action.kind) {
     case ActionKind::kForward: {

@@ -101,9 +101,8 @@ Finding scan_parts(const OptimizerGradients& gradients, const ModelParallelGroup
   for (const auto& part : parts) {
     Finding found = scan(part, /*squares=*/true);
     found.bring_to_host();
-    squares.push_back(model.same_bits()
-                          ? exact_squares(part.gradients, torch::kCPU)
-                          : torch::full({}, found.sum_of_squares, torch::kDouble));
+    squares.push_back(model.same_bits() ? exact_squares(part.gradients, torch::kCPU)
+                                        : torch::full({}, found.sum_of_squares, torch::kDouble));
     if (found.first >= 0)
       all.first = all.first < 0 ? found.first : std::min(all.first, found.first);
   }

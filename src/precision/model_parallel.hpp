@@ -32,8 +32,8 @@ void note_pipeline_stage(const torch::Tensor& parameter,
 /// whole model counts it there.
 void note_copy(const torch::Tensor& parameter);
 
-/// Notes that this parameter is trained with virtual shards: its norm must be the same bits whatever
-/// ranks hold parts of the model.
+/// Notes that this parameter is trained with virtual shards: its norm must be the same bits
+/// whatever ranks hold parts of the model.
 void note_same_bits(const torch::Tensor& parameter);
 
 /// The ranks that hold the other parts of the model that an optimizer updates. They must agree on

@@ -191,8 +191,8 @@ TEST(SameBitsShardedRefusals, WhatDependsOnRanks) {
     expect_error(Code::kUsage, {"FullyShardedDataParallel with virtual_shards", what},
                  [&] { Fsdp(torch::nn::Sequential(layer), self, options); });
   };
-  refused("computes over the rows of all ranks", SyncBatchNorm(torch::nn::BatchNormOptions(2), self),
-          {});
+  refused("computes over the rows of all ranks",
+          SyncBatchNorm(torch::nn::BatchNormOptions(2), self), {});
   refused("broadcast_buffers is off", torch::nn::BatchNorm1d(2), {.broadcast_buffers = false});
   expect_error(Code::kUsage, {"a part cannot be computed by 0 threads"}, [&] {
     Fsdp(torch::nn::Sequential(torch::nn::Linear(2, 2)), self,
@@ -219,9 +219,8 @@ TEST(SameBitsShardedRefusals, CallsOutsideOfParts) {
                  });
                });
   Fsdp plain(torch::nn::Sequential(torch::nn::Linear(2, 2)), Communicator::self());
-  expect_error(Code::kUsage, {"without virtual shards"}, [&] {
-    plain.backward_parts([&](const BatchPart&) { return plain(x).sum(); });
-  });
+  expect_error(Code::kUsage, {"without virtual shards"},
+               [&] { plain.backward_parts([&](const BatchPart&) { return plain(x).sum(); }); });
   const torch::NoGradGuard no_grad;
   EXPECT_EQ(fsdp(x).size(0), 6) << "evaluation is no part of a step";
 }
@@ -238,8 +237,8 @@ TEST(SameBitsShardedRefusals, UnusedParameters) {
       const auto expect_gradient = [&](const torch::Tensor& parameter, std::optional<double> sum) {
         const auto shard = fsdp.sharded().shard_of(parameter);
         if (shard.numel() == 0) return;
-        EXPECT_EQ(shard.grad().defined(), sum.has_value());
-        if (sum) EXPECT_EQ(shard.grad().item<double>(), *sum);
+        ASSERT_EQ(shard.grad().defined(), sum.has_value());
+        EXPECT_TRUE(!sum || shard.grad().item<double>() == *sum);
       };
       expect_gradient(net->always, 2.5);
       expect_gradient(net->left, 0.75);
@@ -296,7 +295,9 @@ TEST(SameBitsPipelineRefusals, Batches) {
   const Devices devices("cpu:2");
   const auto pipeline = small_pipeline(devices, {.virtual_shards = 2});
   expect_error(Code::kSplit, {"5 rows of this rank cannot be divided evenly into its 2 parts of 2"},
-               [&] { pipeline->step(torch::ones({5, 2}), torch::ones({5, 2})); });
+               [&] {
+                 pipeline->step(torch::ones({5, 2}), torch::ones({5, 2}));
+               });
   expect_error(Code::kUsage, {"rows that require a gradient"}, [&] {
     pipeline->step(torch::ones({4, 2}).requires_grad_(), torch::ones({4, 2}));
   });
