@@ -20,7 +20,7 @@
 
 #include "base/json_text.hpp"
 #include "cli/nvml.hpp"
-#include "comm/gloo/gloo_loader.hpp"
+#include "comm/network/transport_loader.hpp"
 #include "lockstep/detail/board.hpp"
 #include "lockstep/device_plan.hpp"
 #include "lockstep/error.hpp"

@@ -17,7 +17,7 @@
 #include "base/running_clock.hpp"
 #include "base/stack.hpp"
 #include "comm/backend.hpp"
-#include "comm/gloo/gloo_loader.hpp"
+#include "comm/network/transport_loader.hpp"
 #include "comm/two_level/host_map.hpp"
 #include "lockstep/detail/board.hpp"
 #include "lockstep/error.hpp"
@@ -146,7 +146,7 @@ void WorldStore::announce_by_mpi(RankEnvironment& environment, int64_t deadline_
     char token[256] = {};
     int32_t port = 0;
   } announced;
-  const LockstepGlooApi& mpi = load_transport(TransportModule::kMpi);
+  const LockstepTransportApi& mpi = load_transport(TransportModule::kMpi);
   if (environment.rank == 0) {
     host_address().copy(announced.host, sizeof announced.host - 1);
     const std::string token =
@@ -156,9 +156,9 @@ void WorldStore::announce_by_mpi(RankEnvironment& environment, int64_t deadline_
     announced.port = server_->port();
     token.copy(announced.token, sizeof announced.token - 1);
   }
-  LockstepGlooMessage message{};
+  LockstepTransportMessage message{};
   if (mpi.announce(&announced, sizeof announced, running_ns, deadline_ns, &message) !=
-      LOCKSTEP_GLOO_OK) {
+      LOCKSTEP_TRANSPORT_OK) {
     throw Error(Code::kRendezvous, fmt::format("MPI did not connect the ranks: {}", message.text),
                 "see whether all ranks were started, and what mpirun says");
   }

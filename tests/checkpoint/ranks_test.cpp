@@ -9,7 +9,7 @@
 #include <thread>
 
 #include "checkpoint/reader.hpp"
-#include "comm/gloo/gloo_loader.hpp"
+#include "comm/network/transport_loader.hpp"
 #include "fault_files.hpp"
 #include "ranks/gloo_threads.hpp"
 #include "ranks/rank_threads.hpp"

@@ -1,5 +1,5 @@
 #include "backend_world.hpp"
-#include "comm/gloo/gloo_loader.hpp"
+#include "comm/network/transport_loader.hpp"
 
 // The suite of the host's backends.
 

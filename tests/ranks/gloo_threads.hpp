@@ -8,7 +8,7 @@
 #include <thread>
 #include <vector>
 
-#include "comm/gloo/gloo_loader.hpp"
+#include "comm/network/transport_loader.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/communicator.hpp"
 #include "net/store.hpp"

@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "comm/arguments.hpp"
-#include "comm/gloo/gloo_backend.hpp"
+#include "comm/network/network_backend.hpp"
 #include "comm/shm/shm_control.hpp"
 #include "comm/two_level/host_map.hpp"
 #include "comm/two_level/two_level_moves.hpp"
@@ -19,12 +19,12 @@ namespace {
 
 /// Ranks of several hosts: the control plane is that of Gloo, between all ranks, and data moves
 /// through shared memory inside a host. See Note [Two levels].
-class TwoLevelBackend final : public GlooBackend {
+class TwoLevelBackend final : public NetworkBackend {
  public:
   TwoLevelBackend(std::shared_ptr<Store> store, Group group, std::string address,
                   int64_t deadline_ns)
-      : GlooBackend(TransportModule::kGloo, std::move(store), std::move(group), std::move(address),
-                    deadline_ns) {}
+      : NetworkBackend(TransportModule::kGloo, std::move(store), std::move(group),
+                       std::move(address), deadline_ns) {}
   ~TwoLevelBackend() override { core().shut_down(); }
   TwoLevelBackend(const TwoLevelBackend&) = delete;
   TwoLevelBackend& operator=(const TwoLevelBackend&) = delete;
@@ -42,16 +42,16 @@ class TwoLevelBackend final : public GlooBackend {
 
  protected:
   void move_all_reduce(const Task& task, const Buffer& buffer, ReduceOp op, Calls calls) override {
-    if (!moves_) return GlooBackend::move_all_reduce(task, buffer, op, calls);
+    if (!moves_) return NetworkBackend::move_all_reduce(task, buffer, op, calls);
     moves_->all_reduce(task, buffer, op, calls);
   }
   void move_broadcast(const Task& task, const Buffer& buffer, int root) override {
-    if (!moves_) return GlooBackend::move_broadcast(task, buffer, root);
+    if (!moves_) return NetworkBackend::move_broadcast(task, buffer, root);
     moves_->broadcast(task, buffer, root);
   }
   void move_reduce(const Task& task, const Buffer& buffer, int root, ReduceOp op,
                    Calls calls) override {
-    if (!moves_) return GlooBackend::move_reduce(task, buffer, root, op, calls);
+    if (!moves_) return NetworkBackend::move_reduce(task, buffer, root, op, calls);
     moves_->reduce(task, buffer, root, op, calls);
   }
   void move_reduce_scatter(const Task& task, const ConstBuffer& input, const Buffer& output,
@@ -61,7 +61,7 @@ class TwoLevelBackend final : public GlooBackend {
                    const BlockExchange& blocks) override;
   void add_carried(std::span<const void* const> inputs, const Buffer& output, ReduceOp op,
                    Calls calls) const override {
-    if (!moves_) return GlooBackend::add_carried(inputs, output, op, calls);
+    if (!moves_) return NetworkBackend::add_carried(inputs, output, op, calls);
     moves_->add(inputs, output, op, calls);
   }
   std::unique_ptr<Backend> make_part(const Task& task, const Part& part) override;
@@ -89,7 +89,7 @@ class TwoLevelBackend::LocalMessage final : public Backend::Work {
  public:
   /// `neighbours`: the group ranks of this host.
   using List = std::list<LocalMessage*>;
-  LocalMessage(std::shared_ptr<GlooCore> core, std::shared_ptr<List> under_way,
+  LocalMessage(std::shared_ptr<NetworkCore> core, std::shared_ptr<List> under_way,
                std::vector<int> neighbours, const Fingerprint& what, int peer,
                const CallContext& context)
       : core_(std::move(core)),
@@ -178,12 +178,12 @@ class TwoLevelBackend::LocalMessage final : public Backend::Work {
     throw_mismatch(core_->group(), record.fingerprints, ranks);
   }
 
-  std::shared_ptr<GlooCore> core_;
+  std::shared_ptr<NetworkCore> core_;
   std::shared_ptr<List> under_way_;
   const std::vector<int> neighbours_;  // [local rank]
-  GlooCore::Task task_;
+  NetworkCore::Task task_;
   std::unique_ptr<Backend::Work> inner_;
-  std::optional<GlooCore::ShownMessage> shown_;  // from the first wait on
+  std::optional<NetworkCore::ShownMessage> shown_;  // from the first wait on
   bool begun_ = false;
   bool done_ = false;
 };
@@ -256,7 +256,7 @@ std::unique_ptr<Backend::Work> TwoLevelBackend::send(const ConstBuffer& buffer, 
                                                      const CallContext& context) {
   check_message(group(), buffer.count, to);
   const auto peer = neighbour(to);
-  if (!peer) return GlooBackend::send(buffer, to, tag, context);
+  if (!peer) return NetworkBackend::send(buffer, to, tag, context);
   core().session().throw_if_broken();
   auto message = std::make_unique<LocalMessage>(
       shared_core(), under_way_, hosts_->members(hosts_->host()),
@@ -270,7 +270,7 @@ std::unique_ptr<Backend::Work> TwoLevelBackend::recv(const Buffer& buffer, int f
                                                      const CallContext& context) {
   check_message(group(), buffer.count, from);
   const auto peer = neighbour(from);
-  if (!peer) return GlooBackend::recv(buffer, from, tag, context);
+  if (!peer) return NetworkBackend::recv(buffer, from, tag, context);
   core().session().throw_if_broken();
   const ConstBuffer expected{buffer.data, buffer.count, buffer.dtype};
   auto message = std::make_unique<LocalMessage>(
@@ -283,20 +283,20 @@ std::unique_ptr<Backend::Work> TwoLevelBackend::recv(const Buffer& buffer, int f
 
 void TwoLevelBackend::move_reduce_scatter(const Task& task, const ConstBuffer& input,
                                           const Buffer& output, ReduceOp op, Calls calls) {
-  if (!has_regions()) return GlooBackend::move_reduce_scatter(task, input, output, op, calls);
+  if (!has_regions()) return NetworkBackend::move_reduce_scatter(task, input, output, op, calls);
   moves_->reduce_scatter(task, input, output, op, calls);
 }
 
 void TwoLevelBackend::move_all_gather(const Task& task, const ConstBuffer& input,
                                       const Buffer& output) {
-  if (!has_regions()) return GlooBackend::move_all_gather(task, input, output);
+  if (!has_regions()) return NetworkBackend::move_all_gather(task, input, output);
   moves_->all_gather(task, input, output,
                      std::vector<int64_t>(static_cast<size_t>(size()), input.count));
 }
 
 void TwoLevelBackend::move_blocks(const Task& task, const ConstBuffer& input, const Buffer& output,
                                   const BlockExchange& blocks) {
-  if (!has_regions()) return GlooBackend::move_blocks(task, input, output, blocks);
+  if (!has_regions()) return NetworkBackend::move_blocks(task, input, output, blocks);
   if (blocks.same_for_all()) return moves_->all_gather(task, input, output, blocks.taken);
   moves_->exchange(task, input, output, blocks);
 }
@@ -313,7 +313,7 @@ std::unique_ptr<Backend> TwoLevelBackend::make_part(const Task& task, const Part
     });
   }
   if (hosts.hosts() == 1 && inside) return inside;
-  if (hosts.largest() == 1) return GlooBackend::make_part(task, part);
+  if (hosts.largest() == 1) return NetworkBackend::make_part(task, part);
   if (hosts.local_size() == 1) inside.reset();
   auto made =
       std::make_unique<TwoLevelBackend>(part.store, part.group, address(), task.deadline_ns);
@@ -322,7 +322,7 @@ std::unique_ptr<Backend> TwoLevelBackend::make_part(const Task& task, const Part
 }
 
 std::shared_ptr<RegisteredMemory> TwoLevelBackend::make_memory(const Task& task, int64_t bytes) {
-  if (!inside_) return GlooBackend::make_memory(task, bytes);
+  if (!inside_) return NetworkBackend::make_memory(task, bytes);
   std::shared_ptr<RegisteredMemory> memory;
   moves_->call_inside(
       task, [&](const CallContext& context) { memory = inside_->allocate(bytes, context); });

@@ -57,7 +57,7 @@ TwoLevelMoves::LinkBlocks::LinkBlocks(int ranks, int64_t element_bytes)
   blocks.taken.resize(static_cast<size_t>(ranks));
 }
 
-LockstepGlooBlock TwoLevelMoves::LinkBlocks::block(int64_t offset, int64_t count) const {
+LockstepTransportBlock TwoLevelMoves::LinkBlocks::block(int64_t offset, int64_t count) const {
   return {static_cast<size_t>(offset * element_bytes_),
           static_cast<size_t>(count * element_bytes_)};
 }

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "comm/backend.hpp"
-#include "comm/gloo/gloo_core.hpp"
+#include "comm/network/network_core.hpp"
 #include "comm/two_level/host_map.hpp"
 
 namespace lockstep {
@@ -79,10 +79,10 @@ struct SliceOwners {
 /// host, by local rank; null: there is one. Functions are called one at a time, in a task's body.
 class TwoLevelMoves {
  public:
-  using Task = GlooCore::Task;
+  using Task = NetworkCore::Task;
   using Calls = std::span<const Fingerprint>;
 
-  TwoLevelMoves(GlooCore& core, const HostMap& hosts, Backend* inside)
+  TwoLevelMoves(NetworkCore& core, const HostMap& hosts, Backend* inside)
       : core_(core), hosts_(hosts), inside_(inside) {}
 
   void all_reduce(const Task& task, const Buffer& buffer, ReduceOp op, Calls calls);
@@ -109,7 +109,7 @@ class TwoLevelMoves {
 
  private:
   class AllReduce;
-  using OnLink = std::unique_ptr<GlooData::Exchange>;
+  using OnLink = std::unique_ptr<TransportData::Exchange>;
 
   // Blocks between this rank and those of other hosts, in elements of two buffers.
   class LinkBlocks {
@@ -117,11 +117,11 @@ class TwoLevelMoves {
     LinkBlocks(int ranks, int64_t element_bytes);
     void give(int rank, int64_t offset, int64_t count);
     void take(int rank, int64_t offset, int64_t count);
-    GlooCore::Blocks blocks;
+    NetworkCore::Blocks blocks;
     bool empty = true;
 
    private:
-    LockstepGlooBlock block(int64_t offset, int64_t count) const;
+    LockstepTransportBlock block(int64_t offset, int64_t count) const;
     int64_t element_bytes_;
   };
   LinkBlocks link_blocks(Dtype dtype) const;
@@ -142,7 +142,7 @@ class TwoLevelMoves {
   int64_t other(int host) const { return host < hosts_.host() ? host : host - 1; }
   std::byte* scratch(size_t slot, int64_t bytes);
 
-  GlooCore& core_;
+  NetworkCore& core_;
   const HostMap& hosts_;
   Backend* inside_;
   std::vector<std::vector<std::byte>> scratch_;  // kept between calls

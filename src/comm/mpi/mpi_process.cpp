@@ -1,4 +1,4 @@
-#include "mpi_process.hpp"
+#include "comm/mpi/mpi_process.hpp"
 
 #include <pthread.h>
 #include <signal.h>

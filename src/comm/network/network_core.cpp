@@ -7,15 +7,15 @@
 #include "base/process.hpp"
 #include "base/running_clock.hpp"
 #include "comm/arguments.hpp"
-#include "comm/gloo/gloo_core.hpp"
-#include "comm/gloo/gloo_link.hpp"
+#include "comm/network/network_core.hpp"
+#include "comm/network/tcp_control.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
 
 namespace {
 
-// Gloo connects after the rendezvous: what takes longer than this will not come.
+// The module connects after the rendezvous: what takes longer than this will not come.
 constexpr int64_t kConnectTimeoutMs = 30'000;
 
 constexpr const char* kHelp =
@@ -40,11 +40,11 @@ constexpr const char* kHelp =
 }
 
 // While ranks find each other: the next note of each of these.
-std::vector<std::string> take_notes(const Group& group, GlooLink& link, std::span<const int> peers,
-                                    int64_t deadline_ns) {
-  auto gathered = link.gather(GlooLink::Frame::kNote, peers, deadline_ns);
-  if (const auto* trouble = std::get_if<GlooLink::Trouble>(&gathered)) {
-    const bool late = trouble->kind == GlooLink::Trouble::Kind::kLate;
+std::vector<std::string> take_notes(const Group& group, TcpControl& link,
+                                    std::span<const int> peers, int64_t deadline_ns) {
+  auto gathered = link.gather(TcpControl::Frame::kNote, peers, deadline_ns);
+  if (const auto* trouble = std::get_if<TcpControl::Trouble>(&gathered)) {
+    const bool late = trouble->kind == TcpControl::Trouble::Kind::kLate;
     fail_rank(group, late ? trouble->missing.front() : trouble->rank,
               late ? "did not come in time" : "ended");
   }
@@ -53,13 +53,13 @@ std::vector<std::string> take_notes(const Group& group, GlooLink& link, std::spa
 
 }  // namespace
 
-GlooData::GlooData(TransportModule module, const Group& group, const std::string& address,
-                   GlooLink& link, int64_t deadline_ns)
+TransportData::TransportData(TransportModule module, const Group& group, const std::string& address,
+                             TcpControl& link, int64_t deadline_ns)
     : api_(load_transport(module)) {
   const int64_t left_ms = std::max<int64_t>((deadline_ns - running_ns()) / 1'000'000, 1);
-  LockstepGlooMessage message{};
+  LockstepTransportMessage message{};
   if (api_.create(group.rank, group.size(), address.c_str(), std::min(left_ms, kConnectTimeoutMs),
-                  running_ns, &context_, &message) != LOCKSTEP_GLOO_OK) {
+                  running_ns, &context_, &message) != LOCKSTEP_TRANSPORT_OK) {
     fail(module, "cannot begin at " + address, message.text);
   }
   try {
@@ -70,25 +70,25 @@ GlooData::GlooData(TransportModule module, const Group& group, const std::string
   }
 }
 
-void GlooData::connect(TransportModule module, const Group& group, GlooLink& link,
-                       int64_t deadline_ns) {
-  LockstepGlooMessage message{};
+void TransportData::connect(TransportModule module, const Group& group, TcpControl& link,
+                            int64_t deadline_ns) {
+  LockstepTransportMessage message{};
   std::vector<int> peers;
   for (int peer = 0; peer < group.size(); ++peer) {
     if (peer == group.rank) continue;
     peers.push_back(peer);
-    char bytes[LOCKSTEP_GLOO_MAX_ADDRESS];
+    char bytes[LOCKSTEP_TRANSPORT_MAX_ADDRESS];
     size_t length = 0;
-    if (api_.address(context_, peer, bytes, &length, &message) != LOCKSTEP_GLOO_OK) {
+    if (api_.address(context_, peer, bytes, &length, &message) != LOCKSTEP_TRANSPORT_OK) {
       fail(module, "has no address", message.text);
     }
-    link.send(peer, GlooLink::Frame::kNote, {bytes, length});
+    link.send(peer, TcpControl::Frame::kNote, {bytes, length});
   }
   const std::vector<std::string> addresses = take_notes(group, link, peers, deadline_ns);
   for (size_t i = 0; i < peers.size(); ++i) {
     const std::string& theirs = addresses[i];
     if (api_.connect(context_, peers[i], theirs.data(), theirs.size(), &message) !=
-        LOCKSTEP_GLOO_OK) {
+        LOCKSTEP_TRANSPORT_OK) {
       fail(module,
            fmt::format("cannot connect to rank {}",
                        group.world_ranks.at(static_cast<size_t>(peers[i]))),
@@ -96,7 +96,7 @@ void GlooData::connect(TransportModule module, const Group& group, GlooLink& lin
     }
   }
   // A rank that left now would close connections that a slower rank is still making.
-  link.send_all(GlooLink::Frame::kNote, "connected");
+  link.send_all(TcpControl::Frame::kNote, "connected");
   take_notes(group, link, peers, deadline_ns);
 }
 
@@ -123,20 +123,20 @@ std::vector<int> all_but(int rank, int size) {
   return peers;
 }
 
-// The link and the address of Gloo's own connections.
-std::unique_ptr<GlooLink> connect_link(TransportModule module, Store& store, const Group& group,
-                                       std::string& address, int64_t deadline_ns) {
+// The link and the address of the module's own connections.
+std::unique_ptr<TcpControl> connect_link(TransportModule module, Store& store, const Group& group,
+                                         std::string& address, int64_t deadline_ns) {
   if (group.size() == 1) return nullptr;
   load_transport(module);  // a missing module is found before anybody waits for anybody
-  GlooRendezvous connected = rendezvous(store, group, address, deadline_ns);
+  TcpRendezvous connected = rendezvous(store, group, address, deadline_ns);
   address = std::move(connected.address);
-  return std::make_unique<GlooLink>(group.rank, std::move(connected.sockets));
+  return std::make_unique<TcpControl>(group.rank, std::move(connected.sockets));
 }
 
 }  // namespace
 
-GlooCore::Task::Task(std::shared_ptr<GlooCore> core, const Fingerprint& what,
-                     const CallContext& context, Body body)
+NetworkCore::Task::Task(std::shared_ptr<NetworkCore> core, const Fingerprint& what,
+                        const CallContext& context, Body body)
     : call(what),
       begun_ns(running_ns()),
       deadline_ns(context.deadline_ns),
@@ -148,7 +148,7 @@ GlooCore::Task::Task(std::shared_ptr<GlooCore> core, const Fingerprint& what,
 }
 
 // The buffers may go with the task: no thread may touch them afterwards.
-GlooCore::Task::~Task() {
+NetworkCore::Task::~Task() {
   try {
     if (state_ == State::kNew || core_->done(*this)) return;
     core_->session().abort("it dropped a call that was not done");
@@ -158,12 +158,12 @@ GlooCore::Task::~Task() {
   }
 }
 
-int64_t GlooCore::Task::waited_ns() const {
+int64_t NetworkCore::Task::waited_ns() const {
   return std::max<int64_t>(running_ns() - begun_ns, 1);
 }
 
-GlooCore::GlooCore(Group group, Store& store, const std::string& address, int64_t deadline_ns,
-                   TransportModule module)
+NetworkCore::NetworkCore(Group group, Store& store, const std::string& address, int64_t deadline_ns,
+                         TransportModule module)
     : module_(module),
       peers_(all_but(group.rank, group.size())),
       address_(address),
@@ -171,7 +171,8 @@ GlooCore::GlooCore(Group group, Store& store, const std::string& address, int64_
       session_(std::move(group), link_.get()),
       own_messages_(session_.group()) {
   if (link_) {
-    data_ = std::make_unique<GlooData>(module, session_.group(), address_, *link_, deadline_ns);
+    data_ =
+        std::make_unique<TransportData>(module, session_.group(), address_, *link_, deadline_ns);
     link_->on_failure([data = data_.get()] { data->abort(); });
     session_.on_failure([data = data_.get()](const std::exception_ptr&) { data->abort(); });
   }
@@ -179,7 +180,7 @@ GlooCore::GlooCore(Group group, Store& store, const std::string& address, int64_
   if (link_) link_->on_survey([this] { return activity(); });
 }
 
-void GlooCore::on_broken(std::function<void()> action) {
+void NetworkCore::on_broken(std::function<void()> action) {
   if (!link_) return;
   const auto end_waits = [data = data_.get(), action = std::move(action)] {
     data->abort();
@@ -189,11 +190,11 @@ void GlooCore::on_broken(std::function<void()> action) {
   session_.on_failure([end_waits](const std::exception_ptr&) { end_waits(); });
 }
 
-std::vector<std::string> GlooCore::introduce(std::string_view own, int64_t deadline_ns) {
+std::vector<std::string> NetworkCore::introduce(std::string_view own, int64_t deadline_ns) {
   std::vector<std::string> all(static_cast<size_t>(group().size()));
   all[static_cast<size_t>(group().rank)] = own;
   if (!link_) return all;
-  link_->send_all(GlooLink::Frame::kNote, own);
+  link_->send_all(TcpControl::Frame::kNote, own);
   std::vector<std::string> theirs = take_notes(group(), *link_, peers_, deadline_ns);
   for (size_t i = 0; i < peers_.size(); ++i) {
     all[static_cast<size_t>(peers_[i])] = std::move(theirs[i]);
@@ -201,18 +202,18 @@ std::vector<std::string> GlooCore::introduce(std::string_view own, int64_t deadl
   return all;
 }
 
-void GlooCore::begin(Task& task) {
+void NetworkCore::begin(Task& task) {
   const std::lock_guard lock(mutex_);
   task.call.sequence = session_.next_collective();
   push(collectives_, task);
 }
 
-void GlooCore::number_message(Task& task) {
+void NetworkCore::number_message(Task& task) {
   const bool sends = task.call.operation == Operation::kSend;
   task.call.sequence = sends ? session_.next_sent(task.peer) : session_.next_received(task.peer);
 }
 
-void GlooCore::begin_message(Task& task) {
+void NetworkCore::begin_message(Task& task) {
   const std::lock_guard lock(mutex_);
   number_message(task);
   const bool sends = task.call.operation == Operation::kSend;
@@ -224,7 +225,7 @@ void GlooCore::begin_message(Task& task) {
 }
 
 // Under the mutex.
-void GlooCore::push(Lane& lane, Task& task) {
+void NetworkCore::push(Lane& lane, Task& task) {
   session_.throw_if_broken();
   task.state_ = Task::State::kQueued;
   task.lane_ = &lane;
@@ -232,13 +233,13 @@ void GlooCore::push(Lane& lane, Task& task) {
   if (!task.waits_at_once_) lane.changed.notify_one();
 }
 
-bool GlooCore::done(const Task& task) {
+bool NetworkCore::done(const Task& task) {
   const std::lock_guard lock(mutex_);
   if (task.error_) std::rethrow_exception(task.error_);
   return task.state_ == Task::State::kDone;
 }
 
-void GlooCore::finish(const Task& task) {
+void NetworkCore::finish(const Task& task) {
   constexpr std::chrono::milliseconds kNap(1);  // between looks at messages beside
   std::unique_lock lock(mutex_);
   while (task.state_ != Task::State::kDone) {
@@ -259,7 +260,7 @@ void GlooCore::finish(const Task& task) {
   if (task.error_) std::rethrow_exception(task.error_);
 }
 
-void GlooCore::work(Lane& lane) {
+void NetworkCore::work(Lane& lane) {
   std::unique_lock lock(mutex_);
   for (;;) {
     lane.changed.wait(lock, [&] { return !lane.busy && (stopping_ || !lane.queue.empty()); });
@@ -269,7 +270,7 @@ void GlooCore::work(Lane& lane) {
 }
 
 // Without the lock while the task is made; after it the task may be gone.
-void GlooCore::make_front(Lane& lane, std::unique_lock<std::mutex>& lock) {
+void NetworkCore::make_front(Lane& lane, std::unique_lock<std::mutex>& lock) {
   Task* task = lane.queue.front();
   lane.busy = true;
   lock.unlock();
@@ -292,14 +293,14 @@ void GlooCore::make_front(Lane& lane, std::unique_lock<std::mutex>& lock) {
   if (!lane.queue.empty() || stopping_) lane.changed.notify_one();
 }
 
-std::vector<std::string> GlooCore::exchange(const Task& task, GlooLink::Frame frame,
-                                            std::string_view own) {
+std::vector<std::string> NetworkCore::exchange(const Task& task, TcpControl::Frame frame,
+                                               std::string_view own) {
   std::vector<std::string> all(static_cast<size_t>(group().size()));
   all[static_cast<size_t>(group().rank)] = own;
   if (!link_) return all;
   link_->send_all(frame, own);
   auto gathered = link_->gather(frame, peers_, task.deadline_ns);
-  if (const auto* trouble = std::get_if<GlooLink::Trouble>(&gathered)) fail(task, *trouble);
+  if (const auto* trouble = std::get_if<TcpControl::Trouble>(&gathered)) fail(task, *trouble);
   auto& theirs = std::get<std::vector<std::string>>(gathered);
   for (size_t i = 0; i < peers_.size(); ++i) {
     all[static_cast<size_t>(peers_[i])] = std::move(theirs[i]);
@@ -308,18 +309,18 @@ std::vector<std::string> GlooCore::exchange(const Task& task, GlooLink::Frame fr
 }
 
 // Every rank sees the same fingerprints, and so finds the same mismatch by itself.
-std::vector<Fingerprint> GlooCore::agree_on(Task& task) {
+std::vector<Fingerprint> NetworkCore::agree_on(Task& task) {
   if (!link_) return {task.call};
   std::string own = as_bytes(task.call);
   own += task.carried_;
-  task.said_ = exchange(task, GlooLink::Frame::kFingerprint, own);
+  task.said_ = exchange(task, TcpControl::Frame::kFingerprint, own);
   std::vector<Fingerprint> calls;
   for (const std::string& bytes : task.said_) calls.push_back(from_bytes(bytes));
   session_.require_agreement(calls);
   return calls;
 }
 
-const void* GlooCore::Task::carried_by(int rank, int64_t bytes) const {
+const void* NetworkCore::Task::carried_by(int rank, int64_t bytes) const {
   const std::string& said = said_.at(static_cast<size_t>(rank));
   if (said.size() != sizeof(Fingerprint) + static_cast<size_t>(bytes)) {
     throw Error(Code::kInternal, fmt::format("{}: rank {} sent {} with its fingerprint, not {}",
@@ -328,96 +329,100 @@ const void* GlooCore::Task::carried_by(int rank, int64_t bytes) const {
   return said.data() + sizeof(Fingerprint);
 }
 
-GlooCore::ShownMessage::ShownMessage(GlooCore& core, const Task& task) : core_(core) {
+NetworkCore::ShownMessage::ShownMessage(NetworkCore& core, const Task& task) : core_(core) {
   const std::lock_guard lock(core_.mutex_);
   at_ = core_.messages_.insert(core_.messages_.end(), {task.call, task.peer});
 }
 
-GlooCore::ShownMessage::~ShownMessage() {
+NetworkCore::ShownMessage::~ShownMessage() {
   const std::lock_guard lock(core_.mutex_);
   core_.messages_.erase(at_);
 }
 
-void GlooCore::send(const Task& task, const ConstBuffer& buffer) {
+void NetworkCore::send(const Task& task, const ConstBuffer& buffer) {
   const ShownMessage shown(*this, task);
-  link_->send(task.peer, GlooLink::Frame::kMessage, as_bytes(task.call));
+  link_->send(task.peer, TcpControl::Frame::kMessage, as_bytes(task.call));
   if (buffer.count == 0) return;
-  const auto outcome = data_->run(
-      static_cast<uint32_t>(task.call.sequence), task.deadline_ns,
-      [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
-        return api.send(gloo, buffer.data, static_cast<size_t>(buffer.bytes()), task.peer, &call);
-      });
+  const auto outcome =
+      data_->run(static_cast<uint32_t>(task.call.sequence), task.deadline_ns,
+                 [&](const auto& api, auto* connections, const LockstepTransportCall& call) {
+                   return api.send(connections, buffer.data, static_cast<size_t>(buffer.bytes()),
+                                   task.peer, &call);
+                 });
   check(task, outcome);
 }
 
-void GlooCore::recv(const Task& task, const Buffer& buffer) {
+void NetworkCore::recv(const Task& task, const Buffer& buffer) {
   const ShownMessage shown(*this, task);
   const auto gathered =
-      link_->gather(GlooLink::Frame::kMessage, std::span(&task.peer, 1), task.deadline_ns);
-  if (const auto* trouble = std::get_if<GlooLink::Trouble>(&gathered)) fail(task, *trouble);
+      link_->gather(TcpControl::Frame::kMessage, std::span(&task.peer, 1), task.deadline_ns);
+  if (const auto* trouble = std::get_if<TcpControl::Trouble>(&gathered)) fail(task, *trouble);
   const Fingerprint theirs = from_bytes(std::get<std::vector<std::string>>(gathered).front());
   require_same_message(group(), task.peer, theirs, group().rank, task.call);
   if (buffer.count == 0) return;
-  const auto outcome = data_->run(
-      static_cast<uint32_t>(task.call.sequence), task.deadline_ns,
-      [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
-        return api.recv(gloo, buffer.data, static_cast<size_t>(buffer.bytes()), task.peer, &call);
-      });
+  const auto outcome =
+      data_->run(static_cast<uint32_t>(task.call.sequence), task.deadline_ns,
+                 [&](const auto& api, auto* connections, const LockstepTransportCall& call) {
+                   return api.recv(connections, buffer.data, static_cast<size_t>(buffer.bytes()),
+                                   task.peer, &call);
+                 });
   check(task, outcome);
 }
 
-std::unique_ptr<GlooData::Exchange> GlooCore::begin_exchange(const Task& task, uint32_t part,
-                                                             const Blocks& blocks) {
-  LockstepGlooExchange* begun = nullptr;
-  check(task, data_->run(static_cast<uint32_t>(task.call.sequence), task.deadline_ns,
-                         [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
-                           return api.begin_exchange(gloo, blocks.input, blocks.given.data(),
-                                                     blocks.output, blocks.taken.data(), part,
-                                                     &call, &begun);
-                         }));
+std::unique_ptr<TransportData::Exchange> NetworkCore::begin_exchange(const Task& task,
+                                                                     uint32_t part,
+                                                                     const Blocks& blocks) {
+  LockstepTransportExchange* begun = nullptr;
+  check(task,
+        data_->run(static_cast<uint32_t>(task.call.sequence), task.deadline_ns,
+                   [&](const auto& api, auto* connections, const LockstepTransportCall& call) {
+                     return api.begin_exchange(connections, blocks.input, blocks.given.data(),
+                                               blocks.output, blocks.taken.data(), part, &call,
+                                               &begun);
+                   }));
   return data_->own(begun);
 }
 
-void GlooCore::check(const Task& task, const GlooData::Outcome& outcome) {
-  if (outcome.status != LOCKSTEP_GLOO_OK) fail_transfer(task, outcome.text);
+void NetworkCore::check(const Task& task, const TransportData::Outcome& outcome) {
+  if (outcome.status != LOCKSTEP_TRANSPORT_OK) fail_transfer(task, outcome.text);
 }
 
-void GlooCore::fail_transfer(const Task& task, std::string_view what) {
+void NetworkCore::fail_transfer(const Task& task, std::string_view what) {
   if (running_ns() >= task.deadline_ns) {
     // All ranks came to a collective, and then the data did not.
     fail_late(task, task.peer < 0 ? std::vector<int>{} : std::vector<int>{task.peer});
   }
   const auto trouble = link_->find_trouble(running_ns() + kExplainNs);
-  if (trouble.kind != GlooLink::Trouble::Kind::kLate) fail(task, trouble);
+  if (trouble.kind != TcpControl::Trouble::Kind::kLate) fail(task, trouble);
   throw RankError(Code::kRankFailed, -1,
                   fmt::format("{}: a connection broke, and no rank says why: {}",
                               describe_in(group(), task.spoken_of()), what),
                   "check the network between the hosts");
 }
 
-void GlooCore::fail(const Task& task, const GlooLink::Trouble& trouble) {
+void NetworkCore::fail(const Task& task, const TcpControl::Trouble& trouble) {
   switch (trouble.kind) {
-    case GlooLink::Trouble::Kind::kAborted:
+    case TcpControl::Trouble::Kind::kAborted:
       session_.fail_recorded(trouble.record, task.spoken_of(), task.waited_ns());
-    case GlooLink::Trouble::Kind::kStalled:
+    case TcpControl::Trouble::Kind::kStalled:
       session_.fail_stalled({task.call, task.peer}, task.spoken_of());
-    case GlooLink::Trouble::Kind::kGone:
+    case TcpControl::Trouble::Kind::kGone:
       throw_rank_failed(group(), task.spoken_of(), trouble.rank,
                         trouble.left ? "left: it destroyed its communicator"
                                      : "ended: its connection closed unexpectedly");
-    case GlooLink::Trouble::Kind::kLate:
+    case TcpControl::Trouble::Kind::kLate:
       break;
   }
   fail_late(task, trouble.missing);
 }
 
-void GlooCore::fail_late(const Task& task, std::vector<int> awaited) {
+void NetworkCore::fail_late(const Task& task, std::vector<int> awaited) {
   session_.fail_stalled({task.call, task.peer, std::move(awaited), task.waited_ns()},
                         task.spoken_of());
 }
 
 // What this rank does, for peers that wait for it.
-RankActivity GlooCore::activity() {
+RankActivity NetworkCore::activity() {
   const std::lock_guard lock(mutex_);
   RankActivity activity;
   activity.arrived = activity.finished = session_.collectives();
@@ -431,7 +436,7 @@ RankActivity GlooCore::activity() {
   return activity;
 }
 
-void GlooCore::shut_down() noexcept {
+void NetworkCore::shut_down() noexcept {
   bool unfinished = false;
   {
     const std::lock_guard lock(mutex_);

@@ -15,6 +15,8 @@
 #include <thread>
 #include <vector>
 
+#include "comm/network/module_status.hpp"
+
 // Note [One call at a time]
 //
 // Transfers run in several threads. All of them only begin messages and test them, each time under
@@ -24,12 +26,9 @@
 
 namespace lockstep::mpi_module {
 
-struct Late : std::runtime_error {
-  Late() : std::runtime_error("the deadline passed") {}
-};
-struct Aborted : std::runtime_error {
-  Aborted() : std::runtime_error("aborted") {}
-};
+using transport_module::Aborted;
+using transport_module::guarded;
+using transport_module::Late;
 
 /// Between two tests of a message.
 class Pause {

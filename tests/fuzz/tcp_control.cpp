@@ -1,6 +1,6 @@
 // Frames on the control connection between ranks of several hosts.
 
-#include "comm/gloo/gloo_link.hpp"
+#include "comm/network/tcp_control.hpp"
 
 #include <sys/socket.h>
 
@@ -18,18 +18,18 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   Socket peer(ends[1]);
   std::vector<Socket> sockets(2);
   sockets[1] = Socket(ends[0]);
-  GlooLink link(0, std::move(sockets));
+  TcpControl link(0, std::move(sockets));
   ::send(peer.get(), data, size, MSG_NOSIGNAL);
   ::shutdown(peer.get(), SHUT_WR);
   const std::array from = {1};
   size_t taken = 0;
   for (const auto frame :
-       {GlooLink::Frame::kFingerprint, GlooLink::Frame::kMessage, GlooLink::Frame::kNote}) {
+       {TcpControl::Frame::kFingerprint, TcpControl::Frame::kMessage, TcpControl::Frame::kNote}) {
     for (;;) {
       const auto got = link.gather(frame, from, running_ns() + 20'000'000'000);
       const auto* frames = std::get_if<std::vector<std::string>>(&got);
       if (frames == nullptr) {
-        require(std::get<GlooLink::Trouble>(got).kind != GlooLink::Trouble::Kind::kLate,
+        require(std::get<TcpControl::Trouble>(got).kind != TcpControl::Trouble::Kind::kLate,
                 "a peer that hangs up is noticed");
         break;
       }

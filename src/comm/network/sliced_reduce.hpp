@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "comm/backend.hpp"
-#include "comm/gloo/gloo_core.hpp"
+#include "comm/network/network_core.hpp"
 
 namespace lockstep {
 
@@ -17,24 +17,24 @@ namespace lockstep {
 /// One collective at a time may use it, in the body of its task. `factors` as of reduce().
 class SlicedReduce {
  public:
-  explicit SlicedReduce(GlooCore& core) : core_(core) {}
+  explicit SlicedReduce(NetworkCore& core) : core_(core) {}
 
   /// In place.
-  void all_reduce(const GlooCore::Task& task, const Buffer& buffer, ReduceOp op,
+  void all_reduce(const NetworkCore::Task& task, const Buffer& buffer, ReduceOp op,
                   std::span<const double> factors);
 
   /// Into the root's buffer; the others' stay as they are.
-  void reduce(const GlooCore::Task& task, const Buffer& buffer, int root, ReduceOp op,
+  void reduce(const NetworkCore::Task& task, const Buffer& buffer, int root, ReduceOp op,
               std::span<const double> factors);
 
  private:
-  using Blocks = std::vector<LockstepGlooBlock>;  // [group rank]
+  using Blocks = std::vector<LockstepTransportBlock>;  // [group rank]
 
-  void reduce_small(const GlooCore::Task& task, const Buffer& buffer, ReduceOp op,
+  void reduce_small(const NetworkCore::Task& task, const Buffer& buffer, ReduceOp op,
                     std::span<const double> factors);
-  void reduce_own_slice(const GlooCore::Task& task, const Buffer& part, void* result, ReduceOp op,
-                        std::span<const double> factors);
-  void exchange(const GlooCore::Task& task, const void* input, const Blocks& given, void* output,
+  void reduce_own_slice(const NetworkCore::Task& task, const Buffer& part, void* result,
+                        ReduceOp op, std::span<const double> factors);
+  void exchange(const NetworkCore::Task& task, const void* input, const Blocks& given, void* output,
                 const Blocks& taken);
   Blocks slices_of(const Buffer& part) const;
   std::byte* scratch(size_t bytes);
@@ -42,7 +42,7 @@ class SlicedReduce {
   template <class Action>
   void for_each_part(const Buffer& buffer, Action&& action) const;
 
-  GlooCore& core_;
+  NetworkCore& core_;
   std::vector<std::byte> scratch_;  // grows to what a call needed
 };
 

@@ -19,7 +19,7 @@
 namespace lockstep {
 
 /// A connection between every two ranks of a group.
-struct GlooRendezvous {
+struct TcpRendezvous {
   std::vector<Socket> sockets;  ///< [group rank]; this rank's own is empty
   std::string address;          ///< this rank's, in digits
 };
@@ -27,15 +27,16 @@ struct GlooRendezvous {
 /// Connects all ranks, each listening at its `address` (in digits, or "localhost") for those above
 /// it. Only a rank that can read the store is admitted. kRendezvous at the deadline names who did
 /// not come.
-GlooRendezvous rendezvous(Store& store, const Group& group, const std::string& address,
-                          int64_t deadline_ns);
+TcpRendezvous rendezvous(Store& store, const Group& group, const std::string& address,
+                         int64_t deadline_ns);
 
-/// The control link of ranks on any hosts: small messages over TCP, beside Gloo's own connections.
+/// The control link of ranks on any hosts: small messages over TCP, beside the transport's own
+/// connections.
 ///
 /// Why not over Gloo: a wait of Gloo's that ends in a timeout closes the connections to *all*
 /// peers, does not say who was missing, and cannot tell a rank that died from one that gave up. A
 /// thread of this class reads all sockets, so that news of a failure interrupts a transfer.
-class GlooLink final : public ControlLink {
+class TcpControl final : public ControlLink {
  public:
   enum class Frame : uint8_t { kFingerprint, kMessage, kNote, kFinalNotice };
 
@@ -54,12 +55,12 @@ class GlooLink final : public ControlLink {
   };
 
   /// One connection to each peer; sockets[rank] is empty.
-  GlooLink(int rank, std::vector<Socket> sockets);
+  TcpControl(int rank, std::vector<Socket> sockets);
 
   /// Says that this rank leaves, unless it has sent another final notice.
-  ~GlooLink() override;
-  GlooLink(const GlooLink&) = delete;
-  GlooLink& operator=(const GlooLink&) = delete;
+  ~TcpControl() override;
+  TcpControl(const TcpControl&) = delete;
+  TcpControl& operator=(const TcpControl&) = delete;
 
   /// Never waits: frames are small and few, and a peer that is gone is noticed when waited for.
   void send(int to, Frame frame, std::string_view payload);

@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "comm/gloo/module/lockstep_gloo.h"
-#include "mpi_process.hpp"
+#include "comm/mpi/mpi_process.hpp"
+#include "comm/network/module_status.hpp"
 
 // Note [Collectives of messages]
 //
@@ -24,7 +24,7 @@
 // message waits until its receiver is ready. So a call that fails before its data moves leaves no
 // message behind that MPI would still read or write.
 
-struct LockstepGlooContext {
+struct LockstepTransportContext {
   // A rank of the group, as MPI sees it.
   struct Peer {
     int32_t mpi_rank = -1;
@@ -33,7 +33,7 @@ struct LockstepGlooContext {
 
   int rank = 0;
   int size = 1;
-  LockstepGlooClock clock = nullptr;
+  LockstepTransportClock clock = nullptr;
   Peer own;
   std::vector<Peer> peers;  // [group rank]
   std::atomic<bool> aborted = false;
@@ -53,7 +53,7 @@ enum Tag : int { kCollective = 0, kMessage = 1, kReady = 2 };
 /// Messages that are under way together.
 class Transfer {
  public:
-  Transfer(LockstepGlooContext& context, int64_t deadline_ns)
+  Transfer(LockstepTransportContext& context, int64_t deadline_ns)
       : context_(context), deadline_ns_(deadline_ns) {
     if (context.aborted) throw Aborted();
   }
@@ -101,41 +101,15 @@ class Transfer {
 
  private:
   MpiProcess& mpi_ = MpiProcess::get();
-  LockstepGlooContext& context_;
+  LockstepTransportContext& context_;
   const int64_t deadline_ns_;
   std::vector<MPI_Request> receives_;
   std::vector<MPI_Request> sends_;
 };
 
-LockstepGlooStatus tell(LockstepGlooMessage* message, LockstepGlooStatus status, const char* text) {
-  if (message != nullptr) {
-    const size_t kept = std::min(std::strlen(text), sizeof(message->text) - 1);
-    std::memcpy(message->text, text, kept);
-    message->text[kept] = '\0';
-  }
-  return status;
-}
-
-// The one way out of the module.
-template <class Action>
-LockstepGlooStatus guarded(LockstepGlooMessage* message, Action&& action) noexcept {
-  try {
-    action();
-    return LOCKSTEP_GLOO_OK;
-  } catch (const Late& error) {
-    return tell(message, LOCKSTEP_GLOO_LATE, error.what());
-  } catch (const Aborted& error) {
-    return tell(message, LOCKSTEP_GLOO_ABORTED, error.what());
-  } catch (const std::exception& error) {
-    return tell(message, LOCKSTEP_GLOO_FAILED, error.what());
-  } catch (...) {
-    return tell(message, LOCKSTEP_GLOO_FAILED, "an unknown exception");
-  }
-}
-
-LockstepGlooStatus create(int rank, int size, const char*, int64_t connect_timeout_ms,
-                          LockstepGlooClock clock, LockstepGlooContext** context,
-                          LockstepGlooMessage* message) {
+LockstepTransportStatus create(int rank, int size, const char*, int64_t connect_timeout_ms,
+                               LockstepTransportClock clock, LockstepTransportContext** context,
+                               LockstepTransportMessage* message) {
   return guarded(message, [&] {
     MpiProcess& mpi = MpiProcess::get();
     const int64_t deadline_ns = clock() + connect_timeout_ms * 1'000'000;
@@ -149,7 +123,7 @@ LockstepGlooStatus create(int rank, int size, const char*, int64_t connect_timeo
                                " knows " + std::to_string(mpi.size()) +
                                ": another MPI has started them, or none");
     }
-    auto made = std::make_unique<LockstepGlooContext>();
+    auto made = std::make_unique<LockstepTransportContext>();
     made->rank = rank;
     made->size = size;
     made->clock = clock;
@@ -159,15 +133,15 @@ LockstepGlooStatus create(int rank, int size, const char*, int64_t connect_timeo
   });
 }
 
-LockstepGlooStatus address(LockstepGlooContext* context, int, void* bytes, size_t* length,
-                           LockstepGlooMessage*) {
+LockstepTransportStatus address(LockstepTransportContext* context, int, void* bytes, size_t* length,
+                                LockstepTransportMessage*) {
   std::memcpy(bytes, &context->own, sizeof context->own);
   *length = sizeof context->own;
-  return LOCKSTEP_GLOO_OK;
+  return LOCKSTEP_TRANSPORT_OK;
 }
 
-LockstepGlooStatus connect(LockstepGlooContext* context, int peer, const void* bytes, size_t length,
-                           LockstepGlooMessage* message) {
+LockstepTransportStatus connect(LockstepTransportContext* context, int peer, const void* bytes,
+                                size_t length, LockstepTransportMessage* message) {
   return guarded(message, [&] {
     auto& theirs = context->peers[static_cast<size_t>(peer)];
     if (length != sizeof theirs) throw std::runtime_error("its address is not one of MPI");
@@ -179,8 +153,9 @@ LockstepGlooStatus connect(LockstepGlooContext* context, int peer, const void* b
 }
 
 // Every rank begins with its right neighbour, so that no rank is everybody's first.
-void begin_blocks(Transfer& transfer, const LockstepGlooContext& context, const void* input,
-                  const LockstepGlooBlock* given, void* output, const LockstepGlooBlock* taken) {
+void begin_blocks(Transfer& transfer, const LockstepTransportContext& context, const void* input,
+                  const LockstepTransportBlock* given, void* output,
+                  const LockstepTransportBlock* taken) {
   for (int step = 1; step < context.size; ++step) {
     const int left = (context.rank + context.size - step) % context.size;
     const auto& block = taken[left];
@@ -195,9 +170,10 @@ void begin_blocks(Transfer& transfer, const LockstepGlooContext& context, const 
   }
 }
 
-LockstepGlooStatus exchange(LockstepGlooContext* context, const void* input,
-                            const LockstepGlooBlock* given, void* output,
-                            const LockstepGlooBlock* taken, const LockstepGlooCall* call) {
+LockstepTransportStatus exchange(LockstepTransportContext* context, const void* input,
+                                 const LockstepTransportBlock* given, void* output,
+                                 const LockstepTransportBlock* taken,
+                                 const LockstepTransportCall* call) {
   return guarded(call->message, [&] {
     Transfer transfer(*context, call->deadline_ns);
     begin_blocks(transfer, *context, input, given, output, taken);
@@ -205,15 +181,15 @@ LockstepGlooStatus exchange(LockstepGlooContext* context, const void* input,
   });
 }
 
-LockstepGlooStatus all_gather(LockstepGlooContext* context, const void* input, size_t bytes,
-                              void* output, const LockstepGlooCall* call) {
+LockstepTransportStatus all_gather(LockstepTransportContext* context, const void* input,
+                                   size_t bytes, void* output, const LockstepTransportCall* call) {
   return guarded(call->message, [&] {
     const auto ranks = static_cast<size_t>(context->size);
-    std::vector<LockstepGlooBlock> taken;
+    std::vector<LockstepTransportBlock> taken;
     for (size_t peer = 0; peer < ranks; ++peer) taken.push_back({peer * bytes, bytes});
     char* const own = static_cast<char*>(output) + taken[static_cast<size_t>(context->rank)].offset;
     if (own != input) std::memcpy(own, input, bytes);
-    const std::vector<LockstepGlooBlock> given(ranks, {0, bytes});
+    const std::vector<LockstepTransportBlock> given(ranks, {0, bytes});
     Transfer transfer(*context, call->deadline_ns);
     begin_blocks(transfer, *context, input, given.data(), output, taken.data());
     transfer.wait();
@@ -221,7 +197,7 @@ LockstepGlooStatus all_gather(LockstepGlooContext* context, const void* input, s
 }
 
 // A binomial tree: who has the data gives it to a rank that many ranks away, and to half as many.
-void broadcast_by_tree(LockstepGlooContext& context, void* data, size_t bytes, int root,
+void broadcast_by_tree(LockstepTransportContext& context, void* data, size_t bytes, int root,
                        int64_t deadline_ns) {
   const int size = context.size;
   const int place = (context.rank + size - root) % size;
@@ -242,20 +218,20 @@ void broadcast_by_tree(LockstepGlooContext& context, void* data, size_t bytes, i
 }
 
 // The root gives each rank a slice, which that one gives to all: no rank sends the whole twice.
-void broadcast_by_slices(LockstepGlooContext& context, void* data, size_t bytes, int root,
+void broadcast_by_slices(LockstepTransportContext& context, void* data, size_t bytes, int root,
                          int64_t deadline_ns) {
   const auto ranks = static_cast<size_t>(context.size);
-  const LockstepGlooBlock none{0, 0};
-  std::vector<LockstepGlooBlock> slices;
+  const LockstepTransportBlock none{0, 0};
+  std::vector<LockstepTransportBlock> slices;
   for (size_t peer = 0; peer < ranks; ++peer) {
     const size_t begin = bytes / ranks * peer + std::min(peer, bytes % ranks);
     slices.push_back({begin, bytes / ranks + (peer < bytes % ranks ? 1 : 0)});
   }
-  const LockstepGlooBlock own = slices[static_cast<size_t>(context.rank)];
+  const LockstepTransportBlock own = slices[static_cast<size_t>(context.rank)];
   const bool is_root = context.rank == root;
-  const std::vector<LockstepGlooBlock> nothing(ranks, none);
+  const std::vector<LockstepTransportBlock> nothing(ranks, none);
   {
-    std::vector<LockstepGlooBlock> from_root(ranks, none);
+    std::vector<LockstepTransportBlock> from_root(ranks, none);
     if (!is_root) from_root[static_cast<size_t>(root)] = own;
     Transfer transfer(context, deadline_ns);
     begin_blocks(transfer, context, data, is_root ? slices.data() : nothing.data(), data,
@@ -263,7 +239,7 @@ void broadcast_by_slices(LockstepGlooContext& context, void* data, size_t bytes,
     transfer.wait();
   }
   // The root has all slices, and gives each of the others its own.
-  std::vector<LockstepGlooBlock> given(ranks, own);
+  std::vector<LockstepTransportBlock> given(ranks, own);
   given[static_cast<size_t>(root)] = none;
   Transfer transfer(context, deadline_ns);
   begin_blocks(transfer, context, data, given.data(), data,
@@ -271,8 +247,8 @@ void broadcast_by_slices(LockstepGlooContext& context, void* data, size_t bytes,
   transfer.wait();
 }
 
-LockstepGlooStatus broadcast(LockstepGlooContext* context, void* data, size_t bytes, int root,
-                             const LockstepGlooCall* call) {
+LockstepTransportStatus broadcast(LockstepTransportContext* context, void* data, size_t bytes,
+                                  int root, const LockstepTransportCall* call) {
   return guarded(call->message, [&] {
     const bool divided = bytes > kTreeBytes && context->size > 2;
     (divided ? broadcast_by_slices : broadcast_by_tree)(*context, data, bytes, root,
@@ -280,8 +256,8 @@ LockstepGlooStatus broadcast(LockstepGlooContext* context, void* data, size_t by
   });
 }
 
-LockstepGlooStatus send(LockstepGlooContext* context, const void* data, size_t bytes, int to,
-                        const LockstepGlooCall* call) {
+LockstepTransportStatus send(LockstepTransportContext* context, const void* data, size_t bytes,
+                             int to, const LockstepTransportCall* call) {
   return guarded(call->message, [&] {
     Transfer transfer(*context, call->deadline_ns);
     if (bytes > kEagerBytes) {
@@ -293,8 +269,8 @@ LockstepGlooStatus send(LockstepGlooContext* context, const void* data, size_t b
   });
 }
 
-LockstepGlooStatus recv(LockstepGlooContext* context, void* data, size_t bytes, int from,
-                        const LockstepGlooCall* call) {
+LockstepTransportStatus recv(LockstepTransportContext* context, void* data, size_t bytes, int from,
+                             const LockstepTransportCall* call) {
   return guarded(call->message, [&] {
     Transfer transfer(*context, call->deadline_ns);
     transfer.recv(from, kMessage, data, bytes);
@@ -303,17 +279,17 @@ LockstepGlooStatus recv(LockstepGlooContext* context, void* data, size_t bytes, 
   });
 }
 
-void abort(LockstepGlooContext* context) {
+void abort(LockstepTransportContext* context) {
   context->aborted = true;
   MpiProcess::get().note_failure();
 }
 
-void destroy(LockstepGlooContext* context) {
+void destroy(LockstepTransportContext* context) {
   delete context;
 }
 
-LockstepGlooStatus announce(void* bytes, size_t length, LockstepGlooClock clock,
-                            int64_t deadline_ns, LockstepGlooMessage* message) {
+LockstepTransportStatus announce(void* bytes, size_t length, LockstepTransportClock clock,
+                                 int64_t deadline_ns, LockstepTransportMessage* message) {
   return guarded(message, [&] {
     MpiProcess& mpi = MpiProcess::get();
     const auto late = [&] { return clock() >= deadline_ns; };
@@ -334,13 +310,27 @@ LockstepGlooStatus announce(void* bytes, size_t length, LockstepGlooClock clock,
   });
 }
 
-constexpr LockstepGlooApi kApi = {
-    LOCKSTEP_GLOO_ABI, create,  address, connect, nullptr, broadcast, all_gather, nullptr, exchange,
-    nullptr,           nullptr, nullptr, send,    recv,    abort,     destroy,    announce};
+constexpr LockstepTransportApi kApi = {LOCKSTEP_TRANSPORT_ABI,
+                                       create,
+                                       address,
+                                       connect,
+                                       nullptr,
+                                       broadcast,
+                                       all_gather,
+                                       nullptr,
+                                       exchange,
+                                       nullptr,
+                                       nullptr,
+                                       nullptr,
+                                       send,
+                                       recv,
+                                       abort,
+                                       destroy,
+                                       announce};
 
 }  // namespace
 }  // namespace lockstep::mpi_module
 
-__attribute__((visibility("default"))) const LockstepGlooApi* lockstep_gloo_api(void) {
+__attribute__((visibility("default"))) const LockstepTransportApi* lockstep_transport_api(void) {
   return &lockstep::mpi_module::kApi;
 }

@@ -16,26 +16,26 @@
 
 #include "comm/backend.hpp"
 #include "comm/control_session.hpp"
-#include "comm/gloo/gloo_link.hpp"
-#include "comm/gloo/gloo_loader.hpp"
+#include "comm/network/tcp_control.hpp"
+#include "comm/network/transport_loader.hpp"
 #include "comm/self_messages.hpp"
 #include "net/store.hpp"
 
 namespace lockstep {
 
 /// A module's connections of one rank to its group, owned.
-class GlooData {
+class TransportData {
  public:
   /// Exchanges the module's addresses over the link and connects. kRendezvous where that fails.
-  GlooData(TransportModule module, const Group& group, const std::string& address, GlooLink& link,
-           int64_t deadline_ns);
-  ~GlooData() { api_.destroy(context_); }
-  GlooData(const GlooData&) = delete;
-  GlooData& operator=(const GlooData&) = delete;
+  TransportData(TransportModule module, const Group& group, const std::string& address,
+                TcpControl& link, int64_t deadline_ns);
+  ~TransportData() { api_.destroy(context_); }
+  TransportData(const TransportData&) = delete;
+  TransportData& operator=(const TransportData&) = delete;
 
   /// How a transfer ended.
   struct Outcome {
-    LockstepGlooStatus status = LOCKSTEP_GLOO_OK;
+    LockstepTransportStatus status = LOCKSTEP_TRANSPORT_OK;
     std::string text;  ///< the module's own words, unless all went well
   };
 
@@ -43,9 +43,9 @@ class GlooData {
   /// apart that overlap in time.
   template <class Transfer>
   Outcome run(uint32_t tag, int64_t deadline_ns, Transfer&& transfer) {
-    LockstepGlooMessage message{};
-    const LockstepGlooCall call{deadline_ns, tag, &message};
-    const LockstepGlooStatus status = transfer(api_, context_, call);
+    LockstepTransportMessage message{};
+    const LockstepTransportCall call{deadline_ns, tag, &message};
+    const LockstepTransportStatus status = transfer(api_, context_, call);
     return {status, message.text};
   }
 
@@ -53,25 +53,25 @@ class GlooData {
   /// before they have moved, it leaves its buffers alone from then on.
   class Exchange {
    public:
-    Exchange(const LockstepGlooApi& api, LockstepGlooExchange* blocks)
+    Exchange(const LockstepTransportApi& api, LockstepTransportExchange* blocks)
         : api_(api), blocks_(blocks) {}
     ~Exchange() { api_.drop_exchange(blocks_); }
     Exchange(const Exchange&) = delete;
     Exchange& operator=(const Exchange&) = delete;
 
    private:
-    friend class GlooData;
-    const LockstepGlooApi& api_;
-    LockstepGlooExchange* blocks_;
+    friend class TransportData;
+    const LockstepTransportApi& api_;
+    LockstepTransportExchange* blocks_;
   };
-  std::unique_ptr<Exchange> own(LockstepGlooExchange* blocks) {
+  std::unique_ptr<Exchange> own(LockstepTransportExchange* blocks) {
     return std::make_unique<Exchange>(api_, blocks);
   }
 
   /// Waits until the blocks have moved.
   Outcome end(Exchange& exchange) {
-    LockstepGlooMessage message{};
-    const LockstepGlooStatus status = api_.end_exchange(exchange.blocks_, &message);
+    LockstepTransportMessage message{};
+    const LockstepTransportStatus status = api_.end_exchange(exchange.blocks_, &message);
     return {status, message.text};
   }
 
@@ -82,17 +82,17 @@ class GlooData {
   bool reduces() const { return api_.all_reduce != nullptr; }
 
  private:
-  void connect(TransportModule module, const Group& group, GlooLink& link, int64_t deadline_ns);
+  void connect(TransportModule module, const Group& group, TcpControl& link, int64_t deadline_ns);
 
-  const LockstepGlooApi& api_;
-  LockstepGlooContext* context_ = nullptr;
+  const LockstepTransportApi& api_;
+  LockstepTransportContext* context_ = nullptr;
 };
 
 /// One rank's part in a group over Gloo or MPI: a thread that makes the collectives strictly in
 /// order, each after all ranks have compared their fingerprints, and one for the messages to and
 /// from each peer with which there are any. A group of one rank has no connections, and nothing is
 /// ever exchanged.
-class GlooCore {
+class NetworkCore {
   struct Lane;
 
  public:
@@ -105,7 +105,7 @@ class GlooCore {
   /// A call on its way. It is the backend's handle of the call, too.
   class Task final : public Backend::Work {
    public:
-    Task(std::shared_ptr<GlooCore> core, const Fingerprint& what, const CallContext& context,
+    Task(std::shared_ptr<NetworkCore> core, const Fingerprint& what, const CallContext& context,
          Body body = nullptr);
     ~Task() override;
     Task(const Task&) = delete;
@@ -131,9 +131,9 @@ class GlooCore {
     int peer = -1;  ///< of a message: the group rank of its other side
 
    private:
-    friend class GlooCore;
+    friend class NetworkCore;
     Lane* lane_ = nullptr;  // that it is queued in
-    std::shared_ptr<GlooCore> core_;
+    std::shared_ptr<NetworkCore> core_;
     const Fingerprint* part_of_;
     const bool waits_at_once_;
     Body body_;
@@ -143,16 +143,16 @@ class GlooCore {
     std::exception_ptr error_;                                       // under the core's mutex
   };
 
-  GlooCore(Group group, Store& store, const std::string& address, int64_t deadline_ns,
-           TransportModule module = TransportModule::kGloo);
-  ~GlooCore() { shut_down(); }
-  GlooCore(const GlooCore&) = delete;
-  GlooCore& operator=(const GlooCore&) = delete;
+  NetworkCore(Group group, Store& store, const std::string& address, int64_t deadline_ns,
+              TransportModule module = TransportModule::kGloo);
+  ~NetworkCore() { shut_down(); }
+  NetworkCore(const NetworkCore&) = delete;
+  NetworkCore& operator=(const NetworkCore&) = delete;
 
   const Group& group() const { return session_.group(); }
   ControlSession& session() { return session_; }
   TransportModule module() const { return module_; }
-  bool reduces() const { return !data_ || data_->reduces(); }  ///< see GlooData
+  bool reduces() const { return !data_ || data_->reduces(); }  ///< see TransportData
 
   /// Queues a collective and gives it the next sequence number.
   void begin(Task& task);
@@ -169,13 +169,13 @@ class GlooCore {
   /// Shows a message to those who ask what this rank waits in.
   class ShownMessage {
    public:
-    ShownMessage(GlooCore& core, const Task& task);
+    ShownMessage(NetworkCore& core, const Task& task);
     ~ShownMessage();
     ShownMessage(const ShownMessage&) = delete;
     ShownMessage& operator=(const ShownMessage&) = delete;
 
    private:
-    GlooCore& core_;
+    NetworkCore& core_;
     std::list<RankActivity::Waiting>::iterator at_;
   };
 
@@ -194,21 +194,21 @@ class GlooCore {
   /// What a rank gives to its peers and takes from them: [group rank], in bytes of the two buffers.
   struct Blocks {
     const void* input = nullptr;
-    std::vector<LockstepGlooBlock> given;
+    std::vector<LockstepTransportBlock> given;
     void* output = nullptr;
-    std::vector<LockstepGlooBlock> taken;
+    std::vector<LockstepTransportBlock> taken;
   };
 
   /// In a task's body: begins to exchange blocks, and waits for them. `part` tells those of one
   /// task apart.
-  std::unique_ptr<GlooData::Exchange> begin_exchange(const Task& task, uint32_t part,
-                                                     const Blocks& blocks);
-  void end_exchange(const Task& task, GlooData::Exchange& exchange) {
+  std::unique_ptr<TransportData::Exchange> begin_exchange(const Task& task, uint32_t part,
+                                                          const Blocks& blocks);
+  void end_exchange(const Task& task, TransportData::Exchange& exchange) {
     check(task, data_->end(exchange));
   }
 
-  /// In a task's body, or of a message: data that moves by other means than Gloo did not, as `what`
-  /// says. Throws the cause, as the peers tell it.
+  /// In a task's body, or of a message: data that moves by other means than the module did not, as
+  /// `what` says. Throws the cause, as the peers tell it.
   [[noreturn]] void fail_transfer(const Task& task, std::string_view what);
 
   /// `action` runs in any thread when the communicator has ended, so that waits for peers beside
@@ -223,7 +223,8 @@ class GlooCore {
   std::vector<std::string> introduce(std::string_view own, int64_t deadline_ns);
 
   /// In a task's body: one small text from every rank, [group rank].
-  std::vector<std::string> exchange(const Task& task, GlooLink::Frame frame, std::string_view own);
+  std::vector<std::string> exchange(const Task& task, TcpControl::Frame frame,
+                                    std::string_view own);
 
   /// Ends the thread and the connections. Calls that are not done fail.
   void shut_down() noexcept;
@@ -243,19 +244,19 @@ class GlooCore {
   void work(Lane& lane);
   void make_front(Lane& lane, std::unique_lock<std::mutex>& lock);
   std::vector<Fingerprint> agree_on(Task& task);
-  void check(const Task& task, const GlooData::Outcome& outcome);
+  void check(const Task& task, const TransportData::Outcome& outcome);
 
-  [[noreturn]] void fail(const Task& task, const GlooLink::Trouble& trouble);
+  [[noreturn]] void fail(const Task& task, const TcpControl::Trouble& trouble);
   [[noreturn]] void fail_late(const Task& task, std::vector<int> awaited);
   RankActivity activity();
 
   const TransportModule module_;
-  std::vector<int> peers_;          // all group ranks but this one's
-  std::string address_;             // of this rank, in digits
-  std::unique_ptr<GlooLink> link_;  // null in a group of one
+  std::vector<int> peers_;            // all group ranks but this one's
+  std::string address_;               // of this rank, in digits
+  std::unique_ptr<TcpControl> link_;  // null in a group of one
   ControlSession session_;
   SelfMessages own_messages_;
-  std::unique_ptr<GlooData> data_;  // null in a group of one
+  std::unique_ptr<TransportData> data_;  // null in a group of one
   std::function<bool()> progress_beside_;
 
   std::mutex mutex_;              // guards what follows

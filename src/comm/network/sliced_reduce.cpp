@@ -1,4 +1,4 @@
-#include "comm/gloo/sliced_reduce.hpp"
+#include "comm/network/sliced_reduce.hpp"
 
 #include <algorithm>
 #include <array>
@@ -35,9 +35,9 @@ std::byte* SlicedReduce::scratch(size_t bytes) {
   return scratch_.data();
 }
 
-void SlicedReduce::exchange(const GlooCore::Task& task, const void* input, const Blocks& given,
+void SlicedReduce::exchange(const NetworkCore::Task& task, const void* input, const Blocks& given,
                             void* output, const Blocks& taken) {
-  core_.transfer(task, [&](const auto& api, auto* context, const LockstepGlooCall& call) {
+  core_.transfer(task, [&](const auto& api, auto* context, const LockstepTransportCall& call) {
     return api.exchange(context, input, given.data(), output, taken.data(), &call);
   });
 }
@@ -54,7 +54,7 @@ void SlicedReduce::for_each_part(const Buffer& buffer, Action&& action) const {
 }
 
 // Every rank gets everything and adds it.
-void SlicedReduce::reduce_small(const GlooCore::Task& task, const Buffer& buffer, ReduceOp op,
+void SlicedReduce::reduce_small(const NetworkCore::Task& task, const Buffer& buffer, ReduceOp op,
                                 std::span<const double> factors) {
   const auto ranks = static_cast<size_t>(core_.group().size());
   const auto bytes = static_cast<size_t>(buffer.bytes());
@@ -72,11 +72,11 @@ void SlicedReduce::reduce_small(const GlooCore::Task& task, const Buffer& buffer
 }
 
 // Gives each rank its slice of this rank's part, and reduces this rank's slice of all.
-void SlicedReduce::reduce_own_slice(const GlooCore::Task& task, const Buffer& part, void* result,
+void SlicedReduce::reduce_own_slice(const NetworkCore::Task& task, const Buffer& part, void* result,
                                     ReduceOp op, std::span<const double> factors) {
   const Blocks slices = slices_of(part);
   const auto rank = static_cast<size_t>(core_.group().rank);
-  const LockstepGlooBlock own = slices[rank];
+  const LockstepTransportBlock own = slices[rank];
   std::byte* const theirs = scratch_.data();
   Blocks taken;
   std::vector<const void*> inputs;
@@ -91,21 +91,21 @@ void SlicedReduce::reduce_own_slice(const GlooCore::Task& task, const Buffer& pa
                    static_cast<int64_t>(own.bytes) / dtype_bytes(part.dtype));
 }
 
-void SlicedReduce::all_reduce(const GlooCore::Task& task, const Buffer& buffer, ReduceOp op,
+void SlicedReduce::all_reduce(const NetworkCore::Task& task, const Buffer& buffer, ReduceOp op,
                               std::span<const double> factors) {
   const int64_t ranks = core_.group().size();
   if (buffer.bytes() * ranks <= kSmallBytes) return reduce_small(task, buffer, op, factors);
   for_each_part(buffer, [&](const Buffer& part) {
     const Blocks slices = slices_of(part);
-    const LockstepGlooBlock own = slices[static_cast<size_t>(core_.group().rank)];
+    const LockstepTransportBlock own = slices[static_cast<size_t>(core_.group().rank)];
     scratch(slices[0].bytes * slices.size());
     reduce_own_slice(task, part, static_cast<std::byte*>(part.data) + own.offset, op, factors);
     exchange(task, part.data, Blocks(slices.size(), own), part.data, slices);
   });
 }
 
-void SlicedReduce::reduce(const GlooCore::Task& task, const Buffer& buffer, int root, ReduceOp op,
-                          std::span<const double> factors) {
+void SlicedReduce::reduce(const NetworkCore::Task& task, const Buffer& buffer, int root,
+                          ReduceOp op, std::span<const double> factors) {
   const auto rank = static_cast<size_t>(core_.group().rank);
   const auto to = static_cast<size_t>(root);
   for_each_part(buffer, [&](const Buffer& part) {

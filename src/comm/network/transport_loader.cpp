@@ -1,4 +1,4 @@
-#include "comm/gloo/gloo_loader.hpp"
+#include "comm/network/transport_loader.hpp"
 
 #include <dlfcn.h>
 #include <fmt/format.h>
@@ -109,7 +109,7 @@ std::vector<std::filesystem::path> module_folders() {
   return folders;
 }
 
-const LockstepGlooApi& load_now(const ModuleInfo& info) {
+const LockstepTransportApi& load_now(const ModuleInfo& info) {
   const std::string path = find_module(info.file);
   if (path.empty()) {
     std::vector<std::string> looked;
@@ -127,12 +127,13 @@ const LockstepGlooApi& load_now(const ModuleInfo& info) {
     throw Error(Code::kBackend, fmt::format("{} cannot be loaded: {}", path, ::dlerror()),
                 fmt::format("install {}, which this module was built with", info.runs_with));
   }
-  const auto entry = reinterpret_cast<LockstepGlooEntry>(::dlsym(module, LOCKSTEP_GLOO_ENTRY));
-  const LockstepGlooApi* api = entry == nullptr ? nullptr : entry();
-  if (api == nullptr || api->abi != LOCKSTEP_GLOO_ABI) {
+  const auto entry =
+      reinterpret_cast<LockstepTransportEntry>(::dlsym(module, LOCKSTEP_TRANSPORT_ENTRY));
+  const LockstepTransportApi* api = entry == nullptr ? nullptr : entry();
+  if (api == nullptr || api->abi != LOCKSTEP_TRANSPORT_ABI) {
     throw Error(Code::kBackend,
                 fmt::format("{} is of another version: it has interface {}, this program needs {}",
-                            path, api == nullptr ? 0 : api->abi, int{LOCKSTEP_GLOO_ABI}),
+                            path, api == nullptr ? 0 : api->abi, int{LOCKSTEP_TRANSPORT_ABI}),
                 "take the module and the library from one build of lockstep");
   }
   return *api;
@@ -157,12 +158,12 @@ std::string_view module_file(TransportModule module) {
   return info_of(module).file;
 }
 
-const LockstepGlooApi& load_transport(TransportModule module) {
+const LockstepTransportApi& load_transport(TransportModule module) {
   if (module == TransportModule::kMpi) {
-    static const LockstepGlooApi& mpi = load_now(info_of(module));
+    static const LockstepTransportApi& mpi = load_now(info_of(module));
     return mpi;
   }
-  static const LockstepGlooApi& gloo = load_now(info_of(module));
+  static const LockstepTransportApi& gloo = load_now(info_of(module));
   return gloo;
 }
 

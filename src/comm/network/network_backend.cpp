@@ -8,7 +8,7 @@
 
 #include "comm/arguments.hpp"
 #include "comm/backend.hpp"
-#include "comm/gloo/gloo_backend.hpp"
+#include "comm/network/network_backend.hpp"
 #include "kernels/reduce_kernels.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
@@ -16,8 +16,8 @@
 namespace lockstep {
 namespace {
 
-// How Gloo is told to combine two elements. The ring combines two ranks' values at a time: F16 and
-// BF16 are rounded after each, so that n ranks add up to n - 1 roundings where one would do.
+// How a module is told to combine two elements. The ring combines two ranks' values at a time: F16
+// and BF16 are rounded after each, so that n ranks add up to n - 1 roundings where one would do.
 struct Reduction {
   Dtype dtype;
   ReduceOp op;
@@ -70,16 +70,18 @@ struct ColorAndKey {
 
 }  // namespace
 
-GlooBackend::GlooBackend(TransportModule module, std::shared_ptr<Store> store, Group group,
-                         std::string address, int64_t deadline_ns)
+NetworkBackend::NetworkBackend(TransportModule module, std::shared_ptr<Store> store, Group group,
+                               std::string address, int64_t deadline_ns)
     : store_(std::move(store)),
       address_(std::move(address)),
-      core_(std::make_shared<GlooCore>(std::move(group), *store_, address_, deadline_ns, module)),
+      core_(
+          std::make_shared<NetworkCore>(std::move(group), *store_, address_, deadline_ns, module)),
       slices_(*core_) {}
 
-std::unique_ptr<Backend::Work> GlooBackend::begin(const Fingerprint& what,
-                                                  const CallContext& context, GlooCore::Body body,
-                                                  const ConstBuffer& carried) {
+std::unique_ptr<Backend::Work> NetworkBackend::begin(const Fingerprint& what,
+                                                     const CallContext& context,
+                                                     NetworkCore::Body body,
+                                                     const ConstBuffer& carried) {
   auto work = std::make_unique<Task>(core_, what, context, std::move(body));
   work->carry(carried.data, carried.bytes());
   core_->begin(*work);
@@ -87,15 +89,15 @@ std::unique_ptr<Backend::Work> GlooBackend::begin(const Fingerprint& what,
 }
 
 // Values that travel with the fingerprints save every way between ranks but one. They go from each
-// rank to each, and must fit into what a connection holds (see GlooLink::send).
-bool GlooBackend::can_carry(int64_t bytes) const {
+// rank to each, and must fit into what a connection holds (see TcpControl::send).
+bool NetworkBackend::can_carry(int64_t bytes) const {
   constexpr int64_t kMostBytes = 4 << 10;
   constexpr int64_t kMostOfAll = 16 << 10;
   return size() > 1 && bytes > 0 && bytes <= kMostBytes && bytes * (size() - 1) <= kMostOfAll;
 }
 
-void GlooBackend::reduce_carried(const Task& task, const Buffer& output, ReduceOp op,
-                                 Calls calls) const {
+void NetworkBackend::reduce_carried(const Task& task, const Buffer& output, ReduceOp op,
+                                    Calls calls) const {
   std::vector<std::byte> aligned(static_cast<size_t>(output.bytes()) * calls.size());
   std::vector<const void*> inputs;
   for (int peer = 0; peer < size(); ++peer) {
@@ -107,14 +109,14 @@ void GlooBackend::reduce_carried(const Task& task, const Buffer& output, ReduceO
 }
 
 // In the order of the ranks, and with one rounding.
-void GlooBackend::add_carried(std::span<const void* const> inputs, const Buffer& output,
-                              ReduceOp op, Calls calls) const {
+void NetworkBackend::add_carried(std::span<const void* const> inputs, const Buffer& output,
+                                 ReduceOp op, Calls calls) const {
   lockstep::reduce(output.dtype, op, inputs, mean_factors(calls), {&output.data, 1}, output.count);
 }
 
-std::unique_ptr<Backend::Work> GlooBackend::begin_message(int peer, const Fingerprint& what,
-                                                          const CallContext& context,
-                                                          GlooCore::Body body) {
+std::unique_ptr<Backend::Work> NetworkBackend::begin_message(int peer, const Fingerprint& what,
+                                                             const CallContext& context,
+                                                             NetworkCore::Body body) {
   auto work = std::make_unique<Task>(core_, what, context, std::move(body));
   work->peer = peer;
   core_->begin_message(*work);
@@ -122,12 +124,13 @@ std::unique_ptr<Backend::Work> GlooBackend::begin_message(int peer, const Finger
 }
 
 // It is done when all ranks have told their fingerprints.
-void GlooBackend::barrier(const CallContext& context) {
+void NetworkBackend::barrier(const CallContext& context) {
   call(Fingerprint{}, context, [](const Task&, Calls) {});
 }
 
-std::unique_ptr<Backend::Work> GlooBackend::all_reduce(const Buffer& buffer, ReduceOp op,
-                                                       double weight, const CallContext& context) {
+std::unique_ptr<Backend::Work> NetworkBackend::all_reduce(const Buffer& buffer, ReduceOp op,
+                                                          double weight,
+                                                          const CallContext& context) {
   check_reduce(buffer, op, weight);
   const Fingerprint what =
       make_reduce_fingerprint(Operation::kAllReduce, buffer.dtype, buffer.count, op, weight);
@@ -143,21 +146,21 @@ std::unique_ptr<Backend::Work> GlooBackend::all_reduce(const Buffer& buffer, Red
   });
 }
 
-void GlooBackend::move_all_reduce(const Task& task, const Buffer& buffer, ReduceOp op,
-                                  Calls calls) {
+void NetworkBackend::move_all_reduce(const Task& task, const Buffer& buffer, ReduceOp op,
+                                     Calls calls) {
   const auto factors = mean_factors(calls);
   if (buffer.count == 0 || size() == 1) return;
   if (!core_->reduces()) return slices_.all_reduce(task, buffer, op, factors);
   if (op == ReduceOp::kMean) scale(buffer, factors[static_cast<size_t>(rank())]);
   Reduction how{buffer.dtype, op == ReduceOp::kMean ? ReduceOp::kSum : op};
-  core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
-    return api.all_reduce(gloo, buffer.data, static_cast<size_t>(buffer.count),
+  core_->transfer(task, [&](const auto& api, auto* connections, const LockstepTransportCall& call) {
+    return api.all_reduce(connections, buffer.data, static_cast<size_t>(buffer.count),
                           static_cast<size_t>(dtype_bytes(buffer.dtype)), reduce_two, &how, &call);
   });
 }
 
-std::unique_ptr<Backend::Work> GlooBackend::reduce(const Buffer& buffer, int root, ReduceOp op,
-                                                   double weight, const CallContext& context) {
+std::unique_ptr<Backend::Work> NetworkBackend::reduce(const Buffer& buffer, int root, ReduceOp op,
+                                                      double weight, const CallContext& context) {
   check_rooted_reduce(group(), buffer, root, op, weight);
   const Fingerprint what = make_rooted_reduce_fingerprint(buffer, root, op, weight);
   if (can_carry(buffer.bytes())) {
@@ -173,8 +176,8 @@ std::unique_ptr<Backend::Work> GlooBackend::reduce(const Buffer& buffer, int roo
 }
 
 // The others' values must stay: they are reduced in a copy.
-void GlooBackend::move_reduce(const Task& task, const Buffer& buffer, int root, ReduceOp op,
-                              Calls calls) {
+void NetworkBackend::move_reduce(const Task& task, const Buffer& buffer, int root, ReduceOp op,
+                                 Calls calls) {
   const auto factors = mean_factors(calls);
   if (buffer.count == 0 || size() == 1) return;
   if (!core_->reduces()) return slices_.reduce(task, buffer, root, op, factors);
@@ -188,16 +191,17 @@ void GlooBackend::move_reduce(const Task& task, const Buffer& buffer, int root, 
   const Buffer reduced{data, buffer.count, buffer.dtype};
   if (op == ReduceOp::kMean) scale(reduced, factors[static_cast<size_t>(rank())]);
   Reduction how{buffer.dtype, op == ReduceOp::kMean ? ReduceOp::kSum : op};
-  core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
-    return api.reduce(gloo, data, static_cast<size_t>(buffer.count),
+  core_->transfer(task, [&](const auto& api, auto* connections, const LockstepTransportCall& call) {
+    return api.reduce(connections, data, static_cast<size_t>(buffer.count),
                       static_cast<size_t>(dtype_bytes(buffer.dtype)), root, reduce_two, &how,
                       &call);
   });
 }
 
-std::unique_ptr<Backend::Work> GlooBackend::exchange(const ConstBuffer& input, const Buffer& output,
-                                                     const BlockExchange& blocks,
-                                                     const CallContext& context) {
+std::unique_ptr<Backend::Work> NetworkBackend::exchange(const ConstBuffer& input,
+                                                        const Buffer& output,
+                                                        const BlockExchange& blocks,
+                                                        const CallContext& context) {
   check_exchange(group(), input, output, blocks);
   return begin(make_exchange_fingerprint(input.dtype, blocks), context,
                [this, input, output, blocks](const Task& task, Calls) {
@@ -207,14 +211,14 @@ std::unique_ptr<Backend::Work> GlooBackend::exchange(const ConstBuffer& input, c
 }
 
 // Every rank sees the counts of all, and so finds the same mismatch by itself.
-void GlooBackend::compare_counts(const Task& task, const BlockExchange& blocks) {
+void NetworkBackend::compare_counts(const Task& task, const BlockExchange& blocks) {
   std::vector<int64_t> own = blocks.given;
   own.insert(own.end(), blocks.taken.begin(), blocks.taken.end());
   const std::string_view bytes(reinterpret_cast<const char*>(own.data()),
                                own.size() * sizeof(int64_t));
   ExchangedCounts given;
   ExchangedCounts taken;
-  for (const std::string& said : core_->exchange(task, GlooLink::Frame::kNote, bytes)) {
+  for (const std::string& said : core_->exchange(task, TcpControl::Frame::kNote, bytes)) {
     std::vector<int64_t> counts(own.size());
     std::memcpy(counts.data(), said.data(), std::min(said.size(), bytes.size()));
     const auto middle = counts.begin() + static_cast<ptrdiff_t>(blocks.given.size());
@@ -224,15 +228,15 @@ void GlooBackend::compare_counts(const Task& task, const BlockExchange& blocks) 
   require_same_counts(group(), task.spoken_of(), given, taken);
 }
 
-void GlooBackend::move_blocks(const Task& task, const ConstBuffer& input, const Buffer& output,
-                              const BlockExchange& blocks) {
+void NetworkBackend::move_blocks(const Task& task, const ConstBuffer& input, const Buffer& output,
+                                 const BlockExchange& blocks) {
   const int64_t element_bytes = dtype_bytes(input.dtype);
   const auto block_of = [&](int64_t offset, int64_t count) {
-    return LockstepGlooBlock{static_cast<size_t>(offset * element_bytes),
-                             static_cast<size_t>(count * element_bytes)};
+    return LockstepTransportBlock{static_cast<size_t>(offset * element_bytes),
+                                  static_cast<size_t>(count * element_bytes)};
   };
-  std::vector<LockstepGlooBlock> given;
-  std::vector<LockstepGlooBlock> taken;
+  std::vector<LockstepTransportBlock> given;
+  std::vector<LockstepTransportBlock> taken;
   for (int peer = 0; peer < size(); ++peer) {
     const auto at = static_cast<size_t>(peer);
     given.push_back(block_of(blocks.given_offset(peer), blocks.given[at]));
@@ -243,13 +247,13 @@ void GlooBackend::move_blocks(const Task& task, const ConstBuffer& input, const 
     std::memcpy(static_cast<std::byte*>(output.data) + taken[own].offset,
                 static_cast<const std::byte*>(input.data) + given[own].offset, given[own].bytes);
   }
-  core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
-    return api.exchange(gloo, input.data, given.data(), output.data, taken.data(), &call);
+  core_->transfer(task, [&](const auto& api, auto* connections, const LockstepTransportCall& call) {
+    return api.exchange(connections, input.data, given.data(), output.data, taken.data(), &call);
   });
 }
 
-std::unique_ptr<Backend::Work> GlooBackend::send(const ConstBuffer& buffer, int to, int tag,
-                                                 const CallContext& context) {
+std::unique_ptr<Backend::Work> NetworkBackend::send(const ConstBuffer& buffer, int to, int tag,
+                                                    const CallContext& context) {
   check_message(group(), buffer.count, to);
   if (to == rank()) {
     core_->session().guarded([&] { core_->own_messages().send(buffer, tag, context); });
@@ -260,8 +264,8 @@ std::unique_ptr<Backend::Work> GlooBackend::send(const ConstBuffer& buffer, int 
       [this, buffer](const Task& task, Calls) { core_->send(task, buffer); });
 }
 
-std::unique_ptr<Backend::Work> GlooBackend::recv(const Buffer& buffer, int from, int tag,
-                                                 const CallContext& context) {
+std::unique_ptr<Backend::Work> NetworkBackend::recv(const Buffer& buffer, int from, int tag,
+                                                    const CallContext& context) {
   check_message(group(), buffer.count, from);
   if (from == rank()) {
     core_->session().guarded([&] { core_->own_messages().recv(buffer, tag, context); });
@@ -273,8 +277,8 @@ std::unique_ptr<Backend::Work> GlooBackend::recv(const Buffer& buffer, int from,
       [this, buffer](const Task& task, Calls) { core_->recv(task, buffer); });
 }
 
-std::unique_ptr<Backend::Work> GlooBackend::broadcast(const Buffer& buffer, int root,
-                                                      const CallContext& context) {
+std::unique_ptr<Backend::Work> NetworkBackend::broadcast(const Buffer& buffer, int root,
+                                                         const CallContext& context) {
   check_broadcast(group(), buffer, root);
   const Fingerprint what = make_broadcast_fingerprint(buffer, root);
   if (can_carry(buffer.bytes())) {
@@ -292,16 +296,17 @@ std::unique_ptr<Backend::Work> GlooBackend::broadcast(const Buffer& buffer, int 
   });
 }
 
-void GlooBackend::move_broadcast(const Task& task, const Buffer& buffer, int root) {
-  core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
-    return api.broadcast(gloo, buffer.data, static_cast<size_t>(buffer.bytes()), root, &call);
+void NetworkBackend::move_broadcast(const Task& task, const Buffer& buffer, int root) {
+  core_->transfer(task, [&](const auto& api, auto* connections, const LockstepTransportCall& call) {
+    return api.broadcast(connections, buffer.data, static_cast<size_t>(buffer.bytes()), root,
+                         &call);
   });
 }
 
-std::unique_ptr<Backend::Work> GlooBackend::reduce_scatter(const ConstBuffer& input,
-                                                           const Buffer& output, ReduceOp op,
-                                                           double weight,
-                                                           const CallContext& context) {
+std::unique_ptr<Backend::Work> NetworkBackend::reduce_scatter(const ConstBuffer& input,
+                                                              const Buffer& output, ReduceOp op,
+                                                              double weight,
+                                                              const CallContext& context) {
   check_reduce_scatter(group(), input, output, op, weight);
   const Fingerprint what =
       make_reduce_fingerprint(Operation::kReduceScatter, output.dtype, output.count, op, weight);
@@ -312,23 +317,23 @@ std::unique_ptr<Backend::Work> GlooBackend::reduce_scatter(const ConstBuffer& in
 
 // Every rank sends each other one its block, and reduces what it got in the order of the ranks:
 // no more bytes than a ring moves, and one rounding.
-void GlooBackend::move_reduce_scatter(const Task& task, const ConstBuffer& input,
-                                      const Buffer& output, ReduceOp op, Calls calls) {
+void NetworkBackend::move_reduce_scatter(const Task& task, const ConstBuffer& input,
+                                         const Buffer& output, ReduceOp op, Calls calls) {
   const auto factors = mean_factors(calls);
   if (output.count == 0) return;
   const auto block = static_cast<size_t>(output.bytes());
   std::vector<std::byte> blocks(block * calls.size());
-  GlooBackend::move_blocks(task, input, {blocks.data(), input.count, input.dtype},
-                           BlockExchange::all_to_all(group(), output.count));
+  NetworkBackend::move_blocks(task, input, {blocks.data(), input.count, input.dtype},
+                              BlockExchange::all_to_all(group(), output.count));
   std::vector<const void*> inputs;
   for (size_t peer = 0; peer < calls.size(); ++peer) inputs.push_back(&blocks[peer * block]);
   const std::array outputs = {output.data};
   lockstep::reduce(output.dtype, op, inputs, factors, outputs, output.count);
 }
 
-std::unique_ptr<Backend::Work> GlooBackend::all_gather(const ConstBuffer& input,
-                                                       const Buffer& output,
-                                                       const CallContext& context) {
+std::unique_ptr<Backend::Work> NetworkBackend::all_gather(const ConstBuffer& input,
+                                                          const Buffer& output,
+                                                          const CallContext& context) {
   check_all_gather(group(), input, output);
   const Fingerprint what = make_fingerprint(Operation::kAllGather, input.dtype, input.count);
   if (can_carry(input.bytes())) {
@@ -347,23 +352,23 @@ std::unique_ptr<Backend::Work> GlooBackend::all_gather(const ConstBuffer& input,
   });
 }
 
-void GlooBackend::move_all_gather(const Task& task, const ConstBuffer& input,
-                                  const Buffer& output) {
+void NetworkBackend::move_all_gather(const Task& task, const ConstBuffer& input,
+                                     const Buffer& output) {
   const auto bytes = static_cast<size_t>(input.bytes());
   if (size() == 1) std::memmove(output.data, input.data, bytes);
-  core_->transfer(task, [&](const auto& api, auto* gloo, const LockstepGlooCall& call) {
-    return api.all_gather(gloo, input.data, bytes, output.data, &call);
+  core_->transfer(task, [&](const auto& api, auto* connections, const LockstepTransportCall& call) {
+    return api.all_gather(connections, input.data, bytes, output.data, &call);
   });
 }
 
-std::unique_ptr<Backend> GlooBackend::split(int color, int key, std::string_view group_name,
-                                            const CallContext& context) {
+std::unique_ptr<Backend> NetworkBackend::split(int color, int key, std::string_view group_name,
+                                               const CallContext& context) {
   Fingerprint what;
   what.operation = Operation::kSplit;
   std::unique_ptr<Backend> made;
   call(what, context, [&](const Task& task, Calls) {
     const ColorAndKey own{color, key};
-    const auto said = core_->exchange(task, GlooLink::Frame::kNote,
+    const auto said = core_->exchange(task, TcpControl::Frame::kNote,
                                       {reinterpret_cast<const char*>(&own), sizeof own});
     std::vector<std::pair<int, int>> members;  // (key, group rank)
     for (int peer = 0; peer < size(); ++peer) {
@@ -387,12 +392,13 @@ std::unique_ptr<Backend> GlooBackend::split(int color, int key, std::string_view
   return made;
 }
 
-std::unique_ptr<Backend> GlooBackend::make_part(const Task& task, const Part& part) {
-  return std::make_unique<GlooBackend>(core_->module(), part.store, part.group, address_,
-                                       task.deadline_ns);
+std::unique_ptr<Backend> NetworkBackend::make_part(const Task& task, const Part& part) {
+  return std::make_unique<NetworkBackend>(core_->module(), part.store, part.group, address_,
+                                          task.deadline_ns);
 }
 
-std::shared_ptr<RegisteredMemory> GlooBackend::allocate(int64_t bytes, const CallContext& context) {
+std::shared_ptr<RegisteredMemory> NetworkBackend::allocate(int64_t bytes,
+                                                           const CallContext& context) {
   check_allocate(bytes);
   Fingerprint what;
   what.operation = Operation::kAllocate;
@@ -402,20 +408,20 @@ std::shared_ptr<RegisteredMemory> GlooBackend::allocate(int64_t bytes, const Cal
   return memory;
 }
 
-std::shared_ptr<RegisteredMemory> GlooBackend::make_memory(const Task&, int64_t bytes) {
+std::shared_ptr<RegisteredMemory> NetworkBackend::make_memory(const Task&, int64_t bytes) {
   return std::make_shared<PlainMemory>(bytes);
 }
 
 std::unique_ptr<Backend> make_gloo_backend(const NetworkOptions& options) {
-  return std::make_unique<GlooBackend>(TransportModule::kGloo, options.store,
-                                       Group::world(options.rank, options.size), options.address,
-                                       options.deadline_ns);
+  return std::make_unique<NetworkBackend>(TransportModule::kGloo, options.store,
+                                          Group::world(options.rank, options.size), options.address,
+                                          options.deadline_ns);
 }
 
 std::unique_ptr<Backend> make_mpi_backend(const NetworkOptions& options) {
-  return std::make_unique<GlooBackend>(TransportModule::kMpi, options.store,
-                                       Group::world(options.rank, options.size), options.address,
-                                       options.deadline_ns);
+  return std::make_unique<NetworkBackend>(TransportModule::kMpi, options.store,
+                                          Group::world(options.rank, options.size), options.address,
+                                          options.deadline_ns);
 }
 
 }  // namespace lockstep

@@ -11,7 +11,7 @@
 #include "base/counted.hpp"
 #include "base/process.hpp"
 #include "base/running_clock.hpp"
-#include "comm/gloo/gloo_link.hpp"
+#include "comm/network/tcp_control.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
 #include "net/secret.hpp"
@@ -84,7 +84,7 @@ class Rendezvous {
     result_.sockets.resize(static_cast<size_t>(group.size()));
   }
 
-  GlooRendezvous run() {
+  TcpRendezvous run() {
     store_.set(key_of(group_.rank),
                Listening{bound_port(listener_), secret_, result_.address}.text());
     for (int group_rank = 0; group_rank < group_.rank; ++group_rank) connect_to(group_rank);
@@ -215,14 +215,14 @@ class Rendezvous {
   const int64_t begun_ns_;
   Socket listener_;
   std::string secret_;
-  GlooRendezvous result_;
+  TcpRendezvous result_;
   std::vector<UnauthenticatedPeer> unauthenticated_;
 };
 
 }  // namespace
 
-GlooRendezvous rendezvous(Store& store, const Group& group, const std::string& address,
-                          int64_t deadline_ns) {
+TcpRendezvous rendezvous(Store& store, const Group& group, const std::string& address,
+                         int64_t deadline_ns) {
   return Rendezvous(store, group, address, deadline_ns).run();
 }
 
@@ -251,7 +251,7 @@ struct StallHead {
   uint32_t waiting = 0;
 };
 
-std::string with_head(GlooLink::Frame frame, std::string_view payload) {
+std::string with_head(TcpControl::Frame frame, std::string_view payload) {
   const FrameHead head{static_cast<uint32_t>(payload.size()), static_cast<uint32_t>(frame)};
   std::string bytes(sizeof head + payload.size(), '\0');
   std::memcpy(bytes.data(), &head, sizeof head);
@@ -267,7 +267,8 @@ void write_frame(const Socket& socket, std::string_view bytes) {
 
 }  // namespace
 
-GlooLink::GlooLink(int rank, std::vector<Socket> sockets) : rank_(rank), peers_(sockets.size()) {
+TcpControl::TcpControl(int rank, std::vector<Socket> sockets)
+    : rank_(rank), peers_(sockets.size()) {
   for (size_t group_rank = 0; group_rank < sockets.size(); ++group_rank) {
     peers_[group_rank].socket = std::move(sockets[group_rank]);
   }
@@ -275,7 +276,7 @@ GlooLink::GlooLink(int rank, std::vector<Socket> sockets) : rank_(rank), peers_(
 }
 
 // Half-closes the connections: what was sent still arrives, even if the peer sends meanwhile.
-GlooLink::~GlooLink() {
+TcpControl::~TcpControl() {
   leave();
   stop_.raise();
   reader_.join();
@@ -284,7 +285,7 @@ GlooLink::~GlooLink() {
   }
 }
 
-std::string GlooLink::FinalNotice::encode() const {
+std::string TcpControl::FinalNotice::encode() const {
   std::string bytes(1, static_cast<char>(kind));
   if (kind == Kind::kAborted) return bytes + record.encode();
   if (kind == Kind::kLeft) return bytes;
@@ -306,7 +307,7 @@ std::string GlooLink::FinalNotice::encode() const {
 }
 
 // Bytes that make no sense are those of a rank that leaves: nothing is known about why.
-GlooLink::FinalNotice GlooLink::FinalNotice::decode(std::string_view bytes) {
+TcpControl::FinalNotice TcpControl::FinalNotice::decode(std::string_view bytes) {
   FinalNotice notice;
   if (bytes.empty()) return notice;
   const auto kind = static_cast<Kind>(bytes[0]);
@@ -343,23 +344,23 @@ GlooLink::FinalNotice GlooLink::FinalNotice::decode(std::string_view bytes) {
   return notice;
 }
 
-void GlooLink::send(int to, Frame frame, std::string_view payload) {
+void TcpControl::send(int to, Frame frame, std::string_view payload) {
   const std::string bytes = with_head(frame, payload);
   const std::lock_guard lock(send_mutex_);
   write_frame(peers_[static_cast<size_t>(to)].socket, bytes);
 }
 
-void GlooLink::send_all(Frame frame, std::string_view payload) {
+void TcpControl::send_all(Frame frame, std::string_view payload) {
   const std::string bytes = with_head(frame, payload);
   const std::lock_guard lock(send_mutex_);
   for (const Peer& peer : peers_) write_frame(peer.socket, bytes);
 }
 
-void GlooLink::publish(const AbortRecord& record) {
+void TcpControl::publish(const AbortRecord& record) {
   send_notice({.kind = FinalNotice::Kind::kAborted, .record = record});
 }
 
-void GlooLink::send_notice(const FinalNotice& notice) {
+void TcpControl::send_notice(const FinalNotice& notice) {
   const std::string bytes = with_head(Frame::kFinalNotice, notice.encode());
   const std::lock_guard send_lock(send_mutex_);
   if (notice_sent_) return;
@@ -371,11 +372,11 @@ void GlooLink::send_notice(const FinalNotice& notice) {
   changed_.notify_all();
 }
 
-bool GlooLink::has_cause(const Peer& peer) {
+bool TcpControl::has_cause(const Peer& peer) {
   return peer.notice && peer.notice->kind != FinalNotice::Kind::kLeft;
 }
 
-std::optional<GlooLink::Trouble> GlooLink::told() const {
+std::optional<TcpControl::Trouble> TcpControl::told() const {
   if (own_notice_ && own_notice_->kind == FinalNotice::Kind::kAborted) {
     return Trouble{.kind = Trouble::Kind::kAborted, .rank = rank_, .record = own_notice_->record};
   }
@@ -393,13 +394,13 @@ std::optional<GlooLink::Trouble> GlooLink::told() const {
   return stalled;
 }
 
-std::optional<GlooLink::Trouble> GlooLink::ended(int group_rank) const {
+std::optional<TcpControl::Trouble> TcpControl::ended(int group_rank) const {
   const Peer& peer = peers_[static_cast<size_t>(group_rank)];
   if (!peer.closed && !peer.notice) return std::nullopt;
   return Trouble{.kind = Trouble::Kind::kGone, .rank = group_rank, .left = peer.notice.has_value()};
 }
 
-bool GlooLink::wait(std::unique_lock<std::mutex>& lock, int64_t deadline_ns) {
+bool TcpControl::wait(std::unique_lock<std::mutex>& lock, int64_t deadline_ns) {
   constexpr int64_t kLongestWaitNs = 3'600'000'000'000;  // no overflow where there is no deadline
   const int64_t left_ns = deadline_ns - running_ns();
   if (left_ns <= 0) return false;
@@ -407,7 +408,7 @@ bool GlooLink::wait(std::unique_lock<std::mutex>& lock, int64_t deadline_ns) {
   return true;
 }
 
-std::variant<std::vector<std::string>, GlooLink::Trouble> GlooLink::gather(
+std::variant<std::vector<std::string>, TcpControl::Trouble> TcpControl::gather(
     Frame frame, std::span<const int> peers, int64_t deadline_ns) {
   const auto queue = [&](int group_rank) -> std::deque<std::string>& {
     return peers_[static_cast<size_t>(group_rank)].frames[static_cast<size_t>(frame)];
@@ -435,7 +436,7 @@ std::variant<std::vector<std::string>, GlooLink::Trouble> GlooLink::gather(
   }
 }
 
-GlooLink::Trouble GlooLink::find_trouble(int64_t deadline_ns) {
+TcpControl::Trouble TcpControl::find_trouble(int64_t deadline_ns) {
   std::unique_lock lock(mutex_);
   for (;;) {
     if (auto trouble = told()) return *trouble;
@@ -450,12 +451,12 @@ GlooLink::Trouble GlooLink::find_trouble(int64_t deadline_ns) {
   }
 }
 
-void GlooLink::on_survey(std::function<RankActivity()> answer) {
+void TcpControl::on_survey(std::function<RankActivity()> answer) {
   const std::lock_guard action_lock(action_mutex_);
   answer_ = std::move(answer);
 }
 
-bool GlooLink::all_have_answered() const {
+bool TcpControl::all_have_answered() const {
   for (size_t group_rank = 0; group_rank < peers_.size(); ++group_rank) {
     const Peer& peer = peers_[group_rank];
     if (static_cast<int>(group_rank) != rank_ && !peer.closed && !peer.notice) return false;
@@ -465,7 +466,7 @@ bool GlooLink::all_have_answered() const {
 
 // Whoever lives has answered, or answers now, with what it does. For itself a rank takes what it
 // told the others, so that all judge by the same answers.
-StallReport GlooLink::survey(const StalledCall& own) {
+StallReport TcpControl::survey(const StalledCall& own) {
   FinalNotice notice{.kind = FinalNotice::Kind::kStalled, .waited_ns = own.waited_ns};
   notice.awaited.assign(own.awaited.begin(), own.awaited.end());
   {
@@ -510,7 +511,7 @@ StallReport GlooLink::survey(const StalledCall& own) {
   return report;
 }
 
-void GlooLink::on_failure(std::function<void()> action) {
+void TcpControl::on_failure(std::function<void()> action) {
   const std::lock_guard action_lock(action_mutex_);
   on_failure_ = std::move(action);
   bool late = false;
@@ -523,12 +524,12 @@ void GlooLink::on_failure(std::function<void()> action) {
   if (late && on_failure_) on_failure_();
 }
 
-void GlooLink::act_on_failure() {
+void TcpControl::act_on_failure() {
   const std::lock_guard action_lock(action_mutex_);
   if (on_failure_) on_failure_();
 }
 
-void GlooLink::read_all() {
+void TcpControl::read_all() {
   for (;;) {
     std::vector<pollfd> waiting{{stop_.descriptor(), POLLIN, 0}};
     std::vector<Peer*> who;
@@ -554,7 +555,7 @@ void GlooLink::read_all() {
   }
 }
 
-void GlooLink::read_from(Peer& peer) {
+void TcpControl::read_from(Peer& peer) {
   char bytes[kReadBytes];
   const ssize_t count = ::recv(peer.socket.get(), bytes, sizeof bytes, MSG_DONTWAIT);
   if (count < 0 && (errno == EAGAIN || errno == EINTR)) return;
@@ -569,14 +570,14 @@ void GlooLink::read_from(Peer& peer) {
 // Gloo does not wake a thread that waits for the rest of a message whose sender has died. This
 // does, after a grace period in which data of a rank that ended right after its last call still
 // arrives.
-void GlooLink::end(Peer& peer) {
+void TcpControl::end(Peer& peer) {
   const std::lock_guard lock(mutex_);
   peer.closed = true;
   changed_.notify_all();
   if (!peer.notice && act_at_ns_ == 0) act_at_ns_ = running_ns() + kEndedGraceNs;
 }
 
-void GlooLink::take_frames(Peer& peer) {
+void TcpControl::take_frames(Peer& peer) {
   FrameHead head;
   while (peer.input.size() >= sizeof head) {
     std::memcpy(&head, peer.input.data(), sizeof head);
@@ -598,7 +599,7 @@ void GlooLink::take_frames(Peer& peer) {
   }
 }
 
-void GlooLink::receive_notice(Peer& peer, std::string_view payload) {
+void TcpControl::receive_notice(Peer& peer, std::string_view payload) {
   const FinalNotice notice = FinalNotice::decode(payload);
   {
     const std::lock_guard lock(mutex_);

@@ -3,7 +3,7 @@
 #include <string>
 #include <string_view>
 
-#include "comm/gloo/module/lockstep_gloo.h"
+#include "comm/network/transport_module.h"
 
 namespace lockstep {
 
@@ -20,6 +20,6 @@ std::string_view transport_name(TransportModule module);  ///< "gloo", as backen
 std::string_view module_file(TransportModule module);     ///< "lockstep-gloo.so"
 
 /// Loads a module once. kBackend where it is missing, cannot be loaded, or is of another version.
-const LockstepGlooApi& load_transport(TransportModule module);
+const LockstepTransportApi& load_transport(TransportModule module);
 
 }  // namespace lockstep

@@ -5,19 +5,19 @@
 #include <string>
 
 #include "comm/backend.hpp"
-#include "comm/gloo/gloo_core.hpp"
-#include "comm/gloo/sliced_reduce.hpp"
+#include "comm/network/network_core.hpp"
+#include "comm/network/sliced_reduce.hpp"
 
 namespace lockstep {
 
 /// Ranks on any hosts. All calls are queued, compared and ended here; the functions move_* say how
 /// the data of an operation moves once all ranks agree on the call. A backend that moves it in
 /// another way overrides them.
-class GlooBackend : public Backend {
+class NetworkBackend : public Backend {
  public:
-  GlooBackend(TransportModule module, std::shared_ptr<Store> store, Group group,
-              std::string address, int64_t deadline_ns);
-  ~GlooBackend() override { core_->shut_down(); }
+  NetworkBackend(TransportModule module, std::shared_ptr<Store> store, Group group,
+                 std::string address, int64_t deadline_ns);
+  ~NetworkBackend() override { core_->shut_down(); }
 
   std::string_view name() const override { return transport_name(core_->module()); }
   const Group& group() const override { return core_->group(); }
@@ -45,7 +45,7 @@ class GlooBackend : public Backend {
   void abort(const AbortRecord& record) noexcept override { core_->session().abort(record); }
 
  protected:
-  using Task = GlooCore::Task;
+  using Task = NetworkCore::Task;
   using Calls = std::span<const Fingerprint>;  // [group rank]
 
   // How data moves. They run in a thread of the core, or in the one that waits, one at a time.
@@ -72,20 +72,20 @@ class GlooBackend : public Backend {
   virtual std::unique_ptr<Backend> make_part(const Task& task, const Part& part);
   virtual std::shared_ptr<RegisteredMemory> make_memory(const Task& task, int64_t bytes);
 
-  GlooCore& core() const { return *core_; }
-  const std::shared_ptr<GlooCore>& shared_core() const { return core_; }
+  NetworkCore& core() const { return *core_; }
+  const std::shared_ptr<NetworkCore>& shared_core() const { return core_; }
   const std::string& address() const { return address_; }
 
  private:
   /// The body outlives this call: it may refer to the backend, and to nothing of its caller. The
   /// bytes of `carried`, if any, travel with the fingerprint.
   std::unique_ptr<Work> begin(const Fingerprint& what, const CallContext& context,
-                              GlooCore::Body body, const ConstBuffer& carried = {});
+                              NetworkCore::Body body, const ConstBuffer& carried = {});
   bool can_carry(int64_t bytes) const;
   void reduce_carried(const Task& task, const Buffer& output, ReduceOp op, Calls calls) const;
   std::unique_ptr<Work> begin_message(int peer, const Fingerprint& what, const CallContext& context,
-                                      GlooCore::Body body);
-  void call(const Fingerprint& what, const CallContext& context, GlooCore::Body body) {
+                                      NetworkCore::Body body);
+  void call(const Fingerprint& what, const CallContext& context, NetworkCore::Body body) {
     CallContext at_once = context;
     at_once.waits_at_once = true;
     begin(what, at_once, std::move(body))->wait();
@@ -94,7 +94,7 @@ class GlooBackend : public Backend {
 
   std::shared_ptr<Store> store_;
   std::string address_;
-  std::shared_ptr<GlooCore> core_;
+  std::shared_ptr<NetworkCore> core_;
   SlicedReduce slices_;
 };
 

@@ -1,5 +1,3 @@
-#include "lockstep_gloo.h"
-
 #include <gloo/allgather.h>
 #include <gloo/allreduce.h>
 #include <gloo/broadcast.h>
@@ -25,6 +23,8 @@
 #include <unordered_set>
 #include <vector>
 
+#include "comm/network/module_status.hpp"
+
 // Gloo waits for each part of a transfer with the full timeout again, and nobody can end a wait
 // from outside. These decorators give a whole transfer one deadline, and let another thread end it.
 // Gloo's own timeout cannot serve as the deadline: it counts the time in which this process was
@@ -35,15 +35,8 @@ namespace lockstep::gloo_module {
 constexpr std::chrono::milliseconds kLook(50);  // a deadline is noticed within this
 constexpr std::chrono::milliseconds kNoTimeout(std::chrono::hours(24 * 365));
 
-/// A transfer whose deadline passed.
-struct Late : std::runtime_error {
-  Late() : std::runtime_error("the deadline passed") {}
-};
-
-/// A transfer that abort() ended.
-struct Aborted : std::runtime_error {
-  Aborted() : std::runtime_error("aborted") {}
-};
+using transport_module::Aborted;
+using transport_module::Late;
 
 class WatchedBuffer;
 
@@ -230,13 +223,13 @@ std::unique_ptr<gloo::transport::UnboundBuffer> WatchedTransport::createUnboundB
 
 }  // namespace lockstep::gloo_module
 
-struct LockstepGlooContext {
+struct LockstepTransportContext {
   std::shared_ptr<gloo::transport::Device> device;
   std::shared_ptr<gloo::transport::Context> connections;
   lockstep::gloo_module::Watch watch;
 };
 
-struct LockstepGlooExchange {
+struct LockstepTransportExchange {
   std::shared_ptr<gloo::Context> transfer;
   std::unique_ptr<gloo::transport::UnboundBuffer> from;
   std::unique_ptr<gloo::transport::UnboundBuffer> to;
@@ -285,43 +278,23 @@ class SignalsBlocked {
   bool was_pending_ = false;
 };
 
-LockstepGlooStatus tell(LockstepGlooMessage* message, LockstepGlooStatus status, const char* text) {
-  if (message != nullptr) {
-    const size_t kept = std::min(std::strlen(text), sizeof(message->text) - 1);
-    std::memcpy(message->text, text, kept);
-    message->text[kept] = '\0';
-  }
-  return status;
-}
-
-// The one way out of the module: whatever Gloo throws ends here.
 template <class Action>
-LockstepGlooStatus guarded(LockstepGlooMessage* message, Action&& action) noexcept {
+LockstepTransportStatus guarded(LockstepTransportMessage* message, Action&& action) noexcept {
   const SignalsBlocked blocked(false);
-  try {
-    action();
-    return LOCKSTEP_GLOO_OK;
-  } catch (const Late& error) {
-    return tell(message, LOCKSTEP_GLOO_LATE, error.what());
-  } catch (const Aborted& error) {
-    return tell(message, LOCKSTEP_GLOO_ABORTED, error.what());
-  } catch (const std::exception& error) {
-    return tell(message, LOCKSTEP_GLOO_FAILED, error.what());
-  } catch (...) {
-    return tell(message, LOCKSTEP_GLOO_FAILED, "an unknown exception");
-  }
+  return transport_module::guarded(message, action);
 }
 
-std::shared_ptr<TransferContext> begin(LockstepGlooContext* context, const LockstepGlooCall& call) {
+std::shared_ptr<TransferContext> begin(LockstepTransportContext* context,
+                                       const LockstepTransportCall& call) {
   return std::make_shared<TransferContext>(
       std::make_shared<WatchedTransport>(context->connections, context->watch, call.deadline_ns));
 }
 
-LockstepGlooStatus create(int rank, int size, const char* address, int64_t connect_timeout_ms,
-                          LockstepGlooClock clock, LockstepGlooContext** context,
-                          LockstepGlooMessage* message) {
+LockstepTransportStatus create(int rank, int size, const char* address, int64_t connect_timeout_ms,
+                               LockstepTransportClock clock, LockstepTransportContext** context,
+                               LockstepTransportMessage* message) {
   return guarded(message, [&] {
-    auto made = std::make_unique<LockstepGlooContext>();
+    auto made = std::make_unique<LockstepTransportContext>();
     {
       const SignalsBlocked blocked(true);
       made->watch.start(clock);
@@ -337,18 +310,19 @@ LockstepGlooStatus create(int rank, int size, const char* address, int64_t conne
   });
 }
 
-LockstepGlooStatus address(LockstepGlooContext* context, int peer, void* bytes, size_t* length,
-                           LockstepGlooMessage* message) {
+LockstepTransportStatus address(LockstepTransportContext* context, int peer, void* bytes,
+                                size_t* length, LockstepTransportMessage* message) {
   return guarded(message, [&] {
     const std::vector<char> own = context->connections->getPair(peer)->address().bytes();
-    if (own.size() > LOCKSTEP_GLOO_MAX_ADDRESS) throw std::length_error("an address is too long");
+    if (own.size() > LOCKSTEP_TRANSPORT_MAX_ADDRESS)
+      throw std::length_error("an address is too long");
     std::memcpy(bytes, own.data(), own.size());
     *length = own.size();
   });
 }
 
-LockstepGlooStatus connect(LockstepGlooContext* context, int peer, const void* bytes, size_t length,
-                           LockstepGlooMessage* message) {
+LockstepTransportStatus connect(LockstepTransportContext* context, int peer, const void* bytes,
+                                size_t length, LockstepTransportMessage* message) {
   return guarded(message, [&] {
     const auto* theirs = static_cast<const char*>(bytes);
     context->connections->getPair(peer)->connect(std::vector<char>(theirs, theirs + length));
@@ -372,9 +346,9 @@ void set_output(Options& options, void* data, size_t count, size_t element_bytes
   }
 }
 
-LockstepGlooStatus all_reduce(LockstepGlooContext* context, void* data, size_t count,
-                              size_t element_bytes, LockstepGlooReduce reduce, void* user,
-                              const LockstepGlooCall* call) {
+LockstepTransportStatus all_reduce(LockstepTransportContext* context, void* data, size_t count,
+                                   size_t element_bytes, LockstepTransportReduce reduce, void* user,
+                                   const LockstepTransportCall* call) {
   return guarded(call->message, [&] {
     gloo::AllreduceOptions options(begin(context, *call));
     set_output(options, data, count, element_bytes);
@@ -387,8 +361,8 @@ LockstepGlooStatus all_reduce(LockstepGlooContext* context, void* data, size_t c
   });
 }
 
-LockstepGlooStatus broadcast(LockstepGlooContext* context, void* data, size_t bytes, int root,
-                             const LockstepGlooCall* call) {
+LockstepTransportStatus broadcast(LockstepTransportContext* context, void* data, size_t bytes,
+                                  int root, const LockstepTransportCall* call) {
   return guarded(call->message, [&] {
     gloo::BroadcastOptions options(begin(context, *call));
     options.setOutput(static_cast<uint8_t*>(data), bytes);
@@ -403,8 +377,8 @@ uint8_t* readable(const void* data) {
   return static_cast<uint8_t*>(const_cast<void*>(data));
 }
 
-LockstepGlooStatus all_gather(LockstepGlooContext* context, const void* input, size_t bytes,
-                              void* output, const LockstepGlooCall* call) {
+LockstepTransportStatus all_gather(LockstepTransportContext* context, const void* input,
+                                   size_t bytes, void* output, const LockstepTransportCall* call) {
   return guarded(call->message, [&] {
     gloo::AllgatherOptions options(begin(context, *call));
     const auto own_block = static_cast<size_t>(context->connections->rank) * bytes;
@@ -419,9 +393,9 @@ LockstepGlooStatus all_gather(LockstepGlooContext* context, const void* input, s
   });
 }
 
-LockstepGlooStatus reduce(LockstepGlooContext* context, void* data, size_t count,
-                          size_t element_bytes, int root, LockstepGlooReduce reduce, void* user,
-                          const LockstepGlooCall* call) {
+LockstepTransportStatus reduce(LockstepTransportContext* context, void* data, size_t count,
+                               size_t element_bytes, int root, LockstepTransportReduce reduce,
+                               void* user, const LockstepTransportCall* call) {
   return guarded(call->message, [&] {
     gloo::ReduceOptions options(begin(context, *call));
     set_output(options, data, count, element_bytes);
@@ -434,20 +408,20 @@ LockstepGlooStatus reduce(LockstepGlooContext* context, void* data, size_t count
 }
 
 // Every rank begins with its right neighbour, so that no rank is everybody's first.
-std::unique_ptr<LockstepGlooExchange> begin_blocks(LockstepGlooContext* context, const void* input,
-                                                   const LockstepGlooBlock* given, void* output,
-                                                   const LockstepGlooBlock* taken, uint64_t slot,
-                                                   const LockstepGlooCall& call) {
+std::unique_ptr<LockstepTransportExchange> begin_blocks(
+    LockstepTransportContext* context, const void* input, const LockstepTransportBlock* given,
+    void* output, const LockstepTransportBlock* taken, uint64_t slot,
+    const LockstepTransportCall& call) {
   const int rank = context->connections->rank;
   const int size = context->connections->size;
-  const auto end_of = [size](const LockstepGlooBlock* blocks) {
+  const auto end_of = [size](const LockstepTransportBlock* blocks) {
     size_t end = 0;
     for (int peer = 0; peer < size; ++peer) {
       if (blocks[peer].bytes > 0) end = std::max(end, blocks[peer].offset + blocks[peer].bytes);
     }
     return end;
   };
-  auto exchange = std::make_unique<LockstepGlooExchange>();
+  auto exchange = std::make_unique<LockstepTransportExchange>();
   exchange->transfer = begin(context, call);
   exchange->from = exchange->transfer->createUnboundBuffer(readable(input), end_of(given));
   exchange->to = exchange->transfer->createUnboundBuffer(output, end_of(taken));
@@ -466,40 +440,43 @@ std::unique_ptr<LockstepGlooExchange> begin_blocks(LockstepGlooContext* context,
   return exchange;
 }
 
-void end_blocks(LockstepGlooExchange& exchange) {
+void end_blocks(LockstepTransportExchange& exchange) {
   for (; exchange.receives > 0; --exchange.receives) exchange.to->waitRecv();
   for (; exchange.sends > 0; --exchange.sends) exchange.from->waitSend();
 }
 
-LockstepGlooStatus exchange(LockstepGlooContext* context, const void* input,
-                            const LockstepGlooBlock* given, void* output,
-                            const LockstepGlooBlock* taken, const LockstepGlooCall* call) {
+LockstepTransportStatus exchange(LockstepTransportContext* context, const void* input,
+                                 const LockstepTransportBlock* given, void* output,
+                                 const LockstepTransportBlock* taken,
+                                 const LockstepTransportCall* call) {
   return guarded(call->message, [&] {
     end_blocks(
         *begin_blocks(context, input, given, output, taken, kExchangeSlots | call->tag, *call));
   });
 }
 
-LockstepGlooStatus begin_exchange(LockstepGlooContext* context, const void* input,
-                                  const LockstepGlooBlock* given, void* output,
-                                  const LockstepGlooBlock* taken, uint32_t part,
-                                  const LockstepGlooCall* call, LockstepGlooExchange** exchange) {
+LockstepTransportStatus begin_exchange(LockstepTransportContext* context, const void* input,
+                                       const LockstepTransportBlock* given, void* output,
+                                       const LockstepTransportBlock* taken, uint32_t part,
+                                       const LockstepTransportCall* call,
+                                       LockstepTransportExchange** exchange) {
   return guarded(call->message, [&] {
     const uint64_t slot = kPartSlots | uint64_t{part} << 32 | call->tag;
     *exchange = begin_blocks(context, input, given, output, taken, slot, *call).release();
   });
 }
 
-LockstepGlooStatus end_exchange(LockstepGlooExchange* exchange, LockstepGlooMessage* message) {
+LockstepTransportStatus end_exchange(LockstepTransportExchange* exchange,
+                                     LockstepTransportMessage* message) {
   return guarded(message, [&] { end_blocks(*exchange); });
 }
 
-void drop_exchange(LockstepGlooExchange* exchange) {
+void drop_exchange(LockstepTransportExchange* exchange) {
   guarded(nullptr, [&] { delete exchange; });
 }
 
-LockstepGlooStatus send(LockstepGlooContext* context, const void* data, size_t bytes, int to,
-                        const LockstepGlooCall* call) {
+LockstepTransportStatus send(LockstepTransportContext* context, const void* data, size_t bytes,
+                             int to, const LockstepTransportCall* call) {
   return guarded(call->message, [&] {
     const auto transfer = begin(context, *call);
     const auto buffer = transfer->createUnboundBuffer(readable(data), bytes);
@@ -508,8 +485,8 @@ LockstepGlooStatus send(LockstepGlooContext* context, const void* data, size_t b
   });
 }
 
-LockstepGlooStatus recv(LockstepGlooContext* context, void* data, size_t bytes, int from,
-                        const LockstepGlooCall* call) {
+LockstepTransportStatus recv(LockstepTransportContext* context, void* data, size_t bytes, int from,
+                             const LockstepTransportCall* call) {
   return guarded(call->message, [&] {
     const auto transfer = begin(context, *call);
     const auto buffer = transfer->createUnboundBuffer(data, bytes);
@@ -518,7 +495,7 @@ LockstepGlooStatus recv(LockstepGlooContext* context, void* data, size_t bytes, 
   });
 }
 
-void abort(LockstepGlooContext* context) {
+void abort(LockstepTransportContext* context) {
   guarded(nullptr, [&] {
     context->watch.abort();
     for (int peer = 0; peer < context->connections->size; ++peer) {
@@ -529,19 +506,31 @@ void abort(LockstepGlooContext* context) {
   });
 }
 
-void destroy(LockstepGlooContext* context) {
+void destroy(LockstepTransportContext* context) {
   guarded(nullptr, [&] { delete context; });
 }
 
-constexpr LockstepGlooApi kApi = {
-    LOCKSTEP_GLOO_ABI, create,        address, connect,  all_reduce,
-    broadcast,         all_gather,    reduce,  exchange, begin_exchange,
-    end_exchange,      drop_exchange, send,    recv,     abort,
-    destroy,           nullptr};
+constexpr LockstepTransportApi kApi = {LOCKSTEP_TRANSPORT_ABI,
+                                       create,
+                                       address,
+                                       connect,
+                                       all_reduce,
+                                       broadcast,
+                                       all_gather,
+                                       reduce,
+                                       exchange,
+                                       begin_exchange,
+                                       end_exchange,
+                                       drop_exchange,
+                                       send,
+                                       recv,
+                                       abort,
+                                       destroy,
+                                       nullptr};
 
 }  // namespace
 }  // namespace lockstep::gloo_module
 
-__attribute__((visibility("default"))) const LockstepGlooApi* lockstep_gloo_api(void) {
+__attribute__((visibility("default"))) const LockstepTransportApi* lockstep_transport_api(void) {
   return &lockstep::gloo_module::kApi;
 }
