@@ -42,6 +42,12 @@ void ShardedModel::State::Parts::begin_sums() {
   for (const auto& sums : sums_) {
     if (sums) sums->begin_step();
   }
+  // Between steps nothing is whole, unless a part of the last one ended with an error.
+  for (const auto& unit : state_.units) {
+    if (unit->gradients) unit->gradients->drop();
+  }
+  state_.phase = Phase::kIdle;
+  state_.end_is_queued = false;
 }
 
 torch::Tensor ShardedModel::State::Parts::step(const PartLoss& loss_of, const PartStep& how) {

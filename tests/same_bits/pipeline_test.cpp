@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "base/process.hpp"
-#include "comm/gloo/gloo_loader.hpp"
+#include "comm/network/transport_loader.hpp"
 #include "same_bits_support.hpp"
 
 // Pipelines with virtual shards: every micro-batch of every data rank is one.

@@ -225,6 +225,33 @@ TEST(SameBitsShardedRefusals, CallsOutsideOfParts) {
   EXPECT_EQ(fsdp(x).size(0), 6) << "evaluation is no part of a step";
 }
 
+// Nothing of a step that ended with an error is left in the next one.
+TEST(SameBitsShardedRefusals, AStepAfterAnErrorBeginsAnew) {
+  for (const ShardStage stage : {ShardStage::kOptimizer, ShardStage::kParameters}) {
+    run_ranks(2, [stage](const Communicator& comm) {
+      Fsdp fsdp(torch::nn::Sequential(torch::nn::Linear(2, 2)), comm,
+                {.stage = stage, .virtual_shards = 4});
+      const auto gradients_of_step = [&](bool fails) {
+        fsdp.backward_parts([&](const BatchPart& part) {
+          const auto loss = fsdp(torch::ones({3, 2})).sum() * static_cast<double>(part.index + 1);
+          if (fails && part.local_index == 1) {
+            loss.backward();
+            throw Error(Code::kUsage, "planted", "none");
+          }
+          return loss;
+        });
+        std::vector<torch::Tensor> gradients;
+        for (const auto& shard : fsdp.parameters()) gradients.push_back(shard.grad().clone());
+        for (auto& shard : fsdp.parameters()) shard.mutable_grad().reset();
+        return flat_weights(gradients);
+      };
+      const auto expected = gradients_of_step(false);
+      expect_error(Code::kUsage, {"planted"}, [&] { gradients_of_step(true); });
+      EXPECT_TRUE(torch::equal(gradients_of_step(false), expected));
+    });
+  }
+}
+
 TEST(SameBitsShardedRefusals, UnusedParameters) {
   for (const int ranks : {1, 2, 4}) {
     run_ranks(ranks, [](const Communicator& comm) {

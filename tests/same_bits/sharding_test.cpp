@@ -1,7 +1,7 @@
 #include <gtest/gtest.h>
 
 #include "base/process.hpp"
-#include "comm/gloo/gloo_loader.hpp"
+#include "comm/network/transport_loader.hpp"
 #include "same_bits_support.hpp"
 
 // FullyShardedDataParallel with virtual shards, in every stage of ZeRO.
