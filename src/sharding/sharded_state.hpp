@@ -13,7 +13,9 @@
 #include "device/gradient_memory.hpp"
 #include "device/storage_watch.hpp"
 #include "gradients/gradient_hooks.hpp"
+#include "gradients/part_sums.hpp"
 #include "gradients/trained_parameters.hpp"
+#include "gradients/virtual_shards.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/fully_sharded_data_parallel.hpp"
 #include "lockstep/master_weights.hpp"
@@ -92,6 +94,8 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   void poison(std::span<const size_t> used) noexcept;
   void rethrow_failure();
 
+  class Parts;  // with virtual shards
+
   // Forward.
   void require_unchanged();
   void share_buffers() const;
@@ -109,6 +113,9 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   void keep_local_gradients();
   void end_step();
   void settle_missing();
+  [[noreturn]] void refuse_missing(std::vector<std::string> missing);
+  std::vector<bool> used_anywhere(const std::vector<bool>& used) const;
+  std::vector<bool> used_of_unit(const ShardedUnit& unit, const std::vector<bool>& used) const;
   void begin_reduce(ShardedUnit& unit);
   void advance_reduces();
   void finish_reduce(ShardedUnit& unit);
@@ -159,7 +166,33 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   std::optional<AccumulationWindow> window;
   std::optional<AccumulationWindow> marks;  // for Note [Fresh parameters]
   std::optional<GradientStreams> streams;
+  std::unique_ptr<Parts> parts;
   std::optional<GradientHooks> hooks;  // last, so that no hook runs before all else is ready
+};
+
+/// Steps of virtual shards: see docs/same_bits.md. Each part's gradients are taken out of their
+/// units when its backward has ended, and the mean of all parts is scattered to the shards.
+class ShardedModel::State::Parts final : public PartOwner {
+ public:
+  /// Refuses what cannot have the same bits; changes nothing.
+  explicit Parts(State& state);
+
+  torch::Tensor step(const PartLoss& loss_of, const PartStep& how);
+  VirtualShards& shards() { return shards_; }
+
+  void begin_part(bool last) override;
+  void take_gradients(const BatchPart& part, double weight) override;
+  void average(double sum_of_weights) override;
+
+ private:
+  bool has_accumulated() const;
+  void begin_sums();
+
+  State& state_;
+  VirtualShards shards_;
+  std::vector<std::unique_ptr<PartSums>> sums_;  // [unit]; null: not trained
+  std::vector<bool> used_;                       // [trained] in any part of this rank
+  bool accumulates_ = false;                     // the last step was inside NoSync
 };
 
 /// A misuse of the wrapper: gradients or weights would be lost.
