@@ -88,11 +88,14 @@ class TwoLevelMoves::AllReduce {
     for (int64_t number = 0; number < in_flight(); ++number) expect(number);
   }
 
-  // The lags are as long as there are chunks: the last steps only wait.
+  // A step that waits for the link holds up those after it: where all chunks may be on the link at
+  // once, all are begun before the first is waited for, and all combined before the first result.
   void run(TwoLevelReduction how) {
     how_ = std::move(how);
-    const int64_t finishes = in_flight() - 1;
-    const int64_t combines = plan_.everyone ? finishes : finishes / 2;
+    const int64_t last = in_flight() - 1;
+    const bool all_at_once = plan_.chunks <= in_flight();
+    const int64_t combines = plan_.everyone || all_at_once ? last : last / 2;
+    const int64_t finishes = !plan_.everyone && all_at_once ? 2 * last : last;
     for (int64_t step = 0; step < plan_.chunks + finishes; ++step) {
       if (step < plan_.chunks) begin(step);
       if (step >= combines && step - combines < plan_.chunks) combine(step - combines);
