@@ -28,11 +28,11 @@ class ShardedFeatures : public testing::TestWithParam<std::tuple<ShardStage, int
 INSTANTIATE_TEST_SUITE_P(Stages, ShardedFeatures,
                          testing::Combine(testing::ValuesIn(kStages), testing::Values(2, 5),
                                           testing::Bool()),
-                         [](const auto& info) {
+                         [](const auto& test) {
                            return "Stage" +
-                                  std::to_string(static_cast<int>(std::get<0>(info.param))) + "On" +
-                                  std::to_string(std::get<1>(info.param)) +
-                                  (std::get<2>(info.param) ? "Shared" : "Gathered");
+                                  std::to_string(static_cast<int>(std::get<0>(test.param))) + "On" +
+                                  std::to_string(std::get<1>(test.param)) +
+                                  (std::get<2>(test.param) ? "Shared" : "Gathered");
                          });
 
 // Every rank halves all weights: they are halved once, whoever has the memory.
