@@ -99,9 +99,10 @@ json run_local(const json& settings) {
         lockstep::split_stages(net,
                                lockstep::cut_by_count(static_cast<int64_t>(net->size()), stages)),
         devices, lockstep::make_schedule(name, stages, micro_batches),
-        lockstep::PipelineOptions{.loss = [](const auto& out, const auto& target) {
-          return torch::mse_loss(out, target);
-        }}));
+        lockstep::PipelineOptions{
+            .loss = [](const auto& out,
+                       const auto& target) { return torch::mse_loss(out, target); },
+            .virtual_shards = settings.value("virtual_shards", 0)}));
   }
   std::vector<Measured> measured(names.size());
   std::vector<std::vector<int64_t>> peaks(names.size(), std::vector<int64_t>(devices.size()));

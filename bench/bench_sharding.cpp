@@ -22,14 +22,20 @@ struct Measured {
 
 template <class Wrapper>
 Measured measure(Wrapper& wrapper, lockstep::AdamW& optimizer, const lockstep::World& world,
-                 const torch::Tensor& x, int64_t before, double weights, int steps) {
+                 const torch::Tensor& x, int64_t before, double weights, int steps, bool in_parts) {
+  const auto loss_of = [&](const torch::Tensor& rows) { return wrapper(rows).pow(2).mean(); };
   std::vector<double> times;
   for (int step = 0; step < steps + 3; ++step) {
     if (step == 3) world.device().reset_peak_memory();
     world.comm().barrier();
     const int64_t begin_ns = lockstep::monotonic_ns();
     optimizer.zero_grad();
-    wrapper(x).pow(2).mean().backward();
+    if (in_parts) {
+      wrapper.backward_parts(
+          [&](const lockstep::BatchPart& part) { return loss_of(part.rows_of(x)); });
+    } else {
+      loss_of(x).backward();
+    }
     optimizer.step();
     if (step >= 3) times.push_back(static_cast<double>(lockstep::monotonic_ns() - begin_ns) * 1e-6);
   }
@@ -59,23 +65,26 @@ int run(int, char** words) {
   torch::Tensor x;
   {
     const lockstep::ChargeHost rows;
-    x = torch::randn({32, width}).to(low ? torch::kBFloat16 : torch::kFloat);
+    x = torch::randn({settings.value("rows", 32), width})
+            .to(low ? torch::kBFloat16 : torch::kFloat);
   }
   on_host.reset();
   const auto weights = static_cast<double>(layers * width * width);
   const int steps = settings.at("steps").get<int>();
+  const auto parts = settings.value("virtual_shards", int64_t{0});
   Measured found;
   if (stage == 0) {
-    lockstep::DistributedDataParallel ddp(net, world.comm());
+    lockstep::DistributedDataParallel ddp(net, world.comm(), {.virtual_shards = parts});
     lockstep::AdamW optimizer(ddp.parameters(), {.masters = masters});
-    found = measure(ddp, optimizer, world, x, before, weights, steps);
+    found = measure(ddp, optimizer, world, x, before, weights, steps, parts > 0);
   } else {
     lockstep::FullyShardedDataParallel fsdp(net, world.comm(),
                                             {.stage = static_cast<lockstep::ShardStage>(stage),
                                              .min_unit_bytes = 0,
-                                             .share_on_host = settings.at("shared").get<bool>()});
+                                             .share_on_host = settings.at("shared").get<bool>(),
+                                             .virtual_shards = parts});
     lockstep::AdamW optimizer(fsdp.parameters(), {.masters = masters});
-    found = measure(fsdp, optimizer, world, x, before, weights, steps);
+    found = measure(fsdp, optimizer, world, x, before, weights, steps, parts > 0);
   }
   if (world.rank() == 0) {
     fmt::print(

@@ -45,7 +45,8 @@ int train(int argc, char** argv) {
       .loss = [](const auto& out, const auto& y) { return torch::mse_loss(out, y); },
       .recompute = plan.recompute,
       .bucket_cap_bytes = course::bucket_cap_bytes(options),
-      .nonfinite = course::nonfinite_answer(options)};
+      .nonfinite = course::nonfinite_answer(options),
+      .virtual_shards = options.virtual_shards};  // docs/same_bits.md
   if (plan.data > 1) how.data = mesh.axis("dp");  // the ranks with the same stages
   const auto pipeline =
       plan.over_ranks

@@ -96,6 +96,15 @@ std::optional<std::vector<int64_t>> planned_cut(const Options& options, int64_t 
       fmt::format("give numbers that add up to {}, such as {}", layers, fmt::join(equal, ",")));
 }
 
+// With --virtual-shards every micro-batch is one of them.
+int64_t parts_of_data_rank(const Options& options, int data) {
+  if (options.virtual_shards % data == 0) return options.virtual_shards / data;
+  throw Error(Code::kSplit,
+              fmt::format("--virtual-shards {} cannot be divided over {} ranks with own rows",
+                          options.virtual_shards, data),
+              "give a multiple of every number of such ranks that the run shall have");
+}
+
 void require_micro_batch_rows(const Options& options, int pipelines) {
   const int64_t fewest = options.batch / pipelines;
   if (fewest >= options.micro_batches) return;
@@ -181,7 +190,10 @@ std::vector<lockstep::MeshAxis> HybridPlan::axes() const {
   return {{"dp", data}, {"pp", pipeline}, {"tp", tensor}};
 }
 
-HybridPlan plan_hybrid(const Options& options, int ranks) {
+HybridPlan plan_hybrid(Options& options) {
+  const int ranks = lockstep::RankEnvironment::from_env().world_size;
+  const bool in_parts = options.virtual_shards > 0;
+  if (in_parts) options.micro_batches = options.virtual_shards;  // those of all data ranks
   HybridPlan plan{.schedule = make_placed_schedule(options),
                   .over_ranks = options.place == "ranks",
                   .data = ranks};
@@ -204,14 +216,14 @@ HybridPlan plan_hybrid(const Options& options, int ranks) {
     }
     plan.data = ranks / needed;
   }
+  if (in_parts) {
+    options.micro_batches = parts_of_data_rank(options, plan.data);
+    plan.schedule = make_placed_schedule(options);
+  }
   require_micro_batch_rows(options, plan.data);
   require_tensor_parallel_sizes(options, plan.tensor);
   planned_cut(options, count_layers(options, plan.tensor));  // refuses a cut that does not fit
   return plan;
-}
-
-HybridPlan plan_hybrid(const Options& options) {
-  return plan_hybrid(options, lockstep::RankEnvironment::from_env().world_size);
 }
 
 ModelCut cut_model(const Options& options, Layers& model, const lockstep::World& world,

@@ -33,10 +33,10 @@ struct HybridPlan {
   std::vector<lockstep::MeshAxis> axes() const;
 };
 
-/// --stages, --micro-batches, --schedule, --place, --tensor-parallel and --cut for that many ranks.
-/// What does not fit is an Error, before anything is started.
-HybridPlan plan_hybrid(const Options& options, int ranks);
-HybridPlan plan_hybrid(const Options& options);  ///< for the ranks of this job
+/// --stages, --micro-batches, --schedule, --place, --tensor-parallel and --cut for the ranks of
+/// this job; --virtual-shards decides the micro-batches. What does not fit is an Error, before
+/// anything is started.
+HybridPlan plan_hybrid(Options& options);
 
 /// What one row of a batch is at a layer, in bytes.
 struct LayerShape {

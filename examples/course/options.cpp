@@ -295,11 +295,11 @@ void add_rank_flags(CLI::App& app, Options& options) {
                  "what to do if a gradient of a rank is infinite or not a number")
       ->capture_default_str()
       ->type_name("warn|stop|ignore");
-  if (options.has_pipeline) return;
   app.add_option("--virtual-shards", options.virtual_shards,
                  "cut each batch into so many parts, whatever the number of ranks: the weights are "
                  "the same bits then; 0: off")
       ->capture_default_str();
+  if (options.has_pipeline) return;
   app.add_option("--check-replicas", options.check_replicas,
                  "compare the weights of all ranks every so many steps; 0: never")
       ->capture_default_str();
@@ -347,8 +347,10 @@ void add_amp_flags(CLI::App& app, Options& options) {
 
 void add_pipeline_flags(CLI::App& app, Options& options) {
   app.add_option("--micro-batches", options.micro_batches,
-                 "parts of a rank's rows that flow through the stages")
-      ->capture_default_str();
+                 "parts of a rank's rows that flow through the stages; with --virtual-shards its "
+                 "share of them")
+      ->capture_default_str()
+      ->excludes("--virtual-shards");
   app.add_option("--stages", options.stages, "parts of the model")->capture_default_str();
   app.add_option("--schedule", options.schedule, "order of forwards and backwards")
       ->type_name(fmt::format("{}", fmt::join(lockstep::schedule_names(), "|")))
@@ -463,10 +465,9 @@ std::map<std::string, std::string> Options::as_text() const {
                  {"nonfinite", nonfinite}});
   }
   if (has_ranks && !has_pipeline) {
-    text.insert({{"check-replicas", std::to_string(check_replicas)},
-                 {"compress", compress},
-                 {"virtual-shards", std::to_string(virtual_shards)}});
+    text.insert({{"check-replicas", std::to_string(check_replicas)}, {"compress", compress}});
   }
+  if (has_ranks) text.insert({"virtual-shards", std::to_string(virtual_shards)});
   const auto yes_no = [](bool flag) { return flag ? "yes" : "no"; };
   if (has_accumulation) {
     text.insert({{"accum-steps", std::to_string(accum_steps)},

@@ -121,6 +121,12 @@ void add_train(CLI::App& app, TrainOptions& options, std::string& model) {
                  "what data ranks divide: 1 the optimizer's state, 2 and gradients, 3 and weights")
       ->check(CLI::Range(0, 3))
       ->capture_default_str();
+  app.add_option("--virtual-shards", options.layout.virtual_shards,
+                 "parts that every batch is cut into, whatever the number of data ranks: the "
+                 "weights are the same bits then; 0: off")
+      ->check(CLI::NonNegativeNumber)
+      ->excludes("--micro-batches")
+      ->capture_default_str();
   app.add_option("--steps", options.steps, "updates; 0: validate only")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();

@@ -56,6 +56,7 @@ class WrappedModel : public ParallelModel {
         division_(division_of(layout, mesh)),
         device_(device.torch_device()),
         autocast_(autocast),
+        in_parts_(options.virtual_shards > 0),
         net_(make_net(config, weights, division_, device_)),
         wrapper_(net_, mesh.axis("dp"), options) {}
 
@@ -65,8 +66,16 @@ class WrappedModel : public ParallelModel {
     for (size_t i = 0; i < parts.size(); ++i) {
       std::optional<lockstep::NoSync> no_sync;
       if (i + 1 < parts.size()) no_sync.emplace(wrapper_);
-      const auto loss = loss_of_batch(parts[i]) / static_cast<double>(parts.size());
-      loss.backward();
+      const auto share_of = [&](const torch::Tensor& x, const torch::Tensor& y) {
+        return loss_of_batch({x, y}) / static_cast<double>(parts.size());
+      };
+      torch::Tensor loss;
+      if (in_parts_) {
+        loss = wrapper_.backward_parts(parts[i].x, parts[i].y, share_of);
+      } else {
+        loss = share_of(parts[i].x, parts[i].y);
+        loss.backward();
+      }
       sum += loss.template item<double>();
     }
     return sum;
@@ -97,6 +106,7 @@ class WrappedModel : public ParallelModel {
   Division division_;
   torch::Device device_;
   bool autocast_;
+  bool in_parts_;  // virtual shards
   torch::nn::Sequential net_;
   Wrapper wrapper_;
 };
@@ -203,9 +213,10 @@ class PipelineModel final : public ParallelModel {
     return lockstep::cut_by_count(config.layers + 2, stages);
   }
 
-  static lockstep::Schedule schedule_of(const Layout& layout) {
-    const int64_t micro_batches =
-        layout.micro_batches > 0 ? layout.micro_batches : 2 * layout.stages;
+  static lockstep::Schedule schedule_of(const Layout& layout, int data_ranks) {
+    const int64_t micro_batches = layout.virtual_shards > 0  ? layout.virtual_shards / data_ranks
+                                  : layout.micro_batches > 0 ? layout.micro_batches
+                                                             : 2 * layout.stages;
     return lockstep::one_f_one_b(static_cast<int>(layout.stages), static_cast<int>(micro_batches));
   }
 
@@ -219,12 +230,14 @@ class PipelineModel final : public ParallelModel {
       return loss_of(logits, y, config, division);
     };
     options.data = mesh.axis("dp");
+    options.virtual_shards = layout.virtual_shards;
     if (layout.shard > 0) {
       const auto& own = stages[static_cast<size_t>(axis_.rank())];
       options.shard = {.stage = static_cast<lockstep::ShardStage>(layout.shard),
                        .units = units_of(*own)};
     }
-    return lockstep::Pipeline(stages, axis_, device, schedule_of(layout), options);
+    return lockstep::Pipeline(stages, axis_, device, schedule_of(layout, mesh.axis("dp").size()),
+                              options);
   }
 
   // Each layer, and each copy of the token embedding: the copies are divided alike.
@@ -288,10 +301,12 @@ std::unique_ptr<ParallelModel> make_parallel_model(const Config& config, const W
   if (layout.shard > 0) {
     return std::make_unique<ShardedGpt2>(
         config, weights, layout, mesh, device, autocast,
-        lockstep::ShardOptions{.stage = static_cast<lockstep::ShardStage>(layout.shard)});
+        lockstep::ShardOptions{.stage = static_cast<lockstep::ShardStage>(layout.shard),
+                               .virtual_shards = layout.virtual_shards});
   }
-  return std::make_unique<ReplicatedModel>(config, weights, layout, mesh, device, autocast,
-                                           lockstep::DdpOptions{});
+  return std::make_unique<ReplicatedModel>(
+      config, weights, layout, mesh, device, autocast,
+      lockstep::DdpOptions{.virtual_shards = layout.virtual_shards});
 }
 
 }  // namespace gpt2

@@ -20,7 +20,8 @@ struct Layout {
   int64_t micro_batches = 0;    // of the pipeline; 0: two for each stage
   int64_t tensor_parallel = 1;  // ranks that share each matrix
   bool sequence_parallel = false;
-  int64_t shard = 0;  // ZeRO's stage over the data ranks; 0: DDP
+  int64_t shard = 0;           // ZeRO's stage over the data ranks; 0: DDP
+  int64_t virtual_shards = 0;  // parts of a batch whose bits depend on no number of data ranks
 };
 
 /// The axes of the world: data ranks with other rows, pipeline ranks with other stages, tensor
@@ -38,7 +39,8 @@ class ParallelModel {
   virtual ~ParallelModel() = default;
 
   /// Forward and backward of this data rank's rows in parts, whose gradients add up and are
-  /// averaged over the data ranks once. Returns the mean loss of these rows.
+  /// averaged over the data ranks once. Returns the mean loss of these rows; with virtual shards
+  /// that of all data ranks' rows.
   virtual double accumulate(const std::vector<Batch>& parts) = 0;
 
   /// The mean loss of these rows and how many targets it is the mean of, without gradients.

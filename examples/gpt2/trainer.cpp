@@ -28,6 +28,19 @@ void require_divisible(const TrainOptions& options, int data_ranks) {
                             options.batch, options.accumulate, data_ranks),
                 fmt::format("give a multiple of {}", std::max<int64_t>(1, parts)));
   }
+  const int64_t shards = options.layout.virtual_shards;
+  if (shards % data_ranks != 0) {
+    throw Error(
+        Code::kUsage,
+        fmt::format("--virtual-shards {} cannot be divided over {} data ranks", shards, data_ranks),
+        "give a multiple of every number of data ranks that the run shall have");
+  }
+  if (shards > 0 && options.batch % (options.accumulate * shards) != 0) {
+    throw Error(Code::kUsage,
+                fmt::format("--batch {} cannot be divided into --accumulate {} of {} parts",
+                            options.batch, options.accumulate, shards),
+                fmt::format("give a multiple of {}", options.accumulate * shards));
+  }
 }
 
 // Matrices and embeddings decay, norms and biases do not.
@@ -195,8 +208,10 @@ int train(const TrainOptions& given) {
   }
   const TokenFile tokens(options.data + "/train.bin", options.config.vocabulary);
   const TokenFile held_out(options.data + "/val.bin", options.config.vocabulary);
-  // The ranks of one model draw the same dropout masks, data ranks others.
-  torch::manual_seed(options.seed * 1000 + static_cast<uint64_t>(data.rank()));
+  // The ranks of one model draw the same dropout masks, data ranks others. With virtual shards each
+  // part has its own, on whatever rank.
+  const bool in_parts = options.layout.virtual_shards > 0;
+  torch::manual_seed(options.seed * 1000 + (in_parts ? 0 : static_cast<uint64_t>(data.rank())));
 
   const auto model = make_parallel_model(options.config, weights, options.layout, mesh,
                                          world.device(), options.bf16);
@@ -234,7 +249,8 @@ int train(const TrainOptions& given) {
     ++step;
     const auto batch =
         draw_batch(tokens, options.batch, options.config.context, options.seed, step);
-    const double loss = mean_over(data, model->accumulate(own_parts(batch, options, data)));
+    const double own_loss = model->accumulate(own_parts(batch, options, data));
+    const double loss = in_parts ? own_loss : mean_over(data, own_loss);
     const double rate = rate_at(options, step);
     set_rate(optimizer, rate);
     const auto norm = optimizer.step({.max_norm = options.max_norm, .zero_grad = true});

@@ -12,6 +12,7 @@
 #include "lockstep/communicator.hpp"
 #include "lockstep/detail/tensor_tree.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
+#include "lockstep/virtual_shards.hpp"
 
 namespace lockstep {
 
@@ -44,6 +45,10 @@ struct ShardOptions {
   /// Shards, and so the optimizer's state and its work, are on the CPU although the model is on a
   /// GPU.
   bool offload_optimizer = false;
+
+  /// As DdpOptions::virtual_shards and part_threads: steps are made with backward_parts().
+  int64_t virtual_shards = 0;
+  int part_threads = 1;
 };
 
 /// What sharding has done so far on this rank.
@@ -74,6 +79,7 @@ class ShardedModel final : public Accumulating {
 
   void before_forward();
   void after_forward(const std::vector<torch::Tensor>& outputs);
+  torch::Tensor backward_parts(const PartLoss& loss_of, const PartStep& how);
 
   /// For a Pipeline, instead of the two above: many forwards and backwards, in any order, between
   /// two averages. begin_step() and all that follows it are called by one thread. A step ends with
@@ -153,6 +159,17 @@ class FullyShardedDataParallel {
     return forward(std::forward<Arguments>(arguments)...);
   }
 
+  /// With ShardOptions::virtual_shards, as DistributedDataParallel's: forward and backward of this
+  /// rank's parts of the batch. Returns the mean loss of all parts. Collective.
+  torch::Tensor backward_parts(const PartLoss& loss_of, const PartStep& how = {}) {
+    return sharded_->backward_parts(loss_of, how);
+  }
+  template <class LossOfRows>
+  torch::Tensor backward_parts(const torch::Tensor& x, const torch::Tensor& y, LossOfRows loss_of,
+                               const PartStep& how = {}) {
+    return sharded_->backward_parts(loss_of_rows(x, y, std::move(loss_of)), how);
+  }
+
   /// The trained module. Its parameters are whole only while GatheredParameters live; elsewhere
   /// their use is collective.
   const std::shared_ptr<Module>& module() const { return module_; }
@@ -174,7 +191,7 @@ class FullyShardedDataParallel {
   /// Drops the gradients of the shards and those that accumulate inside NoSync.
   void zero_grad(bool set_to_none = true) { sharded_->zero_grad(set_to_none); }
 
-  /// Sets this rank's weight in the mean from now on, as DistributedDataParallel's.
+  /// Sets this rank's weight in the mean from now on, or a part's, as DistributedDataParallel's.
   void set_weight(double weight) { sharded_->set_weight(weight); }
 
   ShardStats stats() const { return sharded_->stats(); }

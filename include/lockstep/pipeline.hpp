@@ -67,6 +67,13 @@ struct PipelineOptions {
   bool check_unaveraged_updates = true;
 
   Nonfinite nonfinite = Nonfinite::kWarn;  ///< in gradients that `data` averages
+
+  /// As DdpOptions::virtual_shards and part_threads. Every micro-batch is a part: this is the
+  /// number of micro-batches times that of the ranks of `data`. Weights are the same bits then for
+  /// every number of data ranks, and step() returns the loss over all of them: see
+  /// docs/same_bits.md.
+  int64_t virtual_shards = 0;
+  int part_threads = 1;
 };
 
 /// For PipelineOptions::loss_weight: counts the targets other than `ignore_index`, over which

@@ -144,4 +144,23 @@ torch::Tensor PartSums::all_reduce(double divisor, int64_t chunk_bytes) {
   return result;
 }
 
+void PartSums::reduce_scatter(const torch::Tensor& block, double divisor,
+                              const std::string& label) {
+  const torch::NoGradGuard no_grad;
+  auto sums = own_sums();
+  if (comm_.size() == 1) {
+    block.copy_(sums.front().narrow(0, 0, block.numel()).div_(divisor));
+    return;
+  }
+  for (auto& sum : sums) sum = sum.narrow(0, 0, block.numel() * comm_.size());
+  const int64_t begun_ns = monotonic_ns();
+  block.copy_(exchange(sums, label).div_(divisor));
+  exchanges_.push_back({static_cast<int64_t>(sums.front().nbytes()), begun_ns, monotonic_ns()});
+}
+
+void PartSums::release() {
+  fold_.clear();
+  free_.clear();
+}
+
 }  // namespace lockstep

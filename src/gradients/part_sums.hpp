@@ -54,6 +54,13 @@ class PartSums {
   /// once. Collective.
   torch::Tensor all_reduce(double divisor, int64_t chunk_bytes);
 
+  /// Writes the r-th of size() equal blocks of the sum of all parts divided by `divisor` to
+  /// `block`, on rank r. Collective.
+  void reduce_scatter(const torch::Tensor& block, double divisor, const std::string& label);
+
+  /// Gives the memory of all sums back.
+  void release();
+
   /// The collectives of this step.
   const std::vector<SumExchange>& exchanges() const { return exchanges_; }
 

@@ -103,19 +103,17 @@ void PartBuffers::put(const std::vector<torch::Tensor>& values) const {
   for (size_t i = 0; i < values.size(); ++i) buffers_[i].variable_data().copy_(values[i]);
 }
 
-void PartBuffers::begin_part(int64_t local_index) {
-  if (local_index == 0) return;
-  if (local_index == 1) after_first_ = copies();
-  put(at_begin_);
-}
-
-void PartBuffers::finish() const {
-  put(after_first_);
+void PartBuffers::end_forward(int64_t local_index) {
+  if (local_index == 0) after_first_ = copies();
 }
 
 VirtualShards::VirtualShards(int64_t parts, int threads, const Communicator& comm,
                              std::string wrapper)
     : tree_(parts, comm.size()), comm_(comm), threads_(threads), wrapper_(std::move(wrapper)) {
+  require_part_threads(threads);
+}
+
+void require_part_threads(int threads) {
   if (threads >= 1) return;
   throw Error(Code::kUsage,
               fmt::format("a part cannot be computed by {}", counted(threads, "thread")),
@@ -168,37 +166,43 @@ void VirtualShards::set_weight(double weight) {
   weight_ = weight;
 }
 
-// Refuses ranks with other seeds. Collective.
-VirtualShards::Means VirtualShards::exchange(const std::vector<double>& weights,
-                                             const std::vector<double>& losses) const {
+VirtualShards::Sums VirtualShards::exchange(const PartTree& tree, const Communicator& comm,
+                                            int64_t rows, const std::vector<double>& weights,
+                                            const std::vector<double>& losses) {
   const uint64_t seed = PartSeeds::program_seed();
-  std::vector<double> told = {half_of(seed, 0), half_of(seed, 1)};
+  std::vector<double> told = {half_of(seed, 0), half_of(seed, 1), static_cast<double>(rows)};
   const size_t header = told.size();
   told.insert(told.end(), weights.begin(), weights.end());
   told.insert(told.end(), losses.begin(), losses.end());
   const auto mine = torch::tensor(told, torch::kFloat64);
-  const auto all = torch::empty({comm_.size(), mine.numel()}, torch::kFloat64);
-  comm_.all_gather(all, mine, {.label = "weights and losses of parts"});
+  const auto all = torch::empty({comm.size(), mine.numel()}, torch::kFloat64);
+  comm.all_gather(all, mine, {.label = "weights and losses of parts"});
+  const auto* first = all.data_ptr<double>();
   std::vector<double> every_weight, every_loss;
-  for (int rank = 0; rank < comm_.size(); ++rank) {
-    const double* said = all.data_ptr<double>() + rank * mine.numel();
-    if (said[0] != all.data_ptr<double>()[0] || said[1] != all.data_ptr<double>()[1]) {
+  for (int rank = 0; rank < comm.size(); ++rank) {
+    const double* said = first + rank * mine.numel();
+    if (said[0] != first[0] || said[1] != first[1]) {
       throw Error(Code::kSyncMisuse,
                   fmt::format("ranks {} and 0 have other seeds: the random numbers of a part would "
                               "depend on the rank that computes it",
                               rank),
                   "call torch::manual_seed() with the same number on all ranks; what shall differ "
-                  "between parts, draw inside backward_parts()");
+                  "between parts, draw inside the function that computes a part's loss");
+    }
+    if (said[2] != first[2]) {
+      throw Error(Code::kSplit,
+                  fmt::format("a part has {} on rank 0 and {} on rank {}",
+                              counted(static_cast<int64_t>(first[2]), "row"),
+                              static_cast<int64_t>(said[2]), rank),
+                  "give every rank the same number of rows: another number of ranks would divide "
+                  "them otherwise");
     }
     every_weight.insert(every_weight.end(), said + header, said + header + weights.size());
     for (size_t i = 0; i < weights.size(); ++i) {
       every_loss.push_back(said[header + i] * said[header + weights.size() + i]);
     }
   }
-  Means means;
-  means.weight = sum_in_tree(tree_, every_weight);
-  means.loss = means.weight == 0 ? 0 : sum_in_tree(tree_, every_loss) / means.weight;
-  return means;
+  return {sum_in_tree(tree, every_weight), sum_in_tree(tree, every_loss)};
 }
 
 torch::Tensor VirtualShards::step(const torch::nn::Module& module, PartOwner& owner,
@@ -220,7 +224,7 @@ torch::Tensor VirtualShards::step(const torch::nn::Module& module, PartOwner& ow
     const FixedThreads threads(threads_);
     for (int64_t i = 0; i < tree_.parts_per_rank(); ++i) {
       const BatchPart now = part(i);
-      if (buffers) buffers->begin_part(i);
+      if (buffers) buffers->begin_forward();
       owner.begin_part(now.local_index + 1 == now.local_count);
       numbers.reseed(seeds_.seed_of(now.index));
       const UseRng draw_from(numbers);
@@ -235,16 +239,17 @@ torch::Tensor VirtualShards::step(const torch::nn::Module& module, PartOwner& ow
       losses.push_back(loss.item<double>());
       form = loss.options().requires_grad(false);
       owner.take_gradients(now, weight_);
+      if (buffers) buffers->end_forward(i);
     }
     if (buffers) buffers->finish();
   }
-  const Means means = exchange(weights, losses);
-  if (means.weight == 0) {
+  const Sums sums = exchange(tree_, comm_, /*rows=*/0, weights, losses);
+  if (sums.weight == 0) {
     throw Error(Code::kUsage, "the weights of all parts are zero",
                 "give at least one part a weight; a weight is usually its number of rows");
   }
-  owner.average(means.weight);
-  return torch::full({}, means.loss, form);
+  owner.average(sums.weight);
+  return torch::full({}, sums.loss / sums.weight, form);
 }
 
 }  // namespace lockstep

@@ -67,11 +67,14 @@ class PartBuffers {
  public:
   explicit PartBuffers(const torch::nn::Module& module);
 
-  /// Called before each part, in their order.
-  void begin_part(int64_t local_index);
+  /// Called before each forward of a part, in any order.
+  void begin_forward() const { put(at_begin_); }
 
-  /// Called after the last one, if there was more than one.
-  void finish() const;
+  /// Keeps what the first part has made of them: called before the next one begins.
+  void end_forward(int64_t local_index);
+
+  /// Called after the last part.
+  void finish() const { put(after_first_); }
 
  private:
   void put(const std::vector<torch::Tensor>& values) const;
@@ -81,6 +84,9 @@ class PartBuffers {
   std::vector<torch::Tensor> at_begin_;
   std::vector<torch::Tensor> after_first_;
 };
+
+/// Refuses (kUsage) a number of threads that cannot compute a part.
+void require_part_threads(int threads);
 
 /// Refuses (kUsage) a module whose results depend on how many ranks there are, whatever the order
 /// of sums: with sparse gradients, with layers that compute over all ranks' rows, or with buffers
@@ -110,20 +116,23 @@ class VirtualShards {
   /// Of the part that is computed now.
   void set_weight(double weight);
 
+  /// What the parts of all ranks have told each other.
+  struct Sums {
+    double weight = 0;  ///< the sum over all parts
+    double loss = 0;    ///< the weighted sum over all parts
+  };
+
+  /// Exchanges the weights and losses of this rank's parts, and the rows that each of them has (0:
+  /// unknown). Refuses ranks with other seeds, and with other rows. Collective.
+  static Sums exchange(const PartTree& tree, const Communicator& comm, int64_t rows,
+                       const std::vector<double>& weights, const std::vector<double>& losses);
+
   /// Refuses what happens outside step(), where sums would depend on the number of ranks.
   void require_inside(const std::string& what) const;
   /// Refuses what must not happen inside.
   void require_outside(const std::string& what, const std::string& help) const;
 
  private:
-  // What the parts have told each other.
-  struct Means {
-    double weight = 0;  // the sum over all parts
-    double loss = 0;    // the weighted mean over all parts
-  };
-
-  Means exchange(const std::vector<double>& weights, const std::vector<double>& losses) const;
-
   const PartTree tree_;
   const Communicator comm_;
   const int threads_;

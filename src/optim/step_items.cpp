@@ -11,6 +11,7 @@
 
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
+#include "precision/exact_squares.hpp"
 #include "precision/gradient_scan.hpp"
 #include "precision/model_parallel.hpp"
 
@@ -133,8 +134,10 @@ double squares_on_cpu(const std::vector<torch::Tensor>& gradients) {
   return squares;
 }
 
-// Returns a double scalar on `home`, without waiting for GPUs.
-torch::Tensor squares_of(const std::vector<torch::Tensor>& gradients, torch::Device home) {
+// Returns a double scalar on `home`, without waiting for GPUs; or exact words, with waiting.
+torch::Tensor squares_of(const std::vector<torch::Tensor>& gradients, torch::Device home,
+                         bool exact) {
+  if (exact) return exact_squares(gradients, home);
   const auto options = torch::device(home).dtype(torch::kDouble);
   if (home.is_cpu()) return torch::full({}, squares_on_cpu(gradients), options);
   torch::Tensor sum = torch::zeros({}, options);
@@ -220,8 +223,8 @@ ScaledGradients StepItems::with_squares(const ScaledGradients& scaled, const Par
   }
   const torch::Device home = empty() ? torch::Device(torch::kCPU) : items_[0].weight.device();
   std::vector<torch::Tensor> parts;
-  for (const auto& part : gradients) parts.push_back(squares_of(part, home));
-  known.sum_of_squares = model.alone() ? parts[0] : model.sum(std::move(parts));
+  for (const auto& part : gradients) parts.push_back(squares_of(part, home, model.same_bits()));
+  known.sum_of_squares = model.sum(std::move(parts));
   return known;
 }
 
@@ -234,17 +237,20 @@ torch::Tensor clip_grad_norm_(const std::vector<torch::Tensor>& parameters, doub
   std::vector<std::vector<torch::Tensor>> gradients(model.parts());  // [part]
   std::unordered_map<const c10::TensorImpl*, bool> seen;
   for (const torch::Tensor& parameter : parameters) {
-    const torch::Tensor& gradient = parameter.grad();
+    torch::Tensor gradient = parameter.grad();
     if (!gradient.defined() || !seen.emplace(parameter.unsafeGetTensorImpl(), true).second)
       continue;
-    gradients[model.part_of(parameter)].push_back(gradient.is_sparse() ? gradient._values()
-                                                                       : gradient);
+    if (gradient.is_sparse()) {  // rows of one index are one row in the norm
+      parameter.mutable_grad() = gradient.coalesce();
+      gradient = parameter.grad()._values();
+    }
+    gradients[model.part_of(parameter)].push_back(gradient);
   }
   const torch::Device home =
       parameters.empty() ? torch::Device(torch::kCPU) : parameters[0].device();
   std::vector<torch::Tensor> parts;
-  for (const auto& part : gradients) parts.push_back(squares_of(part, home));
-  const torch::Tensor norm = (model.alone() ? parts[0] : model.sum(std::move(parts))).sqrt();
+  for (const auto& part : gradients) parts.push_back(squares_of(part, home, model.same_bits()));
+  const torch::Tensor norm = model.sum(std::move(parts)).sqrt();
   const torch::Tensor factor = (max_norm / (norm + kNormEpsilon)).clamp_max(1);
   for (const auto& part : gradients) {
     for (const torch::Tensor& gradient : part) {

@@ -17,6 +17,7 @@
 #include "device/slice_map.hpp"
 #include "gradients/model_sync.hpp"
 #include "gradients/trained_parameters.hpp"
+#include "gradients/virtual_shards.hpp"
 #include "lockstep/autocast.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/grad_scaler.hpp"
@@ -75,6 +76,30 @@ void require_modules_apart(const std::vector<torch::nn::Sequential>& modules) {
   }
 }
 
+// Every micro-batch of every data rank is one virtual shard.
+void require_parts(const Schedule& schedule, const PipelineOptions& options) {
+  if (options.shard && options.shard->virtual_shards != 0) {
+    throw Error(Code::kUsage, "the ShardOptions of a pipeline have virtual_shards",
+                "they are an option of the pipeline: PipelineOptions::virtual_shards");
+  }
+  if (options.virtual_shards == 0) return;
+  require_part_threads(options.part_threads);
+  const int64_t parts = (options.data ? options.data->size() : 1) * int64_t{schedule.micro_batches};
+  if (options.virtual_shards != parts) {
+    throw Error(Code::kUsage,
+                fmt::format("a pipeline was made with {}, but {} of {} make {}",
+                            counted(options.virtual_shards, "virtual shard"),
+                            counted(parts / schedule.micro_batches, "data rank"),
+                            counted(schedule.micro_batches, "micro-batch"), parts),
+                "every micro-batch is a part: make the schedule for virtual_shards divided by the "
+                "number of data ranks");
+  }
+  if (options.shard) {
+    throw Error(Code::kUsage, "a pipeline was told to shard its stages and to have virtual_shards",
+                "leave out one of the two; without stages FullyShardedDataParallel has both");
+  }
+}
+
 void require_options(const Schedule& schedule, const PipelineOptions& options, size_t modules) {
   validate(schedule);
   if (modules != static_cast<size_t>(schedule.stages())) {
@@ -91,6 +116,7 @@ void require_options(const Schedule& schedule, const PipelineOptions& options, s
     throw Error(Code::kUsage, "a pipeline was given a loss_weight for a loss that is a sum",
                 "sums need no weights: remove one of the two");
   }
+  require_parts(schedule, options);
   if (options.shard && !options.data) {
     throw Error(Code::kUsage, "a pipeline was told to shard its stages, but has no data axis",
                 "set PipelineOptions::data: the ranks that the stages are divided over");
@@ -147,6 +173,8 @@ class Pipeline::State {
                 std::vector<torch::nn::Sequential>& modules);
   int world_rank() const;
   void continue_backward(const torch::Tensor& x, const torch::Tensor& y, const StepPlan& plan);
+  uint64_t next_seed();
+  torch::Tensor loss_of_parts(const StepPlan& plan, const torch::Tensor& mine) const;
   torch::Tensor share_loss(const torch::Tensor& mine) const;
   const Device& last_device() const;
   StepFaults inject_faults() const;
@@ -173,6 +201,7 @@ class Pipeline::State {
   std::vector<std::string> rank_names_;                 // [pipeline rank]
   StepPlanner planner_{schedule, options_, axis_};
   DeviceRng seeds_{torch::Device(torch::kCPU), 0};  // of steps
+  PartSeeds part_seeds_;                            // of steps with virtual shards
   Mailbox mailbox_;
   std::vector<std::unique_ptr<PipelineRank>> ranks_;  // local ones
   mutable std::optional<StepTrace> last_step_;        // read from the devices when first asked for
@@ -243,10 +272,15 @@ Pipeline::State::State(std::vector<torch::nn::Sequential> modules, const Communi
 void Pipeline::State::add_rank(int index, Device& device, std::unique_ptr<StageChannel> channel,
                                std::vector<torch::nn::Sequential>& modules) {
   auto& rank = *ranks_.emplace_back(std::make_unique<PipelineRank>(
-      index, PipelineFacts{schedule, rank_names_, world_rank()}, device, std::move(channel)));
+      index,
+      PipelineFacts{schedule, rank_names_, world_rank(),
+                    options_.virtual_shards > 0 ? options_.part_threads : 0},
+      device, std::move(channel)));
   std::optional<Communicator> data;
   if (options_.data) {
     data = options_.data->split(0, options_.data->rank(), fmt::format("data {}", index));
+  } else if (options_.virtual_shards > 0) {
+    data = Communicator::self();
   }
   for (int stage = 0; stage < schedule.stages(); ++stage) {
     if (schedule.rank_of_stage[static_cast<size_t>(stage)] != index) continue;
@@ -262,8 +296,10 @@ void Pipeline::State::add_rank(int index, Device& device, std::unique_ptr<StageC
         LocalStage{Stage(stage, module, device, recompute, last ? options_.loss : nullptr), {}});
     if (data) {
       const bool shards = options_.shard && !trained_in(*module).empty();
-      local->sync =
-          (shards ? make_sharded_stage : make_averaged_stage)(stage, module, *data, options_);
+      const auto make = options_.virtual_shards > 0 ? make_part_stage
+                        : shards                    ? make_sharded_stage
+                                                    : make_averaged_stage;
+      local->sync = make(stage, module, *data, options_);
     }
     rank.add(std::move(local));
     local_stages.push_back(stage);
@@ -321,10 +357,10 @@ torch::Tensor Pipeline::State::step(const torch::Tensor& x, const torch::Tensor&
     made.faults = faults;
     return made;
   });
-  plan.seed = seeds_.next_seed();
+  plan.seed = or_abort([&] { return next_seed(); });
   plan.loss_factor = how.loss_factor;
   plan.synchronise = how.synchronise;
-  plan.share_buffers = options_.broadcast_buffers && last_step_synchronised_;
+  plan.share_buffers = options_.broadcast_buffers && (last_step_synchronised_ || plan.parts);
   if (how.scaler != nullptr) {
     plan.loss_scale = how.scaler->scale(
         torch::ones({}, torch::TensorOptions().device(last_device().torch_device())));
@@ -338,9 +374,43 @@ torch::Tensor Pipeline::State::step(const torch::Tensor& x, const torch::Tensor&
     loss = rank->loss();
     planner_.check_losses(rank->losses(), rank->take_comparison());
   }
+  if (plan.parts) loss = or_abort([&] { return loss_of_parts(plan, loss); });
   loss = share_loss(loss);
   or_abort([&] { continue_backward(x, y, plan); });
   return loss;
+}
+
+// With virtual shards it is the same on all data ranks, and for every number of them.
+uint64_t Pipeline::State::next_seed() {
+  if (options_.virtual_shards == 0) return seeds_.next_seed();
+  bool accumulates = !last_step_synchronised_;
+  for (const int stage : local_stages) {
+    accumulates = accumulates || local(stage).sync->has_accumulated();
+  }
+  if (axis_) {  // a stage may have no weights that could tell
+    const auto any = torch::full({1}, accumulates ? 1 : 0, torch::kUInt8);
+    axis_->all_reduce(any, ReduceOp::kMax, {.label = "accumulated gradients"});
+    accumulates = any.item<uint8_t>() != 0;
+  }
+  part_seeds_.begin_step(accumulates);
+  return part_seeds_.seed_of(0);
+}
+
+// The loss over the parts of all data ranks. Only where the last stage is are the parts' losses
+// known, and `mine` defined.
+torch::Tensor Pipeline::State::loss_of_parts(const StepPlan& plan,
+                                             const torch::Tensor& mine) const {
+  std::vector<double> losses(plan.rows.size(), 0.0);
+  for (const auto& rank : ranks_) {
+    for (size_t i = 0; mine.defined() && i < rank->losses().size(); ++i) {
+      losses[i] = rank->losses()[i].item<double>();
+    }
+  }
+  const Communicator data = options_.data ? *options_.data : Communicator::self();
+  const auto sums = VirtualShards::exchange(PartTree(options_.virtual_shards, data.size()), data,
+                                            plan.rows.front(), plan.parts->weights, losses);
+  if (!mine.defined()) return mine;
+  return torch::full({}, sums.loss / plan.parts->divisor, mine.options());
 }
 
 // Goes backward from x and y with the gradients of this rank's own loss, as a backward on one

@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <limits>
+#include <optional>
 #include <sstream>
 
+#include "gradients/virtual_shards.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/sync_batch_norm.hpp"
 #include "lockstep/tensor_parallel.hpp"
@@ -52,9 +54,11 @@ void PipelineRank::run(const StepPlan& plan) {
   input_gradients_.clear();
   const Schedule& schedule = pipeline_.schedule;
   backwards_left_.assign(static_cast<size_t>(schedule.stages()), schedule.micro_batches);
+  std::optional<FixedThreads> threads;
+  if (pipeline_.part_threads > 0) threads.emplace(pipeline_.part_threads);
   for (const auto& each : stages_) {
     set_gradient_weight(*each->stage.module(), plan.weight);
-    if (each->sync) each->sync->begin_step(plan.share_buffers);
+    if (each->sync) each->sync->begin_step(plan);
   }
   for (const Action& action : actions()) {
     run_action(action, plan);
@@ -90,12 +94,19 @@ void PipelineRank::run_action(const Action& action, const StepPlan& plan) {
   });
   timed_.push_back({action, begin, DeviceEvent::now(device_.torch_device())});
   pass_on(action, plan, result);
+  if (action.kind != ActionKind::kForward) end_backward(action, plan);
+}
+
+void PipelineRank::end_backward(const Action& action, const StepPlan& plan) {
+  const auto& [stage, sync] = at(action.stage);
   auto& left = backwards_left_[static_cast<size_t>(action.stage)];
-  if (completes(action.kind) && --left == 0) {
-    if (action.stage == plan.faults.nan_stage) spoil_gradient(*at(action.stage).stage.module());
-    if (sync && action.stage == plan.faults.mismatch_stage) sync->call_mismatch();
-    if (sync) sync->launch(plan.synchronise, plan.weight);
-  }
+  const bool is_last = completes(action.kind) && --left == 0;
+  if (is_last && action.stage == plan.faults.nan_stage) spoil_gradient(*stage.module());
+  if (!sync) return;
+  sync->end_backward(action.micro_batch, stage.awaits_weights(action.micro_batch));
+  if (!is_last) return;
+  if (action.stage == plan.faults.mismatch_stage) sync->call_mismatch();
+  sync->launch(plan.synchronise, plan.weight);
 }
 
 torch::Tensor PipelineRank::input_of(const Action& action, const StepPlan& plan) {
@@ -117,7 +128,8 @@ torch::Tensor PipelineRank::input_of(const Action& action, const StepPlan& plan)
 
 torch::Tensor PipelineRank::rows_here(const torch::Tensor& batch, const StepPlan& plan,
                                       int micro_batch) const {
-  const torch::Tensor rows = plan.rows_of(batch, static_cast<size_t>(micro_batch));
+  torch::Tensor rows = plan.rows_of(batch, static_cast<size_t>(micro_batch));
+  if (plan.parts) rows = rows.clone();  // memory of their own, whatever rows come before them
   keep_for_current_stream(rows);
   return rows.to(device_.torch_device(), rows.scalar_type(), /*non_blocking=*/true);
 }
@@ -125,6 +137,7 @@ torch::Tensor PipelineRank::rows_here(const torch::Tensor& batch, const StepPlan
 MicroBatchFacts PipelineRank::facts_of(const Action& action, const StepPlan& plan) {
   MicroBatchFacts facts;
   facts.index = action.micro_batch;
+  facts.part = (plan.parts ? plan.parts->first : 0) + action.micro_batch;
   facts.step_seed = plan.seed;
   facts.wants_input_gradient = action.stage > 0 || plan.x.requires_grad();
   if (!is_last(action.stage)) return facts;
@@ -149,10 +162,16 @@ MicroBatchFacts PipelineRank::facts_of(const Action& action, const StepPlan& pla
 
 torch::Tensor PipelineRank::compute(const Action& action, const StepPlan& plan,
                                     const torch::Tensor& input) {
-  Stage& stage = at(action.stage).stage;
+  auto& [stage, sync] = at(action.stage);
+  const bool computes_forward = action.kind == ActionKind::kForward ||
+                                (stage.recomputes() && action.kind != ActionKind::kBackwardWeight);
+  if (sync && computes_forward) sync->begin_forward();
   switch (action.kind) {
-    case ActionKind::kForward:
-      return stage.forward(facts_of(action, plan), input);
+    case ActionKind::kForward: {
+      const torch::Tensor output = stage.forward(facts_of(action, plan), input);
+      if (sync) sync->end_forward(action.micro_batch);
+      return output;
+    }
     case ActionKind::kBackward:
       return stage.backward(facts_of(action, plan), input);
     case ActionKind::kBackwardInput:

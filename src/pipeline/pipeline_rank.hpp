@@ -25,6 +25,7 @@ struct PipelineFacts {
   const Schedule& schedule;
   const std::vector<std::string>& rank_names;  ///< [pipeline rank] in messages
   int world_rank;                              ///< of this process
+  int part_threads = 0;                        ///< compute virtual shards; 0: there are none
 };
 
 /// One logical device or process of a pipeline: runs its list of actions strictly in order.
@@ -86,6 +87,7 @@ class PipelineRank {
   MicroBatchFacts facts_of(const Action& action, const StepPlan& plan);
   torch::Tensor compute(const Action& action, const StepPlan& plan, const torch::Tensor& input);
   void pass_on(const Action& action, const StepPlan& plan, const torch::Tensor& result);
+  void end_backward(const Action& action, const StepPlan& plan);
   // Runs what a module does in an action; its errors become kStageFailed.
   template <class Work>
   torch::Tensor attempt(const Action& action, const torch::Tensor& input, const Work& work) const;

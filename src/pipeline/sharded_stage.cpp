@@ -7,6 +7,7 @@
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 #include "pipeline/stage_sync.hpp"
+#include "pipeline/step_plan.hpp"
 
 namespace lockstep {
 namespace {
@@ -33,9 +34,9 @@ class ShardedStage final : public StageSync {
         model_(std::make_unique<ShardedModel>(module.ptr(), comm,
                                               options_of_stage(module, options))) {}
 
-  void begin_step(bool share_buffers) override {
+  void begin_step(const StepPlan& plan) override {
     span_.reset();
-    model_->begin_step(share_buffers);
+    model_->begin_step(plan.share_buffers);
   }
 
   void end_action() override { model_->end_action(); }

@@ -27,6 +27,9 @@ class SplitBackward {
   /// Undefined if there is no input or the output does not depend on it.
   const torch::Tensor& input_gradient() const { return input_gradient_; }
 
+  /// False: the first part has done everything.
+  bool is_split() const { return !forks_.empty(); }
+
   /// Adds the weights' gradients. Called once.
   void accumulate_weights();
 

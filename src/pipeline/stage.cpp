@@ -65,7 +65,7 @@ void move_to(const Device& device, torch::nn::Module& module) {
 
 uint64_t seed_of(const MicroBatchFacts& facts, int stage) {
   const std::array<uint64_t, 3> parts = {facts.step_seed, static_cast<uint64_t>(stage),
-                                         static_cast<uint64_t>(facts.index)};
+                                         static_cast<uint64_t>(facts.part)};
   return XXH3_64bits(parts.data(), sizeof(parts));
 }
 
@@ -264,6 +264,11 @@ void Stage::backward_weight(int micro_batch) {
   auto node = held_.extract(micro_batch);
   const Autocast off(device_, torch::kBFloat16, /*enabled=*/false);
   node.mapped().split->accumulate_weights();
+}
+
+bool Stage::awaits_weights(int micro_batch) const {
+  const auto found = held_.find(micro_batch);
+  return found != held_.end() && found->second.split && found->second.split->is_split();
 }
 
 torch::Tensor Stage::evaluate(const torch::Tensor& input) {

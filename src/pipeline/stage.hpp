@@ -19,6 +19,7 @@ namespace lockstep {
 /// What a stage must know of a micro-batch in a step.
 struct MicroBatchFacts {
   int index = 0;
+  int64_t part = 0;  ///< its number among those of all data ranks, with virtual shards; else index
   uint64_t step_seed = 0;
   bool wants_input_gradient = true;  ///< false in stage 0 where x requires none
   torch::Tensor target;              ///< last stage only, where a loss is computed
@@ -65,6 +66,10 @@ class Stage {
   /// The same in two calls: first what the previous stage waits for, later the weights' gradients.
   torch::Tensor backward_input(const MicroBatchFacts& facts, const torch::Tensor& gradient);
   void backward_weight(int micro_batch);
+
+  /// Whether backward_input() has left the weights' gradients of this micro-batch to
+  /// backward_weight().
+  bool awaits_weights(int micro_batch) const;
 
   torch::Tensor evaluate(const torch::Tensor& input);
 

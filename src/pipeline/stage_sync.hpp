@@ -13,6 +13,8 @@
 
 namespace lockstep {
 
+struct StepPlan;
+
 /// Keeps one stage the same on all ranks of the data axis: averages its gradients once per step.
 /// Only the stage's thread may use it and its communicator.
 class StageSync {
@@ -22,7 +24,19 @@ class StageSync {
   /// Begins a step. Refuses weights that were updated with gradients that were not averaged, and
   /// parameters whose gradients would not be. Collective if buffers are shared, gradients
   /// accumulate, or the set of trained parameters has changed.
-  virtual void begin_step(bool share_buffers) = 0;
+  virtual void begin_step(const StepPlan& plan) = 0;
+
+  /// Called before each forward of a micro-batch, and before it is computed again for backward.
+  virtual void begin_forward() {}
+
+  /// Called when the forward of a micro-batch has ended.
+  virtual void end_forward(int /*micro_batch*/) {}
+
+  /// Called when a backward of a micro-batch has ended; `weights_follow`: the first half of one.
+  virtual void end_backward(int /*micro_batch*/, bool /*weights_follow*/) {}
+
+  /// With virtual shards: whether gradients that are not zero are there before a step.
+  virtual bool has_accumulated() const { return false; }
 
   /// Called when an action of the stage has ended, also one of an evaluation.
   virtual void end_action() {}
@@ -64,6 +78,12 @@ class StageSync {
 std::unique_ptr<StageSync> make_averaged_stage(int stage, const torch::nn::Sequential& module,
                                                const Communicator& comm,
                                                const PipelineOptions& options);
+
+/// Every rank has the whole stage, and every micro-batch is a virtual shard: see docs/same_bits.md.
+/// Collective: rank 0's weights and buffers go to all.
+std::unique_ptr<StageSync> make_part_stage(int stage, const torch::nn::Sequential& module,
+                                           const Communicator& comm,
+                                           const PipelineOptions& options);
 
 /// The ranks divide the stage, as FullyShardedDataParallel does: see PipelineOptions::shard.
 /// Collective: rank 0's weights and buffers go to all.

@@ -5,10 +5,12 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <functional>
 #include <numeric>
 
 #include "base/counted.hpp"
 #include "base/process.hpp"
+#include "buckets/part_tree.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/split.hpp"
 
@@ -38,7 +40,11 @@ void StepPlanner::require_same_weighing() const {
 
 StepPlan StepPlanner::plan_step(const torch::Tensor& x, const torch::Tensor& y, bool accumulates) {
   StepPlan plan = plan_rows(x, y, /*trains=*/true);
-  weigh_micro_batches(plan, accumulates);
+  if (options_.virtual_shards > 0) {
+    weigh_parts(plan);
+  } else {
+    weigh_micro_batches(plan, accumulates);
+  }
   warn_of_ignored_targets(plan);
   plan.compared = micro_batch_to_compare();
   // The graph behind the targets is traversed once, at the end, not by every micro-batch.
@@ -146,6 +152,62 @@ void StepPlanner::weigh_micro_batches(StepPlan& plan, bool accumulates) const {
   const double of_all = all.item<double>();
   plan.data_factor = of_all > 0 ? total * options_.data->size() / of_all : 0.0;
   plan.weight = 1;
+}
+
+// Every part's gradients are multiplied by its own weight, and the sum of all parts is divided by
+// the sum of all weights: by numbers that do not depend on the ranks.
+void StepPlanner::weigh_parts(StepPlan& plan) const {
+  if (std::adjacent_find(plan.rows.begin(), plan.rows.end(), std::not_equal_to<>()) !=
+      plan.rows.end()) {
+    throw Error(
+        Code::kSplit,
+        fmt::format("{} of this rank cannot be divided evenly into its {} of {}",
+                    counted(std::accumulate(plan.rows.begin(), plan.rows.end(), int64_t{0}), "row"),
+                    counted(plan.rows.size(), "part"), options_.virtual_shards),
+        fmt::format("make the global batch a multiple of {}",
+                    counted(options_.virtual_shards, "row")));
+  }
+  for (const auto& given : {plan.x, plan.y}) {
+    if (!given.defined() || !given.requires_grad()) continue;
+    throw Error(Code::kUsage,
+                "a Pipeline with virtual_shards was given rows that require a gradient",
+                "detach them: their gradients would be weighted by the rank that has them");
+  }
+  StepParts parts;
+  const int rank = options_.data ? options_.data->rank() : 0;
+  const int ranks = options_.data ? options_.data->size() : 1;
+  const auto own = static_cast<int64_t>(plan.rows.size());
+  parts.first = rank * own;
+  parts.weights.assign(plan.rows.size(), 1.0);
+  const bool is_sum = options_.reduction == LossReduction::kSum;
+  parts.divisor = is_sum ? 1 : static_cast<double>(options_.virtual_shards);
+  if (options_.loss_weight) {
+    const auto all = loss_weights_of_parts(plan);
+    const auto begin = all.begin() + static_cast<std::ptrdiff_t>(parts.first);
+    parts.weights.assign(begin, begin + static_cast<std::ptrdiff_t>(own));
+    const double sum = sum_in_tree(PartTree(options_.virtual_shards, ranks), all);
+    parts.divisor = sum > 0 ? sum : 1;  // without any term all gradients are zeros
+  }
+  plan.loss_shares.clear();
+  for (const double weight : parts.weights) plan.loss_shares.push_back(weight > 0 ? 1 : 0);
+  plan.parts = std::move(parts);
+}
+
+// [part] of all data ranks. The rank with the last stage tells the others of its pipeline.
+std::vector<double> StepPlanner::loss_weights_of_parts(const StepPlan& plan) const {
+  const torch::Tensor mine =
+      torch::zeros({static_cast<int64_t>(plan.rows.size())}, torch::kFloat64);
+  if (has_last()) mine.copy_(torch::tensor(read_loss_weights(plan), torch::kFloat64));
+  if (axis_) {
+    axis_->broadcast(mine, schedule_.rank_of_stage.back(),
+                     {.label = "loss weights of a pipeline's step"});
+  }
+  torch::Tensor all = mine;
+  if (options_.data) {
+    all = torch::empty({options_.virtual_shards}, torch::kFloat64);
+    options_.data->all_gather(all, mine, {.label = "loss weights of a pipeline's step"});
+  }
+  return {all.data_ptr<double>(), all.data_ptr<double>() + all.numel()};
 }
 
 std::vector<double> StepPlanner::read_loss_weights(const StepPlan& plan) const {

@@ -19,6 +19,13 @@ struct StepFaults {
   int mismatch_stage = -1;  ///< it calls another collective than the other ranks
 };
 
+/// The micro-batches of a step as virtual shards.
+struct StepParts {
+  int64_t first = 0;            ///< this rank's first one, of all
+  std::vector<double> weights;  ///< [micro-batch]
+  double divisor = 1;           ///< of the weighted sum of all parts
+};
+
 /// What all pipeline ranks must know of a step.
 struct StepPlan {
   torch::Tensor x;                          ///< undefined on ranks without stage 0
@@ -35,6 +42,7 @@ struct StepPlan {
   bool share_buffers = true;
   double weight = 1;  ///< of this rank on the data axis
   int compared = -1;  ///< this micro-batch's loss is compared with the next one's; -1: none is
+  std::optional<StepParts> parts;  ///< with virtual shards
   StepFaults faults;
 
   bool has_loss(int micro_batch) const { return loss_shares[static_cast<size_t>(micro_batch)] > 0; }
@@ -74,6 +82,8 @@ class StepPlanner {
   StepPlan plan_rows(const torch::Tensor& x, const torch::Tensor& y, bool trains) const;
   int64_t agree_on_batch(StepPlan& plan, int64_t rows, bool trains) const;
   void weigh_micro_batches(StepPlan& plan, bool accumulates) const;
+  void weigh_parts(StepPlan& plan) const;
+  std::vector<double> loss_weights_of_parts(const StepPlan& plan) const;
   std::vector<double> read_loss_weights(const StepPlan& plan) const;
   void warn_of_ignored_targets(const StepPlan& plan);
   bool warns_of_loss() const;

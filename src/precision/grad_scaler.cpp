@@ -9,6 +9,7 @@
 
 #include "device/capture.hpp"
 #include "lockstep/error.hpp"
+#include "precision/exact_squares.hpp"
 #include "precision/loss_scale.hpp"
 #include "precision/model_parallel.hpp"
 #include "precision/optimizer_gradients.hpp"
@@ -89,7 +90,7 @@ bool asks_for_anything(const StepExtras& extras) {
 }
 
 // Returns what one scan of all gradients would find, and in `squares` the sum of squares of each
-// part of the model.
+// part of the model, as ModelParallelGroup::sum() takes it.
 Finding scan_parts(const OptimizerGradients& gradients, const ModelParallelGroup& model,
                    std::vector<torch::Tensor>& squares) {
   std::vector<OptimizerGradients> parts(model.parts());
@@ -100,7 +101,8 @@ Finding scan_parts(const OptimizerGradients& gradients, const ModelParallelGroup
   for (const auto& part : parts) {
     Finding found = scan(part, /*squares=*/true);
     found.bring_to_host();
-    squares.push_back(torch::full({}, found.sum_of_squares, torch::kDouble));
+    squares.push_back(model.same_bits() ? exact_squares(part.gradients, torch::kCPU)
+                                        : torch::full({}, found.sum_of_squares, torch::kDouble));
     if (found.first >= 0)
       all.first = all.first < 0 ? found.first : std::min(all.first, found.first);
   }
@@ -212,23 +214,24 @@ torch::Tensor GradScaler::State::step(torch::optim::Optimizer& optimizer, FusedO
   ScaledOptimizer& mine = of(optimizer);
   const ModelParallelGroup model(optimizer.param_groups(), others(extras));
   const auto gradients = collect(optimizer, fused, model);
+  const bool in_parts = !model.alone() || (model.same_bits() && extras.max_norm);
   ScaledGradients scaled;
   std::vector<torch::Tensor> squares;  // [part], of the gradients before unscaling
   if (mine.stage == ScalerStage::kReady && fused != nullptr) {
     // Only read the gradients: the update multiplies them, which saves a pass that writes.
-    if (model.alone()) {
-      mine.finding = scan(gradients, extras.max_norm.has_value());
-    } else {
+    if (in_parts && extras.max_norm) {
       mine.finding = scan_parts(gradients, model, squares);
+    } else {
+      mine.finding = scan(gradients, extras.max_norm.has_value());
     }
     scaled = scaled_by(gradients);
   } else if (mine.stage == ScalerStage::kReady) {
     unscale(mine, gradients);
-  } else if (!model.alone() && extras.max_norm) {
+  } else if (in_parts && extras.max_norm) {
     scan_parts(gradients, model, squares);
   }
 
-  if (fused != nullptr && model.alone() && gradients.all_on_one_gpu() &&
+  if (fused != nullptr && !in_parts && gradients.all_on_one_gpu() &&
       mine.finding.on_gpus.size() == 1) {
     scaled.found_inf = mine.finding.on_gpus[0].found_inf;
     if (mine.stage == ScalerStage::kReady) {
@@ -243,7 +246,7 @@ torch::Tensor GradScaler::State::step(torch::optim::Optimizer& optimizer, FusedO
       return {};
     }
     const bool scanned = mine.stage == ScalerStage::kReady && !gradients.gradients.empty();
-    if (extras.max_norm && !model.alone()) {
+    if (extras.max_norm && in_parts) {
       scaled.sum_of_squares = model.sum(std::move(squares));
     } else if (extras.max_norm && scanned) {
       scaled.sum_of_squares = torch::full({}, mine.finding.sum_of_squares,

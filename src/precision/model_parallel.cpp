@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "device/parameter_map.hpp"
+#include "precision/exact_squares.hpp"
 
 namespace lockstep {
 namespace {
@@ -36,6 +37,11 @@ ParameterMap<bool>& noted_copies() {
   return map;
 }
 
+ParameterMap<bool>& noted_same_bits() {
+  static ParameterMap<bool> map;
+  return map;
+}
+
 std::shared_ptr<const Communicator> usable(const std::weak_ptr<const Communicator>& noted) {
   auto axis = noted.lock();
   return axis != nullptr && axis->size() > 1 ? axis : nullptr;
@@ -46,8 +52,8 @@ std::shared_ptr<const Communicator> axis_in(const Axes& map, const torch::Tensor
   return found ? usable(*found) : nullptr;
 }
 
-void add_up(const Communicator& comm, const torch::Tensor& scalar) {
-  comm.all_reduce(scalar.view({1}), ReduceOp::kSum, {.label = "norm of a divided model"});
+void add_up(const Communicator& comm, const torch::Tensor& sum) {
+  comm.all_reduce(sum.view({-1}), ReduceOp::kSum, {.label = "norm of a divided model"});
 }
 
 }  // namespace
@@ -73,12 +79,20 @@ void note_copy(const torch::Tensor& parameter) {
   noted_copies().set(parameter, true);
 }
 
+void note_same_bits(const torch::Tensor& parameter) {
+  noted_same_bits().set(parameter, true);
+}
+
 ModelParallelGroup::ModelParallelGroup(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                        const std::optional<Communicator>& others) {
   if (others && others->size() > 1) others_ = others;
-  if (tensor_shards().empty() && data_shards().empty() && pipeline_stages().empty()) return;
+  if (tensor_shards().empty() && data_shards().empty() && pipeline_stages().empty() &&
+      noted_same_bits().empty()) {
+    return;
+  }
   for (const auto& group : groups) {
     for (const torch::Tensor& parameter : group.params()) {
+      same_bits_ = same_bits_ || noted_same_bits().get(parameter).has_value();
       std::vector<size_t> axes;
       torch::Tensor whole = parameter;
       if (const auto shard = data_shards().get(parameter)) {
@@ -130,17 +144,18 @@ torch::Tensor ModelParallelGroup::sum(std::vector<torch::Tensor> parts) const {
     add_up(*pipeline_, total);
   }
   if (others_) {
-    total = total / count_replicas(total.device());
+    total = torch::where(is_counted_here(total.device()), total, torch::zeros_like(total));
     add_up(*others_, total);
   }
-  return total;
+  return same_bits_ ? value_of_squares(total) : total;
 }
 
-// The ranks of the axes that were summed over now have the same total, which must count once. They
-// recognise each other by the smallest rank among them. Some stages of a pipeline may be divided
-// over a tensor axis and others not; a second round reaches the ranks that the first did not. All
-// of it stays on the device, so that an optimizer's own clipping can be captured.
-torch::Tensor ModelParallelGroup::count_replicas(torch::Device device) const {
+// The ranks of the axes that were summed over now have the same total, which must count once: at
+// the first of them. They recognise each other by the smallest rank among them. Some stages of a
+// pipeline may be divided over a tensor axis and others not; a second round reaches the ranks that
+// the first did not. All of it stays on the device, so that an optimizer's own clipping can be
+// captured.
+torch::Tensor ModelParallelGroup::is_counted_here(torch::Device device) const {
   const int own = others_->world_ranks()[static_cast<size_t>(others_->rank())];
   const auto smallest = torch::full({1}, own, torch::TensorOptions(torch::kFloat64).device(device));
   for (int round = 0; round < 2; ++round) {
@@ -148,7 +163,7 @@ torch::Tensor ModelParallelGroup::count_replicas(torch::Device device) const {
   }
   const auto all = torch::empty({others_->size()}, smallest.options());
   others_->all_gather(all, smallest, {.label = "ranks that share a norm"});
-  return all.eq(smallest).sum();
+  return all.eq(smallest).to(torch::kInt64).argmax().eq(others_->rank());
 }
 
 std::vector<const Communicator*> ModelParallelGroup::divided_over() const {

@@ -32,6 +32,10 @@ void note_pipeline_stage(const torch::Tensor& parameter,
 /// whole model counts it there.
 void note_copy(const torch::Tensor& parameter);
 
+/// Notes that this parameter is trained with virtual shards: its norm must be the same bits
+/// whatever ranks hold parts of the model.
+void note_same_bits(const torch::Tensor& parameter);
+
 /// The ranks that hold the other parts of the model that an optimizer updates. They must agree on
 /// what concerns the whole model: the norm of its gradients, and whether a step is skipped. Slices
 /// and stages that lockstep has made are known; `others` are further ranks, named by the user.
@@ -45,6 +49,9 @@ class ModelParallelGroup {
   /// Whether this rank has the whole model.
   bool alone() const { return axes_.empty() && !pipeline_ && !others_; }
 
+  /// Whether the norm must be the same bits however the model is divided: see note_same_bits().
+  bool same_bits() const { return same_bits_; }
+
   /// How many sums of squares this rank must compute: see part_of().
   size_t parts() const { return parts_.size() + (has_copies_ ? 1 : 0); }
 
@@ -53,7 +60,8 @@ class ModelParallelGroup {
   /// parameters that are divided over the same axes.
   size_t part_of(const torch::Tensor& parameter) const;
 
-  /// Returns the sum over the whole model. `parts` are this rank's: double scalars on one device.
+  /// Returns the sum over the whole model, a double scalar. `parts` are this rank's, on one device:
+  /// double scalars, or the words of exact_squares() if same_bits().
   torch::Tensor sum(std::vector<torch::Tensor> parts) const;
 
   /// Returns the world rank of another rank whose `mine` is true; -1: there is none.
@@ -69,7 +77,7 @@ class ModelParallelGroup {
 
   size_t find_axis(const Communicator& axis);
   size_t find_part(const std::vector<size_t>& axes);
-  torch::Tensor count_replicas(torch::Device device) const;
+  torch::Tensor is_counted_here(torch::Device device) const;
   std::vector<const Communicator*> divided_over() const;   // the axes that lockstep knows
   std::vector<const Communicator*> communicators() const;  // these, and others_
 
@@ -77,6 +85,7 @@ class ModelParallelGroup {
   std::vector<std::vector<size_t>> parts_ = {{}};  // [part]: the axes that it is divided over
   std::unordered_map<const c10::TensorImpl*, size_t> part_;  // of divided parameters and copies
   bool has_copies_ = false;
+  bool same_bits_ = false;
   std::optional<Communicator> pipeline_;
   std::optional<Communicator> others_;
 };

@@ -76,7 +76,7 @@ void ShardedModel::State::finish_reduce(ShardedUnit& unit) {
 
 void ShardedModel::State::begin_backward() {
   phase = Phase::kBackward;
-  backward_averages = no_sync_depth == 0;
+  backward_averages = no_sync_depth == 0 && !parts;
   complete = nullptr;
   if (!end_is_queued) at_end_of_backward([this] { end_backward(); });
   for (const auto& unit : units) {
@@ -107,10 +107,11 @@ void ShardedModel::State::end_backward() {
   if (phase != Phase::kBackward) return;  // it reached no parameter, or has already ended
   const WithoutWatching own_work;
   rethrow_failure();
+  if (!order.empty() && (backward_averages || parts)) order_known = true;
+  if (parts) return end_step();  // the gradients stay in their units until they are taken
   if (backward_averages) {
     settle_missing();
     end_average();
-    if (!order.empty()) order_known = true;
   } else {
     keep_local_gradients();
   }
@@ -163,40 +164,54 @@ void ShardedModel::State::settle_missing() {
     }
     if (gradients.is_open() || options.find_unused_parameters) rest.push_back(unit.get());
   }
-  if (!missing.empty() && !options.find_unused_parameters) {
-    constexpr size_t kShown = 8;
-    const size_t count = missing.size();
-    missing.resize(std::min(count, kShown));
-    fail({Code::kUnusedParameter,
-          fmt::format("backward gave no gradient to {} of {}: {}{}", count,
-                      counted(trained.size(), "parameter"), fmt::join(missing, ", "),
-                      count > kShown ? fmt::format(" and {} more", count - kShown) : ""),
-          "use them in forward, freeze them with requires_grad_(false) before they are wrapped, or "
-          "set find_unused_parameters"});
-  }
+  if (!missing.empty() && !options.find_unused_parameters) refuse_missing(std::move(missing));
   std::vector<bool> used(trained.size(), true);
   if (options.find_unused_parameters) {
-    torch::Tensor flags = torch::empty({static_cast<int64_t>(trained.size())}, torch::kUInt8);
     for (size_t i = 0; i < trained.size(); ++i) {
       const auto& gradients = *units[location[i].first]->gradients;
-      flags.data_ptr<uint8_t>()[i] =
-          gradients.is_open() && gradients.had_gradient()[location[i].second] ? 1 : 0;
+      used[i] = gradients.is_open() && gradients.had_gradient()[location[i].second];
     }
-    if (comm->size() > 1) comm->all_reduce(flags, ReduceOp::kMax, {.label = "parameters in use"});
-    for (size_t i = 0; i < trained.size(); ++i) used[i] = flags.data_ptr<uint8_t>()[i] != 0;
+    used = used_anywhere(used);
   }
   for (ShardedUnit* unit : rest) {
     begin_reduce(*unit);
     if (!options.find_unused_parameters) continue;
     unit->reducing->wait();
     unit->reducing.reset();
-    std::vector<bool> of_unit(unit->plan.parameters.size());
-    for (size_t i = 0; i < trained.size(); ++i) {
-      const auto [index, parameter] = location[i];
-      if (units[index].get() == unit) of_unit[parameter] = used[i];
-    }
-    unit->gradients->finish_reduce(of_unit);
+    unit->gradients->finish_reduce(used_of_unit(*unit, used));
   }
+}
+
+void ShardedModel::State::refuse_missing(std::vector<std::string> missing) {
+  constexpr size_t kShown = 8;
+  const size_t count = missing.size();
+  missing.resize(std::min(count, kShown));
+  fail({Code::kUnusedParameter,
+        fmt::format("backward gave no gradient to {} of {}: {}{}", count,
+                    counted(trained.size(), "parameter"), fmt::join(missing, ", "),
+                    count > kShown ? fmt::format(" and {} more", count - kShown) : ""),
+        "use them in forward, freeze them with requires_grad_(false) before they are wrapped, or "
+        "set find_unused_parameters"});
+}
+
+// [trained] whether any rank has used it.
+std::vector<bool> ShardedModel::State::used_anywhere(const std::vector<bool>& used) const {
+  const torch::Tensor flags = torch::empty({static_cast<int64_t>(used.size())}, torch::kUInt8);
+  auto* flag = flags.data_ptr<uint8_t>();
+  std::copy(used.begin(), used.end(), flag);
+  if (comm->size() > 1) comm->all_reduce(flags, ReduceOp::kMax, {.label = "parameters in use"});
+  return std::vector<bool>(flag, flag + used.size());
+}
+
+// [parameter of the unit], of `used`: [trained].
+std::vector<bool> ShardedModel::State::used_of_unit(const ShardedUnit& unit,
+                                                    const std::vector<bool>& used) const {
+  std::vector<bool> of_unit(unit.plan.parameters.size());
+  for (size_t i = 0; i < trained.size(); ++i) {
+    const auto [index, parameter] = location[i];
+    if (units[index].get() == &unit) of_unit[parameter] = used[i];
+  }
+  return of_unit;
 }
 
 void ShardedModel::State::check_gradient(size_t parameter, const torch::Tensor& gradient) {

@@ -42,6 +42,7 @@ ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Commu
     : module(std::move(given)), comm(std::make_shared<const Communicator>(ranks)), options(chosen) {
   require_not_capturing("the construction of FullyShardedDataParallel", "construct it before");
   check_module();
+  if (options.virtual_shards != 0) parts = std::make_unique<Parts>(*this);
   require_same_model(*comm, model_tensors(*module));
   broadcast_model(*comm, *module, 0, "initial model");
   const WithoutWatching own_work;
@@ -172,6 +173,7 @@ void ShardedModel::State::divide(ShardedUnit& unit) {
     if (masters) hold_master(at, *masters, master, masters_memory, plan);
     note_slice(at.shard, slice_of_range(slice_of(at.whole), at.first, at.count));
     note_data_shard(at.shard, at.whole, comm);
+    if (parts) note_same_bits(at.shard);
     note_sharded(at.whole, true);
   }
   weights.release();
@@ -230,12 +232,15 @@ void ShardedModel::before_forward() {
   if (first) state.last_group = State::kNoGroup;
   if (!torch::GradMode::is_enabled()) {
     if (first) state.order_next = state.order.size();
+    // The update may have come since the evaluation before, and have changed no first element.
+    if (first && state.update_follows && state.gathered_guards == 0) state.mark_stale();
     return;
   }
+  if (state.parts) state.parts->shards().require_inside("a forward");
   if (first) state.expect_update();
   if (first) state.check_window();
   const bool averages = state.no_sync_depth == 0;
-  if (state.options.broadcast_buffers && state.last_forward_averaged && first &&
+  if (state.options.broadcast_buffers && state.last_forward_averaged && first && !state.parts &&
       state.module->is_training()) {
     state.share_buffers();
   }
@@ -253,6 +258,15 @@ void ShardedModel::after_forward(const std::vector<torch::Tensor>& outputs) {
     return;
   }
   state.hooks->watch(outputs);
+}
+
+torch::Tensor ShardedModel::backward_parts(const PartLoss& loss_of, const PartStep& how) {
+  if (!state_->parts) {
+    throw Error(Code::kUsage,
+                "backward_parts() of a FullyShardedDataParallel without virtual shards",
+                "set ShardOptions::virtual_shards");
+  }
+  return state_->parts->step(loss_of, how);
 }
 
 void ShardedModel::begin_step(bool share_buffers) {
@@ -340,6 +354,7 @@ void ShardedModel::set_weight(double weight) {
   }
   state_->weight = weight;
   set_gradient_weight(*state_->module, weight);
+  if (state_->parts) state_->parts->shards().set_weight(weight);
 }
 
 void ShardedModel::zero_grad(bool set_to_none) {
@@ -396,7 +411,7 @@ void ShardedModel::begin_change() const {
 
 void ShardedModel::note_changed_shards() {
   const WithoutWatching own_work;
-  state_->mark_stale();
+  state_->mark_stale(/*frozen_too=*/true);
   state_->marks->add_micro_step();
   state_->window->forward_ended();  // a change on all ranks is no update with gradients of one
 }
@@ -426,7 +441,9 @@ const std::shared_ptr<torch::nn::Module>& ShardedModel::module() const {
   return state_->module;
 }
 
+// With virtual shards NoSync only says that the next step goes on with this one's gradients.
 void ShardedModel::enter_no_sync() {
+  if (state_->parts) state_->parts->shards().require_outside("NoSync", kNoSyncInParts);
   ++state_->no_sync_depth;
 }
 

@@ -13,7 +13,9 @@
 #include "device/gradient_memory.hpp"
 #include "device/storage_watch.hpp"
 #include "gradients/gradient_hooks.hpp"
+#include "gradients/part_sums.hpp"
 #include "gradients/trained_parameters.hpp"
+#include "gradients/virtual_shards.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/fully_sharded_data_parallel.hpp"
 #include "lockstep/master_weights.hpp"
@@ -50,9 +52,10 @@ struct ShardedUnit {
 ///   backward ended         -> rest averaged, shards' grads set              end_backward()
 ///
 /// Note [Fresh parameters] The whole parameters are those of the shards until an optimizer changes
-/// these, which no hook reports. So they count as stale after each averaged backward, when the next
-/// forward that trains begins (there may have been an evaluation before the update), and whenever a
-/// shard's version or first element has changed when a forward begins. All ranks run one program,
+/// these, which no hook reports. So they count as stale after each averaged backward, in every
+/// evaluation until the next forward that trains, when that one begins (there may have been an
+/// evaluation before the update), and whenever a shard's version or first element has changed when
+/// a forward begins. All ranks run one program,
 /// so all come to the same decision; if they do not, their collectives differ, which is an Error.
 ///
 /// Note [Evaluation before an update] Where ranks share parameters, one that has evaluated and goes
@@ -85,12 +88,14 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   void prefetch_next();
   void release_others(std::span<const size_t> used);
   void release_unused();
-  void mark_stale();
+  void mark_stale(bool frozen_too = false);
   void notice_changes();
   void expect_update();
   void note_whole(bool whole) const;
   void poison(std::span<const size_t> used) noexcept;
   void rethrow_failure();
+
+  class Parts;  // with virtual shards
 
   // Forward.
   void require_unchanged();
@@ -109,6 +114,9 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   void keep_local_gradients();
   void end_step();
   void settle_missing();
+  [[noreturn]] void refuse_missing(std::vector<std::string> missing);
+  std::vector<bool> used_anywhere(const std::vector<bool>& used) const;
+  std::vector<bool> used_of_unit(const ShardedUnit& unit, const std::vector<bool>& used) const;
   void begin_reduce(ShardedUnit& unit);
   void advance_reduces();
   void finish_reduce(ShardedUnit& unit);
@@ -159,7 +167,33 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   std::optional<AccumulationWindow> window;
   std::optional<AccumulationWindow> marks;  // for Note [Fresh parameters]
   std::optional<GradientStreams> streams;
+  std::unique_ptr<Parts> parts;
   std::optional<GradientHooks> hooks;  // last, so that no hook runs before all else is ready
+};
+
+/// Steps of virtual shards: see docs/same_bits.md. Each part's gradients are taken out of their
+/// units when its backward has ended, and the mean of all parts is scattered to the shards.
+class ShardedModel::State::Parts final : public PartOwner {
+ public:
+  /// Refuses what cannot have the same bits; changes nothing.
+  explicit Parts(State& state);
+
+  torch::Tensor step(const PartLoss& loss_of, const PartStep& how);
+  VirtualShards& shards() { return shards_; }
+
+  void begin_part(bool last) override;
+  void take_gradients(const BatchPart& part, double weight) override;
+  void average(double sum_of_weights) override;
+
+ private:
+  bool has_accumulated() const;
+  void begin_sums();
+
+  State& state_;
+  VirtualShards shards_;
+  std::vector<std::unique_ptr<PartSums>> sums_;  // [unit]; null: not trained
+  std::vector<bool> used_;                       // [trained] in any part of this rank
+  bool accumulates_ = false;                     // the last step was inside NoSync
 };
 
 /// A misuse of the wrapper: gradients or weights would be lost.

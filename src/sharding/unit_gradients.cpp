@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "gradients/gradient_buckets.hpp"
 #include "sharding/whole_parameters.hpp"
@@ -107,8 +108,8 @@ void UnitGradients::accumulated(size_t parameter) {
   ++arrived_count_;
 }
 
-Work UnitGradients::begin_reduce(double weight) {
-  const torch::NoGradGuard no_grad;
+// The whole gradients become this object's alone, with zeros where there are none.
+void UnitGradients::let_go() {
   open();
   for (size_t i = 0; i < unit_.parameters.size(); ++i) {
     unit_.parameters[i].whole.mutable_grad().reset();
@@ -119,12 +120,36 @@ Work UnitGradients::begin_reduce(double weight) {
     }
   }
   keep_given();
+}
+
+torch::Tensor UnitGradients::memory_of_mean() const {
+  return resident_ ? whole_.narrow(0, comm_.rank() * unit_.shard_elements, unit_.shard_elements)
+                   : torch::empty({unit_.shard_elements}, unit_.options);
+}
+
+Work UnitGradients::begin_reduce(double weight) {
+  const torch::NoGradGuard no_grad;
+  let_go();
   state_ = State::kReducing;
-  mean_ = resident_ ? whole_.narrow(0, comm_.rank() * unit_.shard_elements, unit_.shard_elements)
-                    : torch::empty({unit_.shard_elements}, unit_.options);
+  mean_ = memory_of_mean();
   if (comm_.size() == 1) return {};
   return comm_.begin_reduce_scatter(mean_, whole_, ReduceOp::kMean,
                                     {.label = "gradients of " + unit_.name, .weight = weight});
+}
+
+torch::Tensor UnitGradients::take_part() {
+  const torch::NoGradGuard no_grad;
+  let_go();
+  state_ = State::kClosed;
+  return resident_ ? whole_ : std::exchange(whole_, torch::Tensor());
+}
+
+void UnitGradients::put_mean(const std::function<void(const torch::Tensor& mean)>& fill,
+                             const std::vector<bool>& used) {
+  state_ = State::kReducing;
+  mean_ = memory_of_mean();
+  fill(mean_);
+  finish_reduce(used);
 }
 
 void UnitGradients::finish_reduce(const std::vector<bool>& used) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "lockstep/communicator.hpp"
@@ -45,6 +46,15 @@ class UnitGradients {
   /// empty: all had. The others' grads stay as they are.
   void finish_reduce(const std::vector<bool>& used);
 
+  /// Takes the gradients of a virtual shard away, flat: zeros where a parameter has none. They are
+  /// there until the next ones are written.
+  torch::Tensor take_part();
+
+  /// Adds the mean over all virtual shards, which `fill` writes, to the shards' grads. `used` as
+  /// above.
+  void put_mean(const std::function<void(const torch::Tensor& mean)>& fill,
+                const std::vector<bool>& used);
+
   /// [parameter] whether this rank had a gradient in the average that is under way.
   const std::vector<bool>& had_gradient() const { return present_; }
 
@@ -60,6 +70,8 @@ class UnitGradients {
   enum class Origin { kNone, kLocal, kMean };  // of a shard's grad
 
   void open();
+  void let_go();
+  torch::Tensor memory_of_mean() const;
   void keep_given();
   static void keep(std::vector<torch::Tensor>& tensors);
   torch::Tensor view(size_t parameter) const;

@@ -23,10 +23,10 @@ def bytes_of(path):
 
 
 class SameBits(ScratchTest):
-    def weights(self, ranks, program, *words):
+    def weights(self, ranks, program, *words, shards=12):
         """The bytes of the trained weights, and the losses."""
         saved, record = self.path("weights.safetensors"), self.path("job.json")
-        done = run(ranks, program, "--virtual-shards", "12", "--save", saved, "--json", record, *words)
+        done = run(ranks, program, "--virtual-shards", str(shards), "--save", saved, "--json", record, *words)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         with open(record, encoding="utf-8") as file:
             return bytes_of(saved), json.load(file)["losses"]
@@ -56,7 +56,49 @@ class SameBits(ScratchTest):
                 self.assertEqual(resumed, whole)
                 self.assertEqual(last_losses, losses[20:])
 
+    def test_stages_and_data_ranks(self):
+        """Stages are devices or ranks, 1 to 4 data ranks; the model has no random numbers, so that cuts agree too."""
+        words = ["practical10_hybrid", "--steps", "20", "--accum-steps", "2", "--amp", "bf16", "--stages", "2"]
+        alone = self.weights(1, *words)
+        for ranks, more in ((2, []), (4, []), (3, ["--backend", "gloo"]), (2, ["--stages", "3", "--schedule", "gpipe"]),
+                            (4, ["--place", "ranks", "--schedule", "zero-bubble", "--recompute"])):
+            with self.subTest(ranks=ranks, more=more):
+                self.assertEqual(self.weights(ranks, *words, *more), alone)
+
+    def test_a_pipeline_resumes_with_another_number_of_data_ranks(self):
+        words = ["practical10_hybrid", "--optimizer", "adamw"]
+        whole, losses = self.weights(1, *words, "--steps", "20")
+        folder = ["--checkpoint", self.path("hybrid"), "--checkpoint-every", "5"]
+        self.weights(4, *words, "--steps", "10", *folder)
+        self.assertEqual(self.weights(2, *words, "--steps", "20", *folder), (whole, losses[10:]))
+
+    def test_gpt2_in_every_layout(self):
+        """Dropout and clipping; ZeRO and pipelines among the layouts."""
+        data = self.path("data")
+        tokens = [os.path.join(BIN, "gpt2"), "tokens", __file__, "--out", data]
+        subprocess.run(tokens, check=True, capture_output=True, timeout=60)
+        sizes = ["--layers", "2", "--heads", "2", "--width", "16", "--context", "16", "--batch", "12", "--accumulate", "2",
+                 "--virtual-shards", "6", "--dropout", "0.1", "--steps", "8", "--validate-windows", "1"]
+
+        def train(ranks, *words):
+            out = self.path("model")
+            done = subprocess.run([os.path.join(BIN, "lockstep"), "run", "-n", str(ranks), os.path.join(BIN, "gpt2"), "train",
+                                   "--data", data, "--out", out, *sizes, *words], capture_output=True, text=True, timeout=120)
+            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+            return bytes_of(os.path.join(out, "model.safetensors"))
+
+        for words, ranks in (([], (1, 3)), (["--shard", "3"], (1, 2)), (["--stages", "2"], (2, 4))):
+            alone = train(ranks[0], *words)
+            for count in ranks[1:]:
+                with self.subTest(words=words, ranks=count):
+                    self.assertEqual(train(count, *words), alone)
+
     def test_what_cannot_be_divided_is_refused(self):
+        for ranks, words, text in ((3, ["--virtual-shards", "8"], "--virtual-shards 8 cannot be divided over 3 ranks with"),
+                                   (2, ["--virtual-shards", "8", "--micro-batches", "4"], "--micro-batches")):
+            done = run(ranks, "practical10_hybrid", *words)
+            self.assertEqual(done.returncode, 2, done.stderr)
+            self.assertIn(text, done.stderr)
         for ranks, words, text in ((3, ["--virtual-shards", "8"], "--virtual-shards 8 cannot be divided over 3 ranks"),
                                    (1, ["--virtual-shards", "7"], "--batch 48 cannot be cut into 7 equal parts"),
                                    (1, ["--virtual-shards", "8", "--compress", "bf16"], "--compress")):

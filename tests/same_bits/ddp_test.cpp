@@ -165,9 +165,7 @@ TEST(SameBits, AfterAResumeWithAnotherNumberOfRanks) {
       torch::manual_seed(7);
       Trained resumed =
           train_on(after, [&](const Communicator& comm) { return train_recipe(part, comm); });
-      resumed.losses.insert(resumed.losses.begin(), whole.losses.begin(),
-                            whole.losses.end() - static_cast<ptrdiff_t>(resumed.losses.size()));
-      resumed.skipped = whole.skipped;
+      resumed.continues(whole);
       expect_same_run(resumed, whole, std::string(model) + " resumed on " + std::to_string(after));
     }
     set_resumed_steps(0);

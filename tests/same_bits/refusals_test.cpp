@@ -168,6 +168,203 @@ TEST(SameBitsRefusals, SeedsDependOnStepAndPart) {
   EXPECT_EQ(seen.size(), 16U);
 }
 
+using Fsdp = FullyShardedDataParallel<torch::nn::SequentialImpl>;
+
+TEST(SameBitsShardedRefusals, WhatDependsOnRanks) {
+  for (const auto& each : outcomes_of_ranks(3, [](const Communicator& comm) {
+         torch::nn::Sequential net(torch::nn::Linear(2, 2));
+         try {
+           Fsdp(net, comm, {.virtual_shards = 8});
+         } catch (const Error&) {
+           EXPECT_EQ(net->forward(torch::ones({1, 2})).numel(), 2) << "the module is as it was";
+           throw;
+         }
+       })) {
+    EXPECT_EQ(each.code(), Code::kUsage);
+    EXPECT_NE(each.text().find("8 virtual shards cannot be divided over 3 ranks"),
+              std::string::npos)
+        << each.text();
+  }
+  const auto self = Communicator::self();
+  const auto refused = [&](const std::string& what, auto layer, ShardOptions options) {
+    options.virtual_shards = 4;
+    expect_error(Code::kUsage, {"FullyShardedDataParallel with virtual_shards", what},
+                 [&] { Fsdp(torch::nn::Sequential(layer), self, options); });
+  };
+  refused("computes over the rows of all ranks",
+          SyncBatchNorm(torch::nn::BatchNormOptions(2), self), {});
+  refused("broadcast_buffers is off", torch::nn::BatchNorm1d(2), {.broadcast_buffers = false});
+  expect_error(Code::kUsage, {"a part cannot be computed by 0 threads"}, [&] {
+    Fsdp(torch::nn::Sequential(torch::nn::Linear(2, 2)), self,
+         {.virtual_shards = 4, .part_threads = 0});
+  });
+}
+
+TEST(SameBitsShardedRefusals, CallsOutsideOfParts) {
+  Fsdp fsdp(torch::nn::Sequential(torch::nn::Linear(2, 2)), Communicator::self(),
+            {.virtual_shards = 4});
+  const auto x = torch::ones({6, 2});
+  expect_error(Code::kSyncMisuse, {"a forward", "FullyShardedDataParallel"}, [&] { fsdp(x); });
+  expect_error(Code::kSyncMisuse, {"set_weight()"}, [&] { fsdp.set_weight(3); });
+  expect_error(Code::kSyncMisuse, {"NoSync inside backward_parts()"}, [&] {
+    fsdp.backward_parts([&](const BatchPart&) {
+      const NoSync no_sync(fsdp);
+      return fsdp(x).sum();
+    });
+  });
+  expect_error(Code::kSplit, {"6 rows of this rank cannot be divided evenly into its 4 parts"},
+               [&] {
+                 fsdp.backward_parts(x, x, [&](const auto& rows, const auto& wanted) {
+                   return torch::mse_loss(fsdp(rows), wanted);
+                 });
+               });
+  Fsdp plain(torch::nn::Sequential(torch::nn::Linear(2, 2)), Communicator::self());
+  expect_error(Code::kUsage, {"without virtual shards"},
+               [&] { plain.backward_parts([&](const BatchPart&) { return plain(x).sum(); }); });
+  const torch::NoGradGuard no_grad;
+  EXPECT_EQ(fsdp(x).size(0), 6) << "evaluation is no part of a step";
+}
+
+// Nothing of a step that ended with an error is left in the next one.
+TEST(SameBitsShardedRefusals, AStepAfterAnErrorBeginsAnew) {
+  for (const ShardStage stage : {ShardStage::kOptimizer, ShardStage::kParameters}) {
+    run_ranks(2, [stage](const Communicator& comm) {
+      Fsdp fsdp(torch::nn::Sequential(torch::nn::Linear(2, 2)), comm,
+                {.stage = stage, .virtual_shards = 4});
+      const auto gradients_of_step = [&](bool fails) {
+        fsdp.backward_parts([&](const BatchPart& part) {
+          const auto loss = fsdp(torch::ones({3, 2})).sum() * static_cast<double>(part.index + 1);
+          if (fails && part.local_index == 1) {
+            loss.backward();
+            throw Error(Code::kUsage, "planted", "none");
+          }
+          return loss;
+        });
+        std::vector<torch::Tensor> gradients;
+        for (const auto& shard : fsdp.parameters()) {
+          if (shard.numel() > 0) gradients.push_back(shard.grad().clone());
+          shard.mutable_grad().reset();
+        }
+        return flat_weights(gradients);
+      };
+      const auto expected = gradients_of_step(false);
+      expect_error(Code::kUsage, {"planted"}, [&] { gradients_of_step(true); });
+      EXPECT_TRUE(torch::equal(gradients_of_step(false), expected));
+    });
+  }
+}
+
+TEST(SameBitsShardedRefusals, UnusedParameters) {
+  for (const int ranks : {1, 2, 4}) {
+    run_ranks(ranks, [](const Communicator& comm) {
+      Branches net;
+      FullyShardedDataParallel fsdp(net, comm,
+                                    {.find_unused_parameters = true, .virtual_shards = 4});
+      fsdp.backward_parts([&](const BatchPart& part) {
+        return fsdp(value(static_cast<double>(part.index + 1)), part.index == 2, false).sum();
+      });
+      const auto expect_gradient = [&](const torch::Tensor& parameter, std::optional<double> sum) {
+        const auto shard = fsdp.sharded().shard_of(parameter);
+        if (shard.numel() == 0) return;
+        ASSERT_EQ(shard.grad().defined(), sum.has_value());
+        EXPECT_TRUE(!sum || shard.grad().item<double>() == *sum);
+      };
+      expect_gradient(net->always, 2.5);
+      expect_gradient(net->left, 0.75);
+      expect_gradient(net->right, {});
+    });
+    bool named = false;
+    for (const auto& each : outcomes_of_ranks(ranks, [](const Communicator& comm) {
+           Branches net;
+           FullyShardedDataParallel fsdp(net, comm, {.virtual_shards = 4});
+           fsdp.backward_parts([&](const BatchPart& part) {
+             return fsdp(value(1), /*use_left=*/part.local_index > 0, true).sum();
+           });
+         })) {
+      EXPECT_TRUE(each.failed());
+      named = named || (each.code() == Code::kUnusedParameter &&
+                        each.text().find("left") != std::string::npos);
+    }
+    EXPECT_TRUE(named);
+  }
+}
+
+// A pipeline of two stages with two micro-batches.
+std::unique_ptr<Pipeline> small_pipeline(const Devices& devices, PipelineOptions options) {
+  const torch::nn::Sequential net(torch::nn::Linear(2, 2), torch::nn::Linear(2, 2));
+  options.loss = [](const auto& out, const auto& y) { return torch::mse_loss(out, y); };
+  return std::make_unique<Pipeline>(split_stages(net, std::vector<int64_t>{1, 1}), devices,
+                                    one_f_one_b(2, 2), options);
+}
+
+TEST(SameBitsPipelineRefusals, OptionsThatDoNotFit) {
+  const Devices devices("cpu:2");
+  const auto refused = [&](const std::string& what, const PipelineOptions& options) {
+    expect_error(Code::kUsage, {what}, [&] { small_pipeline(devices, options); });
+  };
+  refused("4 virtual shards, but 1 data rank of 2 micro-batches make 2", {.virtual_shards = 4});
+  refused("a part cannot be computed by 0 threads", {.virtual_shards = 2, .part_threads = 0});
+  PipelineOptions sharded{.virtual_shards = 2};
+  sharded.data = Communicator::self();
+  sharded.shard = ShardOptions();
+  refused("to shard its stages and to have virtual_shards", sharded);
+  sharded.virtual_shards = 0;
+  sharded.shard->virtual_shards = 2;
+  refused("the ShardOptions of a pipeline have virtual_shards", sharded);
+  expect_error(Code::kUsage, {"Pipeline with virtual_shards: broadcast_buffers is off"}, [&] {
+    const torch::nn::Sequential net(torch::nn::BatchNorm1d(2), torch::nn::Linear(2, 2));
+    PipelineOptions options{.loss = [](const auto& out, const auto&) { return out.sum(); }};
+    options.broadcast_buffers = false;
+    options.virtual_shards = 2;
+    Pipeline(split_stages(net, std::vector<int64_t>{1, 1}), devices, one_f_one_b(2, 2), options);
+  });
+}
+
+TEST(SameBitsPipelineRefusals, Batches) {
+  const Devices devices("cpu:2");
+  const auto pipeline = small_pipeline(devices, {.virtual_shards = 2});
+  expect_error(Code::kSplit, {"5 rows of this rank cannot be divided evenly into its 2 parts of 2"},
+               [&] {
+                 pipeline->step(torch::ones({5, 2}), torch::ones({5, 2}));
+               });
+  expect_error(Code::kUsage, {"rows that require a gradient"}, [&] {
+    pipeline->step(torch::ones({4, 2}).requires_grad_(), torch::ones({4, 2}));
+  });
+  EXPECT_GT(pipeline->step(torch::ones({4, 2}), torch::ones({4, 2})).item<double>(), 0);
+}
+
+TEST(SameBitsPipelineRefusals, RanksWithOtherRowsOrSeeds) {
+  for (const bool rows_differ : {true, false}) {
+    const auto outcomes = outcomes_of_ranks(2, [&](const Communicator& comm) {
+      DeviceRng own(torch::kCPU, 0);
+      own.reseed(rows_differ ? 0 : static_cast<uint64_t>(comm.rank()));
+      const UseRng draw_from(own);
+      const Devices devices("cpu:2");
+      const auto pipeline = small_pipeline(devices, {.data = comm, .virtual_shards = 4});
+      const int64_t rows = rows_differ ? 2 + 2 * comm.rank() : 2;
+      pipeline->step(torch::ones({rows, 2}), torch::ones({rows, 2}));
+    });
+    for (const auto& each : outcomes) {
+      EXPECT_EQ(each.code(), rows_differ ? Code::kSplit : Code::kSyncMisuse);
+      const char* said = rows_differ ? "a part has 1 row on rank 0 and 2 on rank 1"
+                                     : "ranks 1 and 0 have other seeds";
+      EXPECT_NE(each.text().find(said), std::string::npos) << each.text();
+    }
+  }
+}
+
+TEST(SameBitsPipelineRefusals, AGradientThatIsNotFiniteStopsTheJob) {
+  for (const auto& each : outcomes_of_ranks(2, [](const Communicator& comm) {
+         const Devices devices("cpu:2");
+         const auto pipeline = small_pipeline(
+             devices, {.data = comm, .nonfinite = Nonfinite::kStop, .virtual_shards = 4});
+         pipeline->step(torch::ones({2, 2}), torch::full({2, 2}, comm.rank() == 1 ? NAN : 1.0));
+       })) {
+    EXPECT_TRUE(each.failed());
+    EXPECT_NE(each.text().find("not finite"), std::string::npos) << each.text();
+  }
+}
+
 TEST(SameBitsSampler, AStepHasTheSameRowsOnEveryNumberOfRanks) {
   constexpr int64_t kShards = 6;
   using Batch = std::vector<int64_t>;

@@ -33,6 +33,18 @@ struct SmallTransformerImpl : torch::nn::Module {
 };
 TORCH_MODULE(SmallTransformer);
 
+/// Its forward reads a buffer and changes it.
+struct DriftImpl : torch::nn::Module {
+  DriftImpl() { seen = register_buffer("seen", torch::zeros({1})); }
+  torch::Tensor forward(const torch::Tensor& x) {
+    const auto out = x + seen;
+    if (is_training()) seen.mul_(0.9).add_(x.detach().mean(), 0.1);
+    return out;
+  }
+  torch::Tensor seen;
+};
+TORCH_MODULE(Drift);
+
 /// Weights that are the same in every thread.
 inline void fill_in_waves(torch::nn::Module& module) {
   const torch::NoGradGuard no_grad;
@@ -44,8 +56,8 @@ inline void fill_in_waves(torch::nn::Module& module) {
   }
 }
 
-/// "mlp" with dropout, "cnn" with batch norm, or "transformer" with dropout: [rows, 6] -> [rows,
-/// 3].
+/// "mlp" with dropout, "cnn" with batch norm and dropout, or "transformer" with dropout: [rows, 6]
+/// -> [rows, 3].
 inline torch::nn::Sequential net_of(const std::string& model) {
   torch::nn::Sequential net;
   if (model == "transformer") {
@@ -53,8 +65,9 @@ inline torch::nn::Sequential net_of(const std::string& model) {
   } else if (model == "cnn") {
     net = torch::nn::Sequential(torch::nn::Unflatten(torch::nn::UnflattenOptions(1, {1, 2, 3})),
                                 torch::nn::Conv2d(torch::nn::Conv2dOptions(1, 4, {2, 2})),
-                                torch::nn::BatchNorm2d(4), torch::nn::ReLU(), torch::nn::Flatten(),
-                                torch::nn::Dropout(0.2), torch::nn::Linear(8, 3));
+                                torch::nn::BatchNorm2d(4), Drift(), torch::nn::ReLU(),
+                                torch::nn::Flatten(), torch::nn::Dropout(0.2),
+                                torch::nn::Linear(8, 3));
   } else {
     net = torch::nn::Sequential(torch::nn::Linear(6, 24), torch::nn::Tanh(),
                                 torch::nn::Dropout(0.2), torch::nn::Linear(24, 3));
@@ -88,6 +101,18 @@ struct Trained {
     for (const auto& each : module.named_buffers()) {
       tensors.emplace_back(each.key(), each.value().detach().clone());
     }
+  }
+
+  /// Adds what `whole`, a run without a break, found before this one began.
+  void continues(const Trained& whole) {
+    losses.insert(losses.begin(), whole.losses.begin(),
+                  whole.losses.end() - static_cast<ptrdiff_t>(losses.size()));
+    skipped = whole.skipped;
+  }
+
+  /// A pipeline rank without the last stage is told the loss in float32.
+  void round_losses_to_float() {
+    for (double& loss : losses) loss = static_cast<float>(loss);
   }
 };
 
