@@ -2,6 +2,7 @@
 // a rendezvous of thousands of hosts. Each prints one line of JSON.
 //
 // usage: bench_scale rank CALLS             a rank of `lockstep run`: joins, then makes all-reduces
+//        bench_scale rank CALLS RANKS       the same over TCP, as if each host had so many ranks
 //        bench_scale store CLIENTS          server and clients are processes of their own
 //        bench_scale hosts HOSTS            the same for the launchers' rendezvous
 #include <fmt/format.h>
@@ -15,6 +16,7 @@
 #include <cstdio>
 #include <fstream>
 #include <functional>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -55,14 +57,42 @@ double peak_mib(pid_t pid) {
   return 0;
 }
 
+// One rank's connections to all others; of rank 0, with the store through which they find each
+// other.
+struct Joined {
+  std::unique_ptr<StoreServer> server;
+  std::unique_ptr<Backend> backend;
+};
+
+Joined join(const RankEnvironment& environment, int ranks_of_host) {
+  Joined joined;
+  if (ranks_of_host == 0) {
+    joined.backend = make_shm_backend({.session = environment.session,
+                                       .rank = environment.rank,
+                                       .size = environment.world_size,
+                                       .deadline_ns = in_seconds(120)});
+    return joined;
+  }
+  StoreAddress address;
+  address.unix_name = "scale-" + environment.session;
+  if (environment.rank == 0) joined.server = std::make_unique<StoreServer>(address);
+  const int host = environment.rank / ranks_of_host;
+  joined.backend =
+      make_two_level_backend({.network = {.store = connect_store(address, in_seconds(120)),
+                                          .rank = environment.rank,
+                                          .size = environment.world_size,
+                                          .address = fmt::format("127.0.1.{}", host + 1),
+                                          .deadline_ns = in_seconds(120)},
+                              .host = fmt::format("host {}", host)});
+  return joined;
+}
+
 // Joins the other ranks, and adds up their ranks again and again.
-int rank(int calls) {
+int rank(int calls, int ranks_of_host) {
   const RankEnvironment environment = RankEnvironment::from_env();
   const int64_t begin_ns = running_ns();
-  const auto backend = make_shm_backend({.session = environment.session,
-                                         .rank = environment.rank,
-                                         .size = environment.world_size,
-                                         .deadline_ns = in_seconds(120)});
+  const Joined joined = join(environment, ranks_of_host);
+  Backend* const backend = joined.backend.get();
   const double met_s = seconds_since(begin_ns);
   const int64_t met_ns = running_ns();
   const auto size = static_cast<float>(environment.world_size);
@@ -75,9 +105,11 @@ int rank(int calls) {
     if (values.back() == size * (size - 1) / 2) continue;
     throw Error(Code::kInternal, fmt::format("the sum of all ranks is {}", values.back()));
   }
+  const double all_s = seconds_since(met_ns);
+  backend->barrier({in_seconds(120), "scale"});
   if (environment.rank != 0) return 0;
   fmt::print("{{\"met_s\": {:.3f}, \"call_ms\": {:.3f}}}\n", met_s,
-             seconds_since(met_ns) * 1e3 / std::max(1, calls));
+             all_s * 1e3 / std::max(1, calls));
   return 0;
 }
 
@@ -225,11 +257,13 @@ int body(int argc, char** argv) {
   const std::string what = argc > 2 ? argv[1] : "";
   const auto count = parse_whole_number(argc > 2 ? argv[2] : "").value_or(0);
   const ManyFiles files;
-  if (what == "rank" && count > 0) return rank(count);
+  const auto ranks_of_host = parse_whole_number(argc > 3 ? argv[3] : "").value_or(0);
+  if (what == "rank" && count > 0) return rank(count, ranks_of_host);
   if (what == "store" && count > 0) return store(count);
   if (what == "hosts" && count > 1) return hosts(count);
-  throw Error(Code::kUsage, "nothing to measure",
-              "bench_scale rank CALLS, bench_scale store CLIENTS, or bench_scale hosts HOSTS");
+  throw Error(
+      Code::kUsage, "nothing to measure",
+      "bench_scale rank CALLS [RANKS], bench_scale store CLIENTS, or bench_scale hosts HOSTS");
 }
 
 }  // namespace

@@ -8,10 +8,15 @@ import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PEERS = os.path.join(HERE, "peers")
-sys.path.insert(0, os.path.join(HERE, "..", "tests", "parity"))
+for tests in ("parity", "process"):
+    sys.path.insert(0, os.path.join(HERE, "..", "tests", tests))
 import hidden_amx  # noqa: E402
 
 hidden_amx.avoid()  # lockstep does so by itself; without this the peers would die
+
+
+class NotRun(Exception):
+    """Something is missing here that a measurement needs."""
 
 
 def arguments():

@@ -169,7 +169,10 @@ function(lockstep_find_torch)
   target_include_directories(lockstep::torch INTERFACE "${torch_include}/torch/csrc/api/include")
   if(LOCKSTEP_TORCH_ROOT)
     target_include_directories(lockstep::torch INTERFACE "${torch_include}")
-    target_link_options(lockstep::torch INTERFACE "LINKER:-rpath,${torch_lib_dir}")
+    # PyTorch's wheels export a part of std::filesystem, which ends the process where it calls what they left out. The
+    # loader must find the system's first.
+    target_link_options(lockstep::torch INTERFACE
+      "LINKER:--push-state,--no-as-needed,-lstdc++,--pop-state" "LINKER:-rpath,${torch_lib_dir}")
   else()
     lockstep_choose_system_blas("${torch_lib_dir}")
   endif()

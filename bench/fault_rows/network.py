@@ -1,10 +1,13 @@
 """Two hosts that lose each other, and clients that are not lockstep's."""
 
+import contextlib
 import os
 import shutil
 import socket
 import subprocess
 import time
+
+from slow_link import SlowLink
 
 from . import jobs
 from .checkpoints import drafts, good_steps
@@ -18,6 +21,7 @@ class TwoHosts:
     """Network namespaces with a cable between them."""
 
     ADDRESSES = ("10.77.14.1", "10.77.14.2")
+    SLOW_ADDRESSES = ("10.77.15.1", "10.77.15.2")
 
     def __init__(self):
         if not shutil.which("ip"):
@@ -52,6 +56,21 @@ class TwoHosts:
 
     def cut(self):
         self._ip("-n", self.names[1], "link", "set", self.names[1], "down")
+
+    @contextlib.contextmanager
+    def slow_link(self, folder, delay_ms, loss_percent):
+        """The addresses of a link beside the cable."""
+        with SlowLink(folder, self.names, self.SLOW_ADDRESSES, delay_ms=delay_ms, loss_percent=loss_percent) as link:
+            if link.why_not:
+                raise NotRun(link.why_not)
+            yield self.SLOW_ADDRESSES
+
+    def is_on(self, host, pid):
+        """Whether a process runs on a host."""
+        try:
+            return os.stat(f"/proc/{pid}/ns/net").st_ino == os.stat(f"/run/netns/{self.names[host]}").st_ino
+        except OSError:  # it ended meanwhile
+            return False
 
 
 def seconds_to_end(job, begin, limit_s):

@@ -4,6 +4,8 @@ import dataclasses
 import os
 import statistics
 
+from common import NotRun
+
 from . import jobs
 
 ROWS = {}  # by number
@@ -23,10 +25,6 @@ def row(number, injection, promise):
         return function
 
     return keep
-
-
-class NotRun(Exception):
-    """Something is missing here that a row or a peer needs."""
 
 
 class Found:

@@ -36,6 +36,9 @@ class ReplicaGroup {
   /// Replica 0 is the module itself.
   const std::shared_ptr<torch::nn::Module>& replica(size_t index) const;
 
+  /// Those of the module, each once.
+  Tensors parameters() const;
+
   /// The rows that each device would get of these inputs. Refuses inputs that cannot be divided.
   std::vector<int64_t> split(const Tensors& inputs) const;
 
@@ -110,7 +113,8 @@ class DataParallel {
 
   /// The trained module; give its parameters to the optimizer.
   const std::shared_ptr<Module>& module() const { return modules_[0]; }
-  std::vector<torch::Tensor> parameters() const { return modules_[0]->parameters(); }
+  /// Its parameters, each once: libtorch's own list has a shared one for each of its owners.
+  std::vector<torch::Tensor> parameters() const { return group_.parameters(); }
 
   /// Calls `visit` with every replica, the module itself first. Plain members are copied only when
   /// replicas are made; use this to change one later in all of them.

@@ -59,6 +59,7 @@ class GradientSync final : public Accumulating {
   std::vector<GradientBucket> buckets() const;
   void record_to(Trace* trace, int rank, int row);
   const Communicator& comm() const;
+  std::vector<torch::Tensor> parameters() const;
 
   void enter_no_sync() override;
   void leave_no_sync() override;
@@ -118,7 +119,9 @@ class DistributedDataParallel {
 
   /// The trained module. Use it to evaluate: forward through DDP is collective.
   const std::shared_ptr<Module>& module() const { return module_; }
-  std::vector<torch::Tensor> parameters() const { return module_->parameters(); }
+  /// The module's parameters, each once: libtorch's own list has a shared one for each of its
+  /// owners, and torch::optim would update it as often.
+  std::vector<torch::Tensor> parameters() const { return sync_->parameters(); }
   auto named_parameters() const { return module_->named_parameters(); }
 
   /// Those of the module.
@@ -180,7 +183,8 @@ class NoSync {
 
 /// Runs `loop` on ranks that have different numbers of steps. A rank whose loop has ended takes
 /// part in the others' collectives until all loops have ended; then the weights of a rank that
-/// trained longest go to all. Collective.
+/// trained longest go to all, and not the state of its optimizer: weights that differ for that
+/// reason in later steps are refused (kReplicasDiffer). Collective.
 template <class Module>
 void join(DistributedDataParallel<Module>& ddp, const std::function<void()>& loop,
           const JoinOptions& options = {}) {

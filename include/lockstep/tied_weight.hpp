@@ -2,6 +2,7 @@
 
 #include <torch/types.h>
 
+#include <cstdint>
 #include <memory>
 
 #include "lockstep/communicator.hpp"
@@ -24,12 +25,16 @@ class TiedWeight {
   /// ranks pass an undefined tensor. Collective.
   TiedWeight(const Communicator& axis, int first, int second, const torch::Tensor& copy);
 
-  /// Both copies get the sum of their gradients. A copy without one counts as zeros. Collective
-  /// over the two ranks; does nothing on the others.
+  /// Both copies get the sum of their gradients. A copy without one counts as zeros; where neither
+  /// has one, nothing is done. In calls 1, 2, 4, 8 and so on copies that differ are refused
+  /// (kReplicasDiffer). Collective over the two ranks; does nothing on the others.
   void sum_gradients() const;
 
  private:
+  void compare_if_due() const;
+
   std::shared_ptr<const Communicator> pair_;  // none on other ranks
+  std::shared_ptr<uint64_t> calls_;           // of sum_gradients()
   torch::Tensor copy_;
 };
 

@@ -63,7 +63,7 @@ class WeightAverage {
   struct Entry {
     std::string name;
     torch::Tensor of;       ///< the parameter or buffer itself
-    torch::Tensor average;  ///< float32 for a weight with a master, else of the weight's dtype
+    torch::Tensor average;  ///< float64 for a weight in float64, else float32
   };
   const std::vector<Entry>& entries() const;
 

@@ -83,8 +83,13 @@ class Reducer final : public GradientListener {
   /// of its own.
   void shadow_window(int64_t micro_steps) { window_.follow(micro_steps); }
 
-  /// Forgets what was accumulated without an average.
-  void drop_window() { window_.close(); }
+  /// Forgets what was accumulated or dropped without an average: a join has ended, in which each
+  /// rank has had windows of its own.
+  void drop_window() {
+    window_.close();
+    dropped_ = {};
+    comparison_ = Comparison::kNone;
+  }
 
   /// Whether another Reducer has one of the parameters too.
   bool shares_parameters() const;

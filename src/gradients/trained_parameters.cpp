@@ -87,6 +87,8 @@ std::vector<AccumulationWindow::Mark> AccumulationWindow::read_marks() const {
     if (!tensor.is_cpu() || tensor.numel() == 0) continue;
     if (tensor.scalar_type() == torch::kFloat) mark.first = *tensor.data_ptr<float>();
     if (tensor.scalar_type() == torch::kDouble) mark.first = *tensor.data_ptr<double>();
+    if (tensor.scalar_type() == torch::kBFloat16) mark.first = *tensor.data_ptr<c10::BFloat16>();
+    if (tensor.scalar_type() == torch::kHalf) mark.first = *tensor.data_ptr<c10::Half>();
     if (std::isnan(mark.first)) mark.first = 0;  // it would differ from itself
   }
   return marks;

@@ -237,11 +237,14 @@ torch::Tensor clip_grad_norm_(const std::vector<torch::Tensor>& parameters, doub
   std::vector<std::vector<torch::Tensor>> gradients(model.parts());  // [part]
   std::unordered_map<const c10::TensorImpl*, bool> seen;
   for (const torch::Tensor& parameter : parameters) {
-    const torch::Tensor& gradient = parameter.grad();
+    torch::Tensor gradient = parameter.grad();
     if (!gradient.defined() || !seen.emplace(parameter.unsafeGetTensorImpl(), true).second)
       continue;
-    gradients[model.part_of(parameter)].push_back(gradient.is_sparse() ? gradient._values()
-                                                                       : gradient);
+    if (gradient.is_sparse()) {  // rows of one index are one row in the norm
+      parameter.mutable_grad() = gradient.coalesce();
+      gradient = parameter.grad()._values();
+    }
+    gradients[model.part_of(parameter)].push_back(gradient);
   }
   const torch::Device home =
       parameters.empty() ? torch::Device(torch::kCPU) : parameters[0].device();

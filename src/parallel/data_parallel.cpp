@@ -15,6 +15,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/split.hpp"
 #include "lockstep/tensor_text.hpp"
+#include "optim/optimizer_state.hpp"
 #include "parallel/replicas.hpp"
 #include "torch_compat.hpp"
 
@@ -391,6 +392,10 @@ ReplicaGroup::~ReplicaGroup() = default;
 
 const std::shared_ptr<torch::nn::Module>& ReplicaGroup::replica(size_t index) const {
   return state_->replicas->module(index);
+}
+
+Tensors ReplicaGroup::parameters() const {
+  return without_repeats(replica(0)->parameters());
 }
 
 std::vector<int64_t> ReplicaGroup::split(const Tensors& inputs) const {

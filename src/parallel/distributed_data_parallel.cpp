@@ -19,6 +19,7 @@
 #include "gradients/virtual_shards.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/sync_batch_norm.hpp"
+#include "optim/optimizer_state.hpp"
 #include "parallel/joined_loop.hpp"
 
 namespace lockstep {
@@ -34,6 +35,9 @@ std::vector<TrainedParameter> trained_parameters(const torch::nn::Module& module
 // What every rank tells every other before a step of a join, in this order.
 enum Notice : int64_t { kActive, kSynchronise, kTrains, kBuffers, kMicroSteps, kNotices };
 
+// Moving a weight away and back costs a rounding or two in each step.
+constexpr double kRoundings = 64 * std::numeric_limits<float>::epsilon();
+
 thread_local int joins_of_thread = 0;  // loops of join() over several ranks
 
 }  // namespace
@@ -48,6 +52,7 @@ struct GradientSync::State {
   void share_buffers(int root);
   void compare_if_due();
   void check_if_due();
+  void check_after_join();
   void share_in_each_replay(Capture& capture, bool shares_buffers);
 
   class Join;
@@ -60,9 +65,12 @@ struct GradientSync::State {
   std::optional<LimitedEmbeddings> limited_embeddings;
   int no_sync_depth = 0;
   bool last_forward_synchronised = true;  // only then are buffers sent before the next forward
+  bool awaits_training_backward = false;  // a forward that trains waits for its backward
   int64_t checked_at_step = 0;
-  Join* join = nullptr;          // inside join()
-  std::unique_ptr<Parts> parts;  // with virtual shards
+  std::optional<int64_t> joined_at_step;  // the last join in which ranks made different steps
+  int64_t compared_after_join = 0;        // how often the ranks were compared since then
+  Join* join = nullptr;                   // inside join()
+  std::unique_ptr<Parts> parts;           // with virtual shards
 };
 
 /// Lets ranks have different numbers of steps: before each forward all ranks say whether they still
@@ -76,6 +84,9 @@ class GradientSync::State::Join {
 
   /// Follows the other ranks after this rank's loop has ended, until theirs have too. Collective.
   void follow();
+
+  /// Whether all ranks make the step that has begun.
+  bool everybody() const { return everybody_; }
 
  private:
   struct Step {
@@ -92,6 +103,8 @@ class GradientSync::State::Join {
   State& state_;
   const JoinOptions options_;
   int last_active_ = 0;  // of the last step that anybody trained in
+  bool everybody_ = true;
+  bool uneven_ = false;  // some ranks have made more steps than others
 };
 
 /// Steps of virtual shards: see docs/same_bits.md. The Reducer watches each part's backward and
@@ -240,9 +253,10 @@ bool GradientSync::State::synchronises() const {
 //
 // Buffers are sent before the first forward of a step. If a second forward follows before backward,
 // autograd may have saved them in the first, as BatchNorm does, and they must not change.
+// An evaluation with gradients enabled, maybe of one rank alone, does not count.
 bool GradientSync::State::shares_buffers() const {
   return !parts && options.broadcast_buffers && last_forward_synchronised &&
-         !reducer->awaits_backward();
+         !(reducer->awaits_backward() && awaits_training_backward);
 }
 
 void GradientSync::State::share_buffers(int root) {
@@ -254,8 +268,6 @@ void GradientSync::State::compare_if_due() {
   const auto dropped = reducer->take_due_comparison();
   if (!dropped) return;
   const Deviation found = largest_deviation(comm, trained_in_full_precision(*module));
-  // Moving a weight away and back costs a rounding or two in each of the windows so far.
-  constexpr double kRoundings = 64 * std::numeric_limits<float>::epsilon();
   if (found.largest <= static_cast<double>(dropped->count) * kRoundings * found.magnitude) return;
   throw Error(Code::kSyncMisuse,
               fmt::format("the weights changed after {} whose gradients were dropped "
@@ -275,6 +287,24 @@ void GradientSync::State::check_if_due() {
   }
   checked_at_step = steps;
   require_same_values(comm, trained_in_full_precision(*module));
+}
+
+// Only the weights are sent when a join ends. An optimizer with momentum, a scaler or a schedule is
+// behind on a rank that has made fewer steps, and its next updates are others. The scaler's effect
+// may come much later than the optimizer's: ranks are compared after 1, 2, 4, 8 steps and so on.
+void GradientSync::State::check_after_join() {
+  if (!joined_at_step || !options.check_unaveraged_updates) return;
+  const int64_t steps = reducer->synchronised_backwards() - *joined_at_step;
+  if (steps < int64_t{1} << compared_after_join) return;
+  ++compared_after_join;
+  const Deviation found = largest_deviation(comm, trained_in_full_precision(*module));
+  if (found.largest <= static_cast<double>(steps) * kRoundings * found.magnitude) return;
+  throw Error(Code::kReplicasDiffer,
+              fmt::format("{} after a join in which ranks made different numbers of steps, {} on "
+                          "rank {} is off by {:.2g}",
+                          counted(steps, "step"), found.name, found.rank, found.largest),
+              "the optimizer, the scaler and the schedule of ranks that made fewer steps are "
+              "behind: join only the last epoch, or make them anew after the join");
 }
 
 // What a captured forward tells the other ranks.
@@ -321,6 +351,7 @@ GradientSync::State::Join::Step GradientSync::State::Join::exchange(bool active,
   }
   if (!active) state_.reducer->shadow_window(micro_steps);
   if (step.anybody) last_active_ = step.last_active;
+  uneven_ = uneven_ || (step.anybody && !step.everybody);
   if (options_.throw_on_early_termination && step.anybody && !step.everybody) {
     throw Error(Code::kSyncMisuse, "a rank ran out of data while others still have some",
                 "give every rank the same number of steps, or join without "
@@ -331,6 +362,7 @@ GradientSync::State::Join::Step GradientSync::State::Join::exchange(bool active,
 
 int GradientSync::State::Join::begin_step(bool synchronise) {
   const Step step = exchange(/*active=*/true, synchronise);
+  everybody_ = step.everybody;
   return step.everybody ? 0 : step.last_active;
 }
 
@@ -345,6 +377,9 @@ void GradientSync::State::Join::follow() {
   }
   broadcast_model(state_.comm, *state_.module, last_active_, "joined model");
   state_.reducer->drop_window();
+  if (!uneven_) return;
+  state_.joined_at_step = state_.reducer->synchronised_backwards();
+  state_.compared_after_join = 0;
 }
 
 GradientSync::GradientSync(std::shared_ptr<torch::nn::Module> module, const Communicator& comm,
@@ -370,9 +405,11 @@ void GradientSync::before_forward() {
   if (state.join) require_not_capturing("join", "run the steps of a join without capture");
   const int root = state.join ? state.join->begin_step(synchronise) : 0;
   const bool shares_buffers = state.shares_buffers();
+  if (!state.reducer->awaits_backward()) state.awaits_training_backward = false;
   state.reducer->before_forward(synchronise);
   if (state.limited_embeddings) state.limited_embeddings->shorten_rows();
   if (!state.trains()) return;
+  state.awaits_training_backward = true;
   state.reducer->rebuild_if_due();
   if (Capture* capture = Capture::current()) {
     state.share_in_each_replay(*capture, shares_buffers);
@@ -381,6 +418,7 @@ void GradientSync::before_forward() {
       state.check_if_due();
       state.compare_if_due();
     }
+    if (!state.join || state.join->everybody()) state.check_after_join();
     if (shares_buffers) state.share_buffers(root);
   }
   state.last_forward_synchronised = synchronise;
@@ -452,6 +490,10 @@ void GradientSync::record_to(Trace* trace, int rank, int row) {
 
 const Communicator& GradientSync::comm() const {
   return state_->comm;
+}
+
+std::vector<torch::Tensor> GradientSync::parameters() const {
+  return without_repeats(state_->module->parameters());
 }
 
 // With virtual shards NoSync only says that the next step goes on with this one's gradients.

@@ -30,6 +30,8 @@ struct WeightAverage::State {
   std::function<void()> before_exchange = [] {};  // where other ranks read the weights
   std::function<void()> after_exchange = [] {};
   std::vector<Entry> entries;
+  std::vector<torch::Tensor> held;  // [entry] weight of a lower precision, while an average is used
+  std::unordered_set<const c10::TensorImpl*> seen;  // a shared tensor has several names
   int64_t updates = 0;
   bool in_use = false;  // the module has the averages
 
@@ -39,10 +41,12 @@ struct WeightAverage::State {
 
 namespace {
 
-// What is averaged: the float32 master of a parameter that has one.
+// What is averaged: the float32 master of a parameter that has one. The average of another bf16 or
+// fp16 weight is float32 too: in low precision a thousandth of a difference would be rounded away.
 torch::Tensor full_precision(const torch::Tensor& tensor) {
-  const auto masters = MasterWeights::holding(tensor);
-  return masters ? masters->of(tensor) : tensor.detach();
+  if (const auto masters = MasterWeights::holding(tensor)) return masters->of(tensor);
+  const bool low = tensor.scalar_type() == torch::kBFloat16 || tensor.scalar_type() == torch::kHalf;
+  return low ? tensor.detach().to(torch::kFloat) : tensor.detach();
 }
 
 }  // namespace
@@ -53,6 +57,7 @@ void WeightAverage::State::require_whole() const {
 }
 
 void WeightAverage::State::add(const std::string& name, const torch::Tensor& tensor) {
+  if (!seen.insert(tensor.unsafeGetTensorImpl()).second) return;
   const torch::NoGradGuard no_grad;
   entries.push_back({name, tensor, full_precision(tensor).clone()});
 }
@@ -67,12 +72,7 @@ WeightAverage::WeightAverage(torch::nn::Module& module, const WeightAverageOptio
     : state_(std::make_unique<State>(options)) {
   state_->module = &module;
   state_->require_whole();
-  std::unordered_set<const c10::TensorImpl*> seen;  // a shared parameter has several names
-  for (const auto& item : module.named_parameters()) {
-    if (seen.insert(item.value().unsafeGetTensorImpl()).second) {
-      state_->add(item.key(), item.value());
-    }
-  }
+  for (const auto& item : module.named_parameters()) state_->add(item.key(), item.value());
   if (options.buffers) state_->add_buffers(module);
 }
 
@@ -131,8 +131,8 @@ void WeightAverage::set_updates(int64_t updates) {
 }
 
 // Weights that have no master change places with their averages. A weight with a master gets the
-// rounded average, and is rounded from its master again. Version counters stay as they are: the
-// weights will be the same.
+// rounded average, and is rounded from its master again; one of a lower precision that has none is
+// kept meanwhile. Version counters stay as they are: the weights will be the same.
 void WeightAverage::exchange() {
   const torch::NoGradGuard no_grad;
   const bool back = state_->in_use;
@@ -141,11 +141,18 @@ void WeightAverage::exchange() {
   } catch (const std::exception&) {
     if (!back) throw;  // else another rank has failed; the weights come back all the same
   }
-  for (auto& entry : state_->entries) {
+  state_->held.resize(state_->entries.size());
+  for (size_t i = 0; i < state_->entries.size(); ++i) {
+    auto& entry = state_->entries[i];
     torch::Tensor weight = entry.of.variable_data();
     if (const auto masters = MasterWeights::holding(entry.of)) {
       const torch::Tensor master = masters->of(entry.of);  // has taken over what was loaded
       weight.copy_(back ? master : entry.average);
+    } else if (weight.scalar_type() != entry.average.scalar_type()) {
+      torch::Tensor& held = state_->held[i];
+      if (!back) held = weight.clone();
+      weight.copy_(back ? held : entry.average);
+      if (back) held.reset();
     } else {
       const torch::Tensor held = weight.clone();
       weight.copy_(entry.average);

@@ -148,10 +148,10 @@ void ShardedModel::State::release_unused() {
   }
 }
 
-void ShardedModel::State::mark_stale() {
+void ShardedModel::State::mark_stale(bool frozen_too) {
   for (const auto& unit : units) {
     if (unit->gathering) finish_gather(*unit);
-    if (unit->plan.trained) unit->fresh = comm->size() == 1;
+    if (unit->plan.trained || frozen_too) unit->fresh = comm->size() == 1;
   }
 }
 

@@ -232,6 +232,8 @@ void ShardedModel::before_forward() {
   if (first) state.last_group = State::kNoGroup;
   if (!torch::GradMode::is_enabled()) {
     if (first) state.order_next = state.order.size();
+    // The update may have come since the evaluation before, and have changed no first element.
+    if (first && state.update_follows && state.gathered_guards == 0) state.mark_stale();
     return;
   }
   if (state.parts) state.parts->shards().require_inside("a forward");
@@ -409,7 +411,7 @@ void ShardedModel::begin_change() const {
 
 void ShardedModel::note_changed_shards() {
   const WithoutWatching own_work;
-  state_->mark_stale();
+  state_->mark_stale(/*frozen_too=*/true);
   state_->marks->add_micro_step();
   state_->window->forward_ended();  // a change on all ranks is no update with gradients of one
 }

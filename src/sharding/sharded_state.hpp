@@ -52,9 +52,10 @@ struct ShardedUnit {
 ///   backward ended         -> rest averaged, shards' grads set              end_backward()
 ///
 /// Note [Fresh parameters] The whole parameters are those of the shards until an optimizer changes
-/// these, which no hook reports. So they count as stale after each averaged backward, when the next
-/// forward that trains begins (there may have been an evaluation before the update), and whenever a
-/// shard's version or first element has changed when a forward begins. All ranks run one program,
+/// these, which no hook reports. So they count as stale after each averaged backward, in every
+/// evaluation until the next forward that trains, when that one begins (there may have been an
+/// evaluation before the update), and whenever a shard's version or first element has changed when
+/// a forward begins. All ranks run one program,
 /// so all come to the same decision; if they do not, their collectives differ, which is an Error.
 ///
 /// Note [Evaluation before an update] Where ranks share parameters, one that has evaluated and goes
@@ -87,7 +88,7 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   void prefetch_next();
   void release_others(std::span<const size_t> used);
   void release_unused();
-  void mark_stale();
+  void mark_stale(bool frozen_too = false);
   void notice_changes();
   void expect_update();
   void note_whole(bool whole) const;

@@ -3,6 +3,7 @@
 #include "lockstep/tied_weight.hpp"
 
 #include "lockstep/grad_scaler.hpp"
+#include "lockstep/master_weights.hpp"
 #include "lockstep/optim.hpp"
 #include "lockstep/pipeline.hpp"
 #include "models/model_support.hpp"
@@ -64,12 +65,96 @@ TEST(TiedWeight, TrainsAndIsClippedAsOneDevice) {
   }
 }
 
+// Two stages on two ranks, of a tied weight and another one each.
+struct TwoStages {
+  explicit TwoStages(const Communicator& axis)
+      : tied(linear_of(static_cast<uint64_t>(axis.rank()) + 1)),
+        own(linear_of(3)),
+        stage(torch::nn::Sequential(tied, torch::nn::Tanh(), own)) {
+    stage->to(torch::kFloat32);
+  }
+  Pipeline pipeline(const Communicator& axis) {
+    std::vector<torch::nn::Sequential> stages(2, torch::nn::Sequential(nullptr));
+    stages[static_cast<size_t>(axis.rank())] = stage;
+    return Pipeline(stages, axis, devices[0], gpipe(2, 2),
+                    {.loss = [](const torch::Tensor& out, const torch::Tensor& target) {
+                      return torch::mse_loss(out.to(torch::kFloat), target);
+                    }});
+  }
+  Devices devices{"cpu:1"};
+  torch::nn::Linear tied, own;
+  torch::nn::Sequential stage;
+};
+
+// The float32 weights are given to the second copy, too: rounded ones alone drift apart.
+TEST(TiedWeight, CopiesWithMasterWeightsStayTheSame) {
+  const auto x = values({8, kWidth}).to(torch::kFloat32);
+  run_ranks(2, [&](const Communicator& axis) {
+    TwoStages model(axis);
+    MasterWeights masters(*model.stage);
+    Pipeline pipeline = model.pipeline(axis);
+    const TiedWeight weight(axis, 0, 1, model.tied->weight);
+    expect_same_on_all(axis, masters.of(model.tied->weight), "a master weight at first");
+    AdamW optimizer(pipeline.parameters(), {.lr = 0.01, .masters = masters});
+    for (int step = 0; step < 3; ++step) {
+      pipeline.step(x.to(torch::kBFloat16), x);
+      weight.sum_gradients();
+      optimizer.step({.zero_grad = true});
+    }
+    expect_same_on_all(axis, masters.of(model.tied->weight), "a master weight");
+    expect_same_on_all(axis, flat_weights({model.tied->weight}), "a weight");
+  });
+}
+
+// A frozen weight has no gradient, so that weight decay does not change it.
+TEST(TiedWeight, AFrozenOneStaysWhatItIs) {
+  const auto x = values({8, kWidth}).to(torch::kFloat32);
+  run_ranks(2, [&](const Communicator& axis) {
+    TwoStages model(axis);
+    Pipeline pipeline = model.pipeline(axis);
+    const TiedWeight weight(axis, 0, 1, model.tied->weight);
+    AdamW optimizer(pipeline.parameters(), {.lr = 0.1, .weight_decay = 0.5});
+    model.tied->weight.requires_grad_(false);
+    const auto before = model.tied->weight.clone();
+    const auto trained_before = model.own->weight.detach().clone();
+    pipeline.step(x, x);
+    weight.sum_gradients();
+    optimizer.step({.zero_grad = true});
+    EXPECT_TRUE(torch::equal(model.tied->weight, before));
+    EXPECT_FALSE(torch::equal(model.own->weight, trained_before));
+  });
+}
+
+TEST(TiedWeight, CopiesThatAreUpdatedDifferentlyAreRefused) {
+  const auto x = values({8, kWidth}).to(torch::kFloat32);
+  for (const auto& outcome : outcomes_of_ranks(2, [&](const Communicator& axis) {
+         TwoStages model(axis);
+         Pipeline pipeline = model.pipeline(axis);
+         const TiedWeight weight(axis, 0, 1, model.tied->weight);
+         AdamW optimizer(pipeline.parameters(),
+                         {.lr = 0.1, .weight_decay = axis.rank() == 0 ? 0.5 : 0.0});
+         for (int step = 0; step < 2; ++step) {
+           pipeline.step(x, x);
+           weight.sum_gradients();
+           optimizer.step({.zero_grad = true});
+         }
+       })) {
+    EXPECT_EQ(outcome.code(), Code::kReplicasDiffer) << outcome.text();
+    EXPECT_NE(outcome.text().find("tied weight"), std::string::npos) << outcome.text();
+  }
+}
+
 TEST(TiedWeight, RefusesRanksAndCopiesThatDoNotFit) {
   run_ranks(2, [](const Communicator& axis) {
     const auto copy = torch::ones({2});
     expect_error(Code::kUsage, {"ranks 1 and 1"}, [&] { TiedWeight(axis, 1, 1, copy); });
     expect_error(Code::kUsage, {"ranks 0 and 2", "2 ranks"}, [&] { TiedWeight(axis, 0, 2, copy); });
     expect_error(Code::kUsage, {"has no copy"}, [&] { TiedWeight(axis, 0, 1, {}); });
+    torch::nn::Linear layer(2, 2);
+    std::optional<MasterWeights> masters;
+    if (axis.rank() == 1) masters.emplace(*layer);
+    expect_error(Code::kTensorMismatch, {"with a float32 master weight"},
+                 [&] { TiedWeight(axis, 0, 1, layer->weight); });
   });
 }
 

@@ -1,78 +1,49 @@
-"""A slow and lossy link between two network namespaces, where the kernel has no netem: two TUN devices, and a process that
-carries packets from one to the other, late, and loses some. TCP above it is the kernel's own.
+"""A link between network namespaces that is slow, long or lossy, also where the kernel has no netem: the program slow_link
+of bench/ carries the packets between TUN devices. TCP above it is the kernel's own.
 """
 
-import ctypes
-import fcntl
-import heapq
+import json
 import os
-import random
-import select
-import signal
-import struct
 import subprocess
-import time
 
-TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-CLONE_NEWNET = 0x40000000
 DEVICE = "slow0"
 
 
-def open_device(namespace, address):
-    """A TUN device inside a namespace. The caller moves there, too."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    there = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-    if libc.setns(there, CLONE_NEWNET) != 0:
-        raise OSError(ctypes.get_errno(), "setns")
-    os.close(there)
-    device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
-    fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH", DEVICE.encode(), IFF_TUN | IFF_NO_PI))
-    subprocess.run(["ip", "addr", "add", address, "dev", DEVICE], check=True)
-    subprocess.run(["ip", "link", "set", DEVICE, "up"], check=True)
-    return device
-
-
-def carry(devices, delay_s, loss):
-    """Forever: what one device sends arrives at the other."""
-    other = {devices[0]: devices[1], devices[1]: devices[0]}
-    dice = random.Random(7)
-    travelling = []  # (when it arrives, its number, where, the packet)
-    count = 0
-    while True:
-        left = max(0.0, travelling[0][0] - time.monotonic()) if travelling else None
-        for device in select.select(devices, [], [], left)[0]:
-            try:
-                packet = os.read(device, 1 << 16)
-            except BlockingIOError:
-                continue
-            if dice.random() >= loss:
-                count += 1
-                heapq.heappush(travelling, (time.monotonic() + delay_s, count, other[device], packet))
-        while travelling and travelling[0][0] <= time.monotonic():
-            try:
-                os.write(travelling[0][2], travelling[0][3])
-            except OSError:
-                pass  # lost
-            heapq.heappop(travelling)
-
-
 class SlowLink:
-    """While it exists, the namespaces reach each other at these addresses, such as 10.1.1.1/24 and 10.1.1.2/24."""
+    """While it exists, the namespaces reach each other at these addresses, all of one network of 24 bits.
 
-    def __init__(self, namespaces, addresses, delay_s, loss):
-        ready, tell = os.pipe()
-        self.child = os.fork()
-        if self.child == 0:
-            try:
-                devices = [open_device(*end) for end in zip(namespaces, addresses)]
-                os.write(tell, b"1")
-                carry(devices, delay_s, loss)
-            finally:
-                os._exit(1)
-        os.close(tell)
-        self.works = os.read(ready, 1) == b"1"
-        os.close(ready)
+    `folder` has the program. `why_not` says what is missing if there is no link.
+    """
+
+    def __init__(self, folder, namespaces, addresses, gbit=0, delay_ms=0, loss_percent=0):
+        self.process, self.why_not = None, ""
+        program = os.path.join(folder, "slow_link")
+        if not os.path.exists(program):
+            self.why_not = "slow_link is not built"
+            return
+        ends = [f"{name}={address}" for name, address in zip(namespaces, addresses)]
+        self.process = subprocess.Popen([program, DEVICE, str(gbit), str(delay_ms), str(loss_percent), *ends], text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        if self.process.stdout.readline() != "ready\n":
+            self.why_not = self.process.communicate()[1].strip()
+            self.process = None
+            return
+        for name, address in zip(namespaces, addresses):
+            # A large packet takes 0.1 ms, so that the receiver sees bytes as they come.
+            packet = min(65536, max(8192, int(gbit * 1e9 / 8 * 1e-4))) if gbit else 65536
+            link = ["ip", "-n", name, "link", "set", DEVICE]
+            subprocess.run([*link, "txqueuelen", "5000", "gso_max_size", str(packet), "up"], check=True)
+            subprocess.run(["ip", "-n", name, "addr", "add", address + "/24", "dev", DEVICE], check=True)
 
     def close(self):
-        os.kill(self.child, signal.SIGKILL)
-        os.waitpid(self.child, 0)
+        """Ends the link and says what it has carried: packets, bytes, lost ones."""
+        if self.process is None:
+            return {}
+        process, self.process = self.process, None
+        return json.loads(process.communicate()[0])
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()

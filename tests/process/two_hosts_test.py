@@ -81,10 +81,10 @@ class TwoHosts(ScratchTest):
         self.train_as_one_process()
 
     def test_the_numbers_over_a_slow_link_are_those_of_one_process(self):
-        link = SlowLink(NAMES, [address + "/24" for address in SLOW_ADDRESSES], delay_s=0.05, loss=0.01)
+        link = SlowLink(BIN, NAMES, SLOW_ADDRESSES, delay_ms=50, loss_percent=1)
         self.addCleanup(link.close)
-        if not link.works:
-            self.skipTest("no TUN devices here")
+        if link.why_not:
+            self.skipTest(link.why_not)
         self.train_as_one_process(endpoint=SLOW_ADDRESSES[0], ranks=1)
 
     def train_as_one_process(self, ranks=2, **more):

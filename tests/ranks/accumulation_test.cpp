@@ -275,6 +275,19 @@ TEST_P(Accumulation, ASharedWeightIsAveragedOnce) {
   });
 }
 
+// libtorch lists it twice, and an optimizer of libtorch updates what it is given as often.
+TEST_P(Accumulation, ASharedWeightIsUpdatedOnce) {
+  run_ranks(GetParam(), [](const Communicator& comm) {
+    Tied net;
+    DistributedDataParallel ddp(net, comm);
+    EXPECT_EQ(ddp.parameters().size(), 1U);
+    torch::optim::SGD optimizer(ddp.parameters(), 0.5);
+    ddp(torch::full({64}, 1.0)).sum().backward();
+    optimizer.step();
+    EXPECT_TRUE(torch::equal(net->weight.detach(), torch::full({64}, 0.5)));
+  });
+}
+
 // An optimizer that fills gradients with zeros detaches them first, which libtorch refuses for
 // views.
 TEST(AccumulatedGradients, CanBeZeroedWhereverTheyComeFrom) {

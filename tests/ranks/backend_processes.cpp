@@ -72,7 +72,7 @@ TEST_P(BackendProcesses, AStoppedRankIsNamedAtTheDeadline) {
         GetParam(),
         [&](Rank& rank) {
           rank.note("storms");
-          const auto caught = storm(rank, counts, kShortMs);
+          const auto caught = storm(rank, counts, 2 * kShortMs);
           rank.shared->numbers[14].fetch_add(1);
           caught.expect(Code::kRankAbsent, {"rank " + std::to_string(victim), "all_reduce #"});
           EXPECT_EQ(caught.blamed, victim) << caught.text;

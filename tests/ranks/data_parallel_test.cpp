@@ -362,6 +362,10 @@ TEST(DataParallel, ATiedParameterIsCountedOnce) {
   parallel(x).sum().backward();
   alone->forward(x).sum().backward();
   expect_close(tied->a.grad(), alone->a.grad(), "tied gradient");
+  torch::optim::SGD optimizer(parallel.parameters(), 1.0);
+  const auto updated = tied->a.detach() - tied->a.grad();
+  optimizer.step();
+  expect_close(tied->a.detach(), updated, "tied weight");
 }
 
 TEST(DataParallel, SequentialWorks) {

@@ -3,6 +3,8 @@
 
 #include "ddp_nets.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
+#include "lockstep/grad_scaler.hpp"
+#include "lockstep/optim.hpp"
 #include "rank_threads.hpp"
 
 namespace lockstep::test::ddp_steps_test {
@@ -248,6 +250,22 @@ TEST(DdpEvaluation, OneRankMayEvaluateAloneAfterAnyStep) {
   });
 }
 
+// Buffers go to all ranks before a step's first forward; an evaluation is none.
+TEST(DdpEvaluation, OneRankMayEvaluateAloneBesideBuffers) {
+  run_ranks(2, [](const Communicator& comm) {
+    torch::nn::Sequential net(torch::nn::Linear(6, 3), torch::nn::BatchNorm1d(3));
+    DistributedDataParallel ddp(net, comm);
+    for (int step = 0; step < 3; ++step) {
+      net->zero_grad(true);
+      ddp(rows(4, 6, comm.rank())).square().sum().backward();
+      net->eval();
+      if (comm.rank() == step % 2) ddp(rows(4, 6, 9));  // with gradients enabled
+      net->train();
+    }
+    EXPECT_EQ(ddp.stats().synchronised_backwards, 3);
+  });
+}
+
 TEST(DdpNoSync, ABackwardThatFailsInsideMayBeRepeated) {
   run_ranks(2, [](const Communicator& comm) {
     Scale net;
@@ -372,6 +390,37 @@ TEST(DdpJoin, ChecksOfReplicasStayInStepAfterwards) {
       EXPECT_FLOAT_EQ(net->weight.grad().item<float>(), 1.5F);
     }
   });
+}
+
+// The weights that a join ends with are the same on all ranks, and what else decides an update is
+// not: momentum, or a scaler that has seen fewer steps.
+TEST(DdpJoin, AnOptimizerOrScalerThatIsBehindIsNoticed) {
+  enum Behind { kNothing, kMomentum, kScaler };
+  for (const Behind behind : {kNothing, kMomentum, kScaler}) {
+    for (const bool joins_again : {true, false}) {
+      const auto outcomes = outcomes_of_ranks(3, [&](const Communicator& comm) {
+        TwoLayers net;
+        DistributedDataParallel ddp(net, comm, {.broadcast_buffers = false});
+        Sgd optimizer(ddp.parameters(), {.lr = 0.1, .momentum = behind == kMomentum ? 0.9 : 0});
+        GradScaler scaler({.init_scale = 64, .growth_interval = 3, .enabled = behind == kScaler});
+        const auto train = [&](int steps) {
+          for (int step = 0; step < steps; ++step) {
+            scaler.scale(ddp(rows(4, 6, step + comm.rank())).square().mean()).backward();
+            scaler.step(optimizer, {.zero_grad = true});
+            scaler.update();
+          }
+        };
+        join(ddp, [&] { train(2 + comm.rank()); });
+        joins_again ? join(ddp, [&] { train(6 + comm.rank()); }) : train(6);
+      });
+      for (const auto& outcome : outcomes) {
+        EXPECT_EQ(outcome.failed(), behind != kNothing) << behind << ": " << outcome.text();
+        if (!outcome.failed()) continue;
+        EXPECT_EQ(outcome.code(), Code::kReplicasDiffer) << outcome.text();
+        EXPECT_NE(outcome.text().find("join"), std::string::npos) << outcome.text();
+      }
+    }
+  }
 }
 
 TEST(DdpJoin, GoesWithAccumulationUnusedParametersAndWeights) {

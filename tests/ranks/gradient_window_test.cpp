@@ -202,6 +202,36 @@ TEST(GradientWindows, APerturbationThatIsNotUndoneIsRefused) {
   }
 }
 
+// torch::optim::SGD changes no version counter.
+TEST(GradientWindows, AnUpdateOfLowPrecisionInsideNoSyncIsRefused) {
+  for (const auto& outcome : outcomes_of_ranks(2, [](const Communicator& comm) {
+         TwoLayers net;
+         net->to(torch::kBFloat16);
+         DistributedDataParallel ddp(net, comm);
+         torch::optim::SGD optimizer(ddp.parameters(), 0.5);
+         const auto x = rows(4, 6, comm.rank()).to(torch::kBFloat16);
+         {
+           const NoSync no_sync(ddp);
+           ddp(x).square().sum().backward();
+         }
+         optimizer.step();
+         ddp(x);
+       })) {
+    EXPECT_EQ(outcome.code(), Code::kSyncMisuse) << outcome.text();
+  }
+}
+
+// Inside a join each rank drops windows of its own. Afterwards all drop the same ones, and compare
+// their weights in the same steps.
+TEST(GradientWindows, PerturbedWeightsInAJoinAreComparedByAllRanksOrNone) {
+  run_ranks(3, [](const Communicator& comm) {
+    TwoLayers net;
+    DistributedDataParallel ddp(net, comm);
+    join(ddp, [&] { sam_steps(comm, ddp, 1 + comm.rank(), /*restores=*/true, Drop::kReset); });
+    sam_steps(comm, ddp, 5, /*restores=*/true, Drop::kReset);
+  });
+}
+
 TEST(GradientWindows, ThePerturbationCheckCanBeTurnedOff) {
   run_ranks(2, [](const Communicator& comm) {
     TwoLayers net;

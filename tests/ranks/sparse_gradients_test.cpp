@@ -5,6 +5,7 @@
 #include "ddp_nets.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
 #include "lockstep/grad_scaler.hpp"
+#include "lockstep/optim.hpp"
 #include "rank_threads.hpp"
 
 namespace lockstep::test::sparse_gradients_test {
@@ -165,6 +166,28 @@ TEST(SparseGradients, AreUnscaledAndSkippedByTheScaler) {
     EXPECT_TRUE(torch::equal(table->weight.detach(), kept)) << "a step with infinite gradients";
     expect_same_on_all(comm, table->weight.detach(), "table");
   });
+}
+
+// On one rank a gradient has a row for each lookup; those of one word are one row in the norm.
+TEST(SparseGradients, AreClippedAsDenseOnesAre) {
+  const auto words = torch::tensor({1, 1, 1, 2}, torch::kInt64);
+  const auto clipped = [&](bool sparse, const Communicator& comm) {
+    Words net(sparse);
+    DistributedDataParallel ddp(net, comm);
+    ddp(words.view({2, 2})).square().sum().backward();
+    const auto norm = clip_grad_norm_(net->parameters(), 0.5);
+    std::vector<torch::Tensor> found = {norm};
+    for (const auto& parameter : net->parameters()) {
+      const auto gradient = parameter.grad();
+      found.push_back((gradient.is_sparse() ? gradient.to_dense() : gradient).clone());
+    }
+    return found;
+  };
+  for (const int size : {1, 2}) {
+    run_ranks(size, [&](const Communicator& comm) {
+      expect_equal_parameters(clipped(true, comm), clipped(false, comm));
+    });
+  }
 }
 
 TEST(SparseGradients, RanksThatRunOutOfDataFollow) {

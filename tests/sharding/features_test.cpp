@@ -2,6 +2,9 @@
 #include <gtest/gtest.h>
 #include <torch/script.h>
 
+#include <chrono>
+#include <thread>
+
 #include "lockstep/checkpoint.hpp"
 #include "lockstep/lr_schedule.hpp"
 #include "lockstep/script_module.hpp"
@@ -25,11 +28,11 @@ class ShardedFeatures : public testing::TestWithParam<std::tuple<ShardStage, int
 INSTANTIATE_TEST_SUITE_P(Stages, ShardedFeatures,
                          testing::Combine(testing::ValuesIn(kStages), testing::Values(2, 5),
                                           testing::Bool()),
-                         [](const auto& info) {
+                         [](const auto& test) {
                            return "Stage" +
-                                  std::to_string(static_cast<int>(std::get<0>(info.param))) + "On" +
-                                  std::to_string(std::get<1>(info.param)) +
-                                  (std::get<2>(info.param) ? "Shared" : "Gathered");
+                                  std::to_string(static_cast<int>(std::get<0>(test.param))) + "On" +
+                                  std::to_string(std::get<1>(test.param)) +
+                                  (std::get<2>(test.param) ? "Shared" : "Gathered");
                          });
 
 // Every rank halves all weights: they are halved once, whoever has the memory.
@@ -51,6 +54,26 @@ TEST_P(ShardedFeatures, ChangesInsideGatheredParametersAreEachRanksOwn) {
     fsdp(wave({4, 6}, 0)).sum().backward();  // and training goes on
     Sgd(fsdp.parameters(), {.lr = 0}).step();
     expect_near_all(whole_weights(fsdp), wanted, "weights after a step");
+  });
+}
+
+// What ranks share they must not read before all have written their parts, trained or not.
+TEST_P(ShardedFeatures, ChangesOfFrozenParametersReachAllRanks) {
+  run_ranks(ranks(), [&](const Communicator& comm) {
+    torch::nn::Linear frozen(torch::nn::LinearOptions(8, 8 * ranks()).bias(false));
+    torch::nn::Sequential net(frozen, torch::nn::Linear(8 * ranks(), 1));
+    for (auto& parameter : net->parameters()) torch::nn::init::ones_(parameter);
+    frozen->weight.requires_grad_(false);
+    FullyShardedDataParallel fsdp(net, comm, options());
+    const torch::NoGradGuard no_grad;
+    const auto x = torch::ones({2, 8});
+    const auto before = fsdp(x).clone();
+    {
+      const GatheredParameters gathered(fsdp);
+      frozen->weight.fill_(2);
+      if (comm.rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    }
+    EXPECT_TRUE(torch::equal(fsdp(x) - 1, 2 * (before - 1)));
   });
 }
 
@@ -125,6 +148,32 @@ TEST_P(ShardedFeatures, AnUpdateAfterAnEvaluationIsSeen) {
     FullyShardedDataParallel fsdp(net, comm, options());
     train(fsdp, fsdp.parameters(), comm);
     expect_near_all(whole_weights(fsdp), weights_of(*one), "weights");
+  });
+}
+
+// An evaluation before and one after an update that changes no first element of a rank's shards.
+TEST_P(ShardedFeatures, AnEvaluationAfterAnUpdateSeesIt) {
+  run_ranks(ranks(), [&](const Communicator& comm) {
+    torch::nn::Sequential net(torch::nn::Linear(torch::nn::LinearOptions(8, 15).bias(false)));
+    net->to(torch::kDouble);
+    fill_weights(*net);
+    FullyShardedDataParallel fsdp(net, comm, options());
+    torch::optim::SGD optimizer(fsdp.parameters(), 0.5);
+    auto x = wave({4, 8}, 0).clone();
+    x.select(1, 0).zero_();
+    const auto evaluate = [&] {
+      const torch::NoGradGuard no_grad;
+      return fsdp(x).clone();
+    };
+    for (int step = 0; step < 2; ++step) {
+      fsdp.zero_grad();
+      fsdp(x).pow(2).mean().backward();
+      evaluate();
+      optimizer.step();
+      const auto result = evaluate();
+      const GatheredParameters gathered(fsdp);
+      expect_near_all(result, net->forward(x).detach(), "an evaluation");
+    }
   });
 }
 

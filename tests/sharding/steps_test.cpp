@@ -44,10 +44,10 @@ class ShardedSteps : public testing::TestWithParam<std::tuple<ShardStage, int>> 
 };
 INSTANTIATE_TEST_SUITE_P(Stages, ShardedSteps,
                          testing::Combine(testing::ValuesIn(kStages), testing::Values(1, 2, 3)),
-                         [](const auto& info) {
+                         [](const auto& test) {
                            return "Stage" +
-                                  std::to_string(static_cast<int>(std::get<0>(info.param))) + "On" +
-                                  std::to_string(std::get<1>(info.param));
+                                  std::to_string(static_cast<int>(std::get<0>(test.param))) + "On" +
+                                  std::to_string(std::get<1>(test.param));
                          });
 
 TEST_P(ShardedSteps, AccumulateInEveryWay) {

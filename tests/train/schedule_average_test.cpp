@@ -248,6 +248,46 @@ TEST(WeightAverage, BuffersWhereAskedFor) {
   EXPECT_TRUE(torch::equal(norm->running_mean, running));
 }
 
+// A norm that the module has under two names is averaged once, and comes back.
+TEST(WeightAverage, ASharedBufferIsOne) {
+  torch::nn::BatchNorm1d norm(3);
+  torch::nn::Sequential net(norm, norm);
+  WeightAverage average(*net, {.decay = 0.5, .buffers = true});
+  EXPECT_EQ(average.entries().size(), 4U);
+  average.update();
+  net->forward(rows(6, 3, 0));
+  const auto running = norm->running_mean.clone();
+  {
+    const UseAverage averaged(average);
+    EXPECT_FALSE(torch::equal(norm->running_mean, running));
+  }
+  EXPECT_TRUE(torch::equal(norm->running_mean, running));
+}
+
+TEST(WeightAverage, OfLowPrecisionIsFloat32) {
+  for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
+    const torch::NoGradGuard no_grad;
+    torch::nn::Linear net(4, 4);
+    net->to(dtype);
+    net->weight.fill_(1);
+    WeightAverage average(*net, {.decay = 0.999});
+    average.update();
+    net->weight.fill_(2);
+    for (int i = 0; i < 1000; ++i) average.update();
+    const double expected = 2 - std::pow(0.999, 1000);
+    const auto& values = average.entries()[0].average;
+    EXPECT_NEAR(values.mean().item<double>(), expected, 1e-4);
+    const auto before = values.clone();
+    {
+      const UseAverage averaged(average);
+      EXPECT_EQ(net->weight.scalar_type(), dtype);
+      EXPECT_NEAR(net->weight.to(torch::kFloat).mean().item<double>(), expected, 0.01);
+    }
+    EXPECT_TRUE(torch::equal(net->weight, torch::full_like(net->weight, 2)));
+    EXPECT_TRUE(torch::equal(average.entries()[0].average, before));
+  }
+}
+
 TEST(WeightAverage, IsTheSameOnAllRanksWithoutCommunication) {
   run_ranks(3, [](const Communicator& comm) {
     TwoLayers net;

@@ -52,8 +52,8 @@ std::unique_ptr<float, Free> aligned_floats(int64_t count) {
 
 // A layer with random values, and its three products as chains of fused multiply-adds.
 struct Layer {
-  explicit Layer(const LinearShape& shape)
-      : shape(shape),
+  explicit Layer(const LinearShape& of_shape)
+      : shape(of_shape),
         x(random_values(shape.rows * shape.in, 1)),
         weight(random_values(shape.out * shape.in, 2)),
         bias(random_values(shape.out, 3)),

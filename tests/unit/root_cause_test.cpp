@@ -268,6 +268,8 @@ FailureFacts facts() {
           .logs = "/logs/0",
           .error_message = "",
           .last_errors = {},
+          .stacks = {},
+          .bundle = "",
           .remote = "",
           .now_ns = 2'000'000'000};
 }

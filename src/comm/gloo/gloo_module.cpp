@@ -7,20 +7,28 @@
 #include <gloo/transport/context.h>
 #include <gloo/transport/device.h>
 #include <gloo/transport/tcp/device.h>
+#include <gloo/transport/tcp/loop.h>
 #include <gloo/transport/unbound_buffer.h>
 #include <pthread.h>
 #include <signal.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
+#include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
+#include <string>
 #include <thread>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "comm/network/module_status.hpp"
@@ -39,6 +47,47 @@ using transport_module::Aborted;
 using transport_module::Late;
 
 class WatchedBuffer;
+
+/// Note [Gloo's loop].
+///
+/// A thread of Gloo's, its loop, reads all sockets and finishes what could not be written at once.
+/// Whoever begins a send or a receive writes to a socket, too, and holds that connection's lock.
+/// The loop only tries the lock: while another thread has it, the loop asks the system for events
+/// again and again, and gets the same one. If both threads share a core, as those of a rank that is
+/// pinned to one do, it does so until its time slice ends, some 4 ms, in which the other thread
+/// cannot let go of the lock.
+///
+/// So the loop itself begins all sends and receives; other threads only tell it which. The loop
+/// must not wait for a lock whose owner waits for the loop, as a thread does that closes a
+/// connection: before that, stop() ends these calls.
+class LoopCalls final : public gloo::transport::tcp::Handler {
+ public:
+  explicit LoopCalls(std::shared_ptr<gloo::transport::tcp::Device> device);
+  ~LoopCalls() override;
+  LoopCalls(const LoopCalls&) = delete;
+  LoopCalls& operator=(const LoopCalls&) = delete;
+
+  /// The loop makes this call soon, after those before it.
+  void post(WatchedBuffer* buffer, std::function<void()> call);
+  void drop(const WatchedBuffer* buffer);  ///< none of the buffer's calls is made after this
+  void stop();                             ///< no call is made after this
+  void handleEvents(int events) override;
+
+ private:
+  struct Call {
+    WatchedBuffer* buffer;
+    std::function<void()> run;
+  };
+
+  const std::shared_ptr<gloo::transport::tcp::Device> device_;
+  const int event_;
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable made_;
+  std::deque<Call> calls_;
+  const WatchedBuffer* now_ = nullptr;  // whose call is being made
+  bool told_ = false;                   // the loop knows that there are calls
+  bool stopped_ = false;
+};
 
 /// The buffers that are in use now. A thread wakes whoever waits on one whose deadline has passed;
 /// abort() wakes all of them.
@@ -71,8 +120,8 @@ class Watch {
 /// A buffer of another transport, every wait on which ends at the deadline or at abort().
 class WatchedBuffer final : public gloo::transport::UnboundBuffer {
  public:
-  WatchedBuffer(std::unique_ptr<gloo::transport::UnboundBuffer> inner, Watch& watch,
-                int64_t deadline_ns);
+  WatchedBuffer(std::unique_ptr<gloo::transport::UnboundBuffer> inner, LoopCalls& loop,
+                Watch& watch, int64_t deadline_ns);
   ~WatchedBuffer() override;
 
   bool waitRecv(int* rank, std::chrono::milliseconds timeout) override;
@@ -83,32 +132,39 @@ class WatchedBuffer final : public gloo::transport::UnboundBuffer {
   /// Ends a wait, or the next one, in Late if the deadline has passed. The watch's thread calls it.
   void end_if_late(int64_t now_ns);
 
+  /// Ends a wait, or the next one, with these words: the loop could not begin a call.
+  void fail(const std::string& what);
+
   void send(int to, uint64_t slot, size_t offset, size_t bytes) override {
-    inner_->send(to, slot, offset, bytes);
+    loop_.post(this, [=, this] { inner_->send(to, slot, offset, bytes); });
   }
   void recv(int from, uint64_t slot, size_t offset, size_t bytes) override {
-    inner_->recv(from, slot, offset, bytes);
+    loop_.post(this, [=, this] { inner_->recv(from, slot, offset, bytes); });
   }
   void recv(std::vector<int> from, uint64_t slot, size_t offset, size_t bytes) override {
-    inner_->recv(std::move(from), slot, offset, bytes);
+    loop_.post(this, [=, this] { inner_->recv(from, slot, offset, bytes); });
   }
 
  private:
   bool finish(bool waited) const;
 
   std::unique_ptr<gloo::transport::UnboundBuffer> inner_;
+  LoopCalls& loop_;
   Watch& watch_;
   const int64_t deadline_ns_;
   std::atomic<bool> late_ = false;
+  std::string failure_;  // before failed_
+  std::atomic<bool> failed_ = false;
 };
 
 /// The transport of one transfer: another one's connections, with this transfer's deadline.
 class WatchedTransport final : public gloo::transport::Context {
  public:
-  WatchedTransport(std::shared_ptr<gloo::transport::Context> inner, Watch& watch,
+  WatchedTransport(std::shared_ptr<gloo::transport::Context> inner, LoopCalls& loop, Watch& watch,
                    int64_t deadline_ns)
       : Context(inner->rank, inner->size),
         inner_(std::move(inner)),
+        loop_(loop),
         watch_(watch),
         deadline_ns_(deadline_ns) {}
 
@@ -123,6 +179,7 @@ class WatchedTransport final : public gloo::transport::Context {
 
  private:
   std::shared_ptr<gloo::transport::Context> inner_;
+  LoopCalls& loop_;
   Watch& watch_;
   const int64_t deadline_ns_;
 };
@@ -136,6 +193,62 @@ class TransferContext final : public gloo::Context {
     setTimeout(std::chrono::hours(1));  // never reached: every wait obeys the deadline
   }
 };
+
+LoopCalls::LoopCalls(std::shared_ptr<gloo::transport::tcp::Device> device)
+    : device_(std::move(device)), event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+  if (event_ < 0) throw std::runtime_error("no event descriptor");
+  device_->registerDescriptor(event_, EPOLLIN, this);
+}
+
+LoopCalls::~LoopCalls() {
+  device_->unregisterDescriptor(event_, this);
+  ::close(event_);
+}
+
+void LoopCalls::post(WatchedBuffer* buffer, std::function<void()> call) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopped_) throw Aborted();
+    calls_.push_back({buffer, std::move(call)});
+    if (std::exchange(told_, true)) return;
+  }
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = ::write(event_, &one, sizeof one);
+}
+
+void LoopCalls::drop(const WatchedBuffer* buffer) {
+  std::unique_lock lock(mutex_);
+  std::erase_if(calls_, [&](const Call& call) { return call.buffer == buffer; });
+  made_.wait(lock, [&] { return now_ != buffer; });
+}
+
+void LoopCalls::stop() {
+  std::unique_lock lock(mutex_);
+  stopped_ = true;
+  calls_.clear();
+  made_.wait(lock, [&] { return now_ == nullptr; });
+}
+
+void LoopCalls::handleEvents(int) {
+  uint64_t count = 0;
+  [[maybe_unused]] const ssize_t taken = ::read(event_, &count, sizeof count);
+  std::unique_lock lock(mutex_);
+  told_ = false;
+  while (!calls_.empty()) {
+    const Call call = std::move(calls_.front());
+    calls_.pop_front();
+    now_ = call.buffer;
+    lock.unlock();
+    try {
+      call.run();
+    } catch (const std::exception& error) {
+      call.buffer->fail(error.what());
+    }
+    lock.lock();
+    now_ = nullptr;
+    made_.notify_all();
+  }
+}
 
 Watch::~Watch() {
   if (!thread_.joinable()) return;
@@ -181,17 +294,26 @@ void Watch::abort() {
   }
 }
 
-WatchedBuffer::WatchedBuffer(std::unique_ptr<gloo::transport::UnboundBuffer> inner, Watch& watch,
-                             int64_t deadline_ns)
+WatchedBuffer::WatchedBuffer(std::unique_ptr<gloo::transport::UnboundBuffer> inner, LoopCalls& loop,
+                             Watch& watch, int64_t deadline_ns)
     : UnboundBuffer(inner->ptr, inner->size),
       inner_(std::move(inner)),
+      loop_(loop),
       watch_(watch),
       deadline_ns_(deadline_ns) {
   watch_.add(this);
 }
 
 WatchedBuffer::~WatchedBuffer() {
+  loop_.drop(this);
   watch_.remove(this);
+}
+
+void WatchedBuffer::fail(const std::string& what) {
+  failure_ = what;
+  failed_ = true;
+  abortWaitRecv();
+  abortWaitSend();
 }
 
 void WatchedBuffer::end_if_late(int64_t now_ns) {
@@ -204,6 +326,7 @@ void WatchedBuffer::end_if_late(int64_t now_ns) {
 bool WatchedBuffer::finish(bool waited) const {
   if (waited) return true;
   if (late_) throw Late();
+  if (failed_) throw std::runtime_error(failure_);
   throw Aborted();
 }
 
@@ -217,15 +340,16 @@ bool WatchedBuffer::waitSend(int* rank, std::chrono::milliseconds) {
 
 std::unique_ptr<gloo::transport::UnboundBuffer> WatchedTransport::createUnboundBuffer(
     void* data, size_t bytes) {
-  return std::make_unique<WatchedBuffer>(inner_->createUnboundBuffer(data, bytes), watch_,
+  return std::make_unique<WatchedBuffer>(inner_->createUnboundBuffer(data, bytes), loop_, watch_,
                                          deadline_ns_);
 }
 
 }  // namespace lockstep::gloo_module
 
 struct LockstepTransportContext {
-  std::shared_ptr<gloo::transport::Device> device;
+  std::shared_ptr<gloo::transport::tcp::Device> device;
   std::shared_ptr<gloo::transport::Context> connections;
+  std::unique_ptr<lockstep::gloo_module::LoopCalls> loop;
   lockstep::gloo_module::Watch watch;
 };
 
@@ -286,8 +410,8 @@ LockstepTransportStatus guarded(LockstepTransportMessage* message, Action&& acti
 
 std::shared_ptr<TransferContext> begin(LockstepTransportContext* context,
                                        const LockstepTransportCall& call) {
-  return std::make_shared<TransferContext>(
-      std::make_shared<WatchedTransport>(context->connections, context->watch, call.deadline_ns));
+  return std::make_shared<TransferContext>(std::make_shared<WatchedTransport>(
+      context->connections, *context->loop, context->watch, call.deadline_ns));
 }
 
 LockstepTransportStatus create(int rank, int size, const char* address, int64_t connect_timeout_ms,
@@ -298,8 +422,10 @@ LockstepTransportStatus create(int rank, int size, const char* address, int64_t 
     {
       const SignalsBlocked blocked(true);
       made->watch.start(clock);
-      made->device = gloo::transport::tcp::CreateDevice(gloo::transport::tcp::attr(address));
+      made->device = std::dynamic_pointer_cast<gloo::transport::tcp::Device>(
+          gloo::transport::tcp::CreateDevice(gloo::transport::tcp::attr(address)));
     }
+    made->loop = std::make_unique<LoopCalls>(made->device);
     made->connections = made->device->createContext(rank, size);
     made->connections->setTimeout(
         std::chrono::milliseconds(std::max<int64_t>(connect_timeout_ms / kConnectPatience, 1)));
@@ -498,6 +624,7 @@ LockstepTransportStatus recv(LockstepTransportContext* context, void* data, size
 void abort(LockstepTransportContext* context) {
   guarded(nullptr, [&] {
     context->watch.abort();
+    context->loop->stop();
     for (int peer = 0; peer < context->connections->size; ++peer) {
       if (peer == context->connections->rank) continue;
       const auto& pair = context->connections->getPair(peer);

@@ -141,9 +141,18 @@ std::unique_ptr<Backend::Work> NetworkBackend::all_reduce(const Buffer& buffer, 
                  },
                  {buffer.data, buffer.count, buffer.dtype});
   }
-  return begin(what, context, [this, buffer, op](const Task& task, Calls calls) {
+  auto work = std::make_unique<Task>(core_, what, context);
+  work->prepare(
+      [this, buffer, op](const Task& task) { return prepare_all_reduce(task, buffer, op); });
+  core_->begin(*work);
+  return work;
+}
+
+NetworkCore::Body NetworkBackend::prepare_all_reduce(const Task&, const Buffer& buffer,
+                                                     ReduceOp op) {
+  return [this, buffer, op](const Task& task, Calls calls) {
     move_all_reduce(task, buffer, op, calls);
-  });
+  };
 }
 
 void NetworkBackend::move_all_reduce(const Task& task, const Buffer& buffer, ReduceOp op,

@@ -48,8 +48,9 @@ class NetworkBackend : public Backend {
   using Task = NetworkCore::Task;
   using Calls = std::span<const Fingerprint>;  // [group rank]
 
-  // How data moves. They run in a thread of the core, or in the one that waits, one at a time.
-  virtual void move_all_reduce(const Task& task, const Buffer& buffer, ReduceOp op, Calls calls);
+  // How data moves. They run in a thread of the core, or in the one that waits, one at a time. An
+  // all_reduce may do something while the ranks compare their calls, before it moves anything.
+  virtual NetworkCore::Body prepare_all_reduce(const Task& task, const Buffer& buffer, ReduceOp op);
   virtual void move_broadcast(const Task& task, const Buffer& buffer, int root);
   virtual void move_reduce(const Task& task, const Buffer& buffer, int root, ReduceOp op,
                            Calls calls);
@@ -81,6 +82,7 @@ class NetworkBackend : public Backend {
   /// bytes of `carried`, if any, travel with the fingerprint.
   std::unique_ptr<Work> begin(const Fingerprint& what, const CallContext& context,
                               NetworkCore::Body body, const ConstBuffer& carried = {});
+  void move_all_reduce(const Task& task, const Buffer& buffer, ReduceOp op, Calls calls);
   bool can_carry(int64_t bytes) const;
   void reduce_carried(const Task& task, const Buffer& output, ReduceOp op, Calls calls) const;
   std::unique_ptr<Work> begin_message(int peer, const Fingerprint& what, const CallContext& context,

@@ -278,7 +278,8 @@ void NetworkCore::make_front(Lane& lane, std::unique_lock<std::mutex>& lock) {
   try {
     session_.guarded([&] {
       if (task->peer >= 0) return task->body_(*task, {});
-      task->body_(*task, agree_on(*task));
+      const std::vector<Fingerprint> calls = agree_on(*task);
+      task->body_(*task, calls);
     });
   } catch (...) {
     error = std::current_exception();
@@ -294,11 +295,13 @@ void NetworkCore::make_front(Lane& lane, std::unique_lock<std::mutex>& lock) {
 }
 
 std::vector<std::string> NetworkCore::exchange(const Task& task, TcpControl::Frame frame,
-                                               std::string_view own) {
+                                               std::string_view own,
+                                               const std::function<void()>& meanwhile) {
   std::vector<std::string> all(static_cast<size_t>(group().size()));
   all[static_cast<size_t>(group().rank)] = own;
+  if (link_) link_->send_all(frame, own);
+  if (meanwhile) meanwhile();
   if (!link_) return all;
-  link_->send_all(frame, own);
   auto gathered = link_->gather(frame, peers_, task.deadline_ns);
   if (const auto* trouble = std::get_if<TcpControl::Trouble>(&gathered)) fail(task, *trouble);
   auto& theirs = std::get<std::vector<std::string>>(gathered);
@@ -310,10 +313,11 @@ std::vector<std::string> NetworkCore::exchange(const Task& task, TcpControl::Fra
 
 // Every rank sees the same fingerprints, and so finds the same mismatch by itself.
 std::vector<Fingerprint> NetworkCore::agree_on(Task& task) {
-  if (!link_) return {task.call};
   std::string own = as_bytes(task.call);
   own += task.carried_;
-  task.said_ = exchange(task, TcpControl::Frame::kFingerprint, own);
+  task.said_ = exchange(task, TcpControl::Frame::kFingerprint, own, [&] {
+    if (task.preparation_) task.body_ = task.preparation_(task);
+  });
   std::vector<Fingerprint> calls;
   for (const std::string& bytes : task.said_) calls.push_back(from_bytes(bytes));
   session_.require_agreement(calls);

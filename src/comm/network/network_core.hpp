@@ -102,6 +102,10 @@ class NetworkCore {
   /// of the core.
   using Body = std::function<void(const Task& task, std::span<const Fingerprint> calls)>;
 
+  /// What a collective does while the ranks compare their calls, if it has something to do then. It
+  /// returns the body.
+  using Preparation = std::function<Body(const Task& task)>;
+
   /// A call on its way. It is the backend's handle of the call, too.
   class Task final : public Backend::Work {
    public:
@@ -122,6 +126,9 @@ class NetworkCore {
     void carry(const void* data, int64_t bytes) {
       carried_ = {static_cast<const char*>(data), static_cast<size_t>(bytes)};
     }
+    /// Before the call begins: in place of a body.
+    void prepare(Preparation preparation) { preparation_ = std::move(preparation); }
+
     /// In its body: what came with a rank's fingerprint.
     const void* carried_by(int rank, int64_t bytes) const;
 
@@ -136,6 +143,7 @@ class NetworkCore {
     std::shared_ptr<NetworkCore> core_;
     const Fingerprint* part_of_;
     const bool waits_at_once_;
+    Preparation preparation_;
     Body body_;
     std::string_view carried_;
     std::vector<std::string> said_;  // [group rank]: fingerprints, and what came with them
@@ -222,9 +230,10 @@ class NetworkCore {
   /// Before the first call: one small text from every rank, [group rank].
   std::vector<std::string> introduce(std::string_view own, int64_t deadline_ns);
 
-  /// In a task's body: one small text from every rank, [group rank].
-  std::vector<std::string> exchange(const Task& task, TcpControl::Frame frame,
-                                    std::string_view own);
+  /// In a task's body: one small text from every rank, [group rank]. `meanwhile` runs while they
+  /// are on their way.
+  std::vector<std::string> exchange(const Task& task, TcpControl::Frame frame, std::string_view own,
+                                    const std::function<void()>& meanwhile = nullptr);
 
   /// Ends the thread and the connections. Calls that are not done fail.
   void shut_down() noexcept;

@@ -41,9 +41,10 @@ class TwoLevelBackend final : public NetworkBackend {
                              const CallContext& context) override;
 
  protected:
-  void move_all_reduce(const Task& task, const Buffer& buffer, ReduceOp op, Calls calls) override {
-    if (!moves_) return NetworkBackend::move_all_reduce(task, buffer, op, calls);
-    moves_->all_reduce(task, buffer, op, calls);
+  NetworkCore::Body prepare_all_reduce(const Task& task, const Buffer& buffer,
+                                       ReduceOp op) override {
+    if (!moves_) return NetworkBackend::prepare_all_reduce(task, buffer, op);
+    return moves_->all_reduce(task, buffer, op);
   }
   void move_broadcast(const Task& task, const Buffer& buffer, int root) override {
     if (!moves_) return NetworkBackend::move_broadcast(task, buffer, root);

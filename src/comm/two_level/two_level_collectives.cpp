@@ -18,7 +18,7 @@ constexpr int64_t kLeaderBytes = 16 << 10;
 // small enough that the first chunk is on the link soon.
 constexpr int64_t kChunks = 16;
 constexpr int64_t kSmallestChunk = 256 << 10;
-constexpr int64_t kLargestChunk = 4 << 20;
+constexpr int64_t kLargestChunk = 2 << 20;
 
 // Bytes that may be on the link at a time: 10 Gbit/s times 5 ms there and back are 12.5 MB.
 constexpr int64_t kWindowBytes = 32 << 20;
@@ -70,24 +70,32 @@ int64_t common_unit(const HostMap& hosts) {
 
 }  // namespace
 
-// An all_reduce under way: each chunk is begun, then combined, then finished. Between these, others
-// have their turn.
+// An all_reduce under way: each chunk is expected from other hosts, then begun, then combined, then
+// finished. Between these, others have their turn.
 class TwoLevelMoves::AllReduce {
  public:
-  AllReduce(TwoLevelMoves& moves, const Task& task, const Buffer& buffer, TwoLevelReduction how)
+  // Gloo sends nothing before its receiver has asked for it, which takes the link's delay. So the
+  // first chunks are expected while the ranks compare their calls: a rank sends after that, and
+  // where calls differ nothing ever comes.
+  AllReduce(TwoLevelMoves& moves, const Task& task, const Buffer& buffer)
       : moves_(moves),
         hosts_(moves.hosts_),
         task_(task),
         buffer_(buffer),
-        how_(std::move(how)),
         plan_(ChunkPlan::of(buffer.count, buffer.dtype, hosts_.hosts(), common_unit(hosts_))),
-        owners_{.leaders = buffer.bytes() <= kLeaderBytes} {}
+        owners_{.leaders = buffer.bytes() <= kLeaderBytes},
+        chunks_(static_cast<size_t>(std::min(plan_.window, plan_.chunks))) {
+    for (int64_t number = 0; number < in_flight(); ++number) expect(number);
+  }
 
-  // The lags are as long as there are chunks: the last steps only wait.
-  void run() {
-    const int64_t finishes = std::min(plan_.window, plan_.chunks) - 1;
-    const int64_t combines = plan_.everyone ? finishes : finishes / 2;
-    chunks_.resize(static_cast<size_t>(finishes + 1));
+  // A step that waits for the link holds up those after it: where all chunks may be on the link at
+  // once, all are begun before the first is waited for, and all combined before the first result.
+  void run(TwoLevelReduction how) {
+    how_ = std::move(how);
+    const int64_t last = in_flight() - 1;
+    const bool all_at_once = plan_.chunks <= in_flight();
+    const int64_t combines = plan_.everyone || all_at_once ? last : last / 2;
+    const int64_t finishes = !plan_.everyone && all_at_once ? 2 * last : last;
     for (int64_t step = 0; step < plan_.chunks + finishes; ++step) {
       if (step < plan_.chunks) begin(step);
       if (step >= combines && step - combines < plan_.chunks) combine(step - combines);
@@ -104,6 +112,7 @@ class TwoLevelMoves::AllReduce {
     OnLink out;
   };
 
+  int64_t in_flight() const { return static_cast<int64_t>(chunks_.size()); }
   Chunk& chunk(int64_t number) { return chunks_[static_cast<size_t>(number) % chunks_.size()]; }
   int home(int64_t number) const { return static_cast<int>(number % hosts_.hosts()); }
   bool is_home(int64_t number) const { return plan_.everyone || moves_.is_own(home(number)); }
@@ -165,7 +174,7 @@ class TwoLevelMoves::AllReduce {
     return blocks;
   }
 
-  void begin(int64_t number) {
+  void expect(int64_t number) {
     Chunk& now = chunk(number);
     const ElementRange range = plan_.chunk(number, buffer_.count);
     now.region = {byte_at(buffer_.data, range.begin * dtype_bytes(buffer_.dtype)), range.count(),
@@ -178,6 +187,11 @@ class TwoLevelMoves::AllReduce {
     } else {
       now.in = moves_.begin(task_, result_part(number), result_from(now, home(number)));
     }
+  }
+
+  void begin(int64_t number) {
+    if (number >= in_flight()) expect(number);
+    Chunk& now = chunk(number);
     moves_.reduce_inside(task_, {now.region.data, now.region.count, buffer_.dtype}, slice(now).data,
                          how_, owners_);
     if (plan_.everyone) {
@@ -210,15 +224,18 @@ class TwoLevelMoves::AllReduce {
   const HostMap& hosts_;
   const Task& task_;
   const Buffer buffer_;
-  const TwoLevelReduction how_;
   const ChunkPlan plan_;
   const SliceOwners owners_;
+  TwoLevelReduction how_;
   std::vector<Chunk> chunks_;  // those under way, by their number
 };
 
-void TwoLevelMoves::all_reduce(const Task& task, const Buffer& buffer, ReduceOp op, Calls calls) {
-  TwoLevelReduction how = TwoLevelReduction::of(op, calls, hosts_);
-  if (buffer.count > 0) AllReduce(*this, task, buffer, std::move(how)).run();
+NetworkCore::Body TwoLevelMoves::all_reduce(const Task& task, const Buffer& buffer, ReduceOp op) {
+  if (buffer.count == 0) return [](const Task&, Calls) {};
+  auto work = std::make_shared<AllReduce>(*this, task, buffer);
+  return [this, op, work = std::move(work)](const Task&, Calls calls) {
+    work->run(TwoLevelReduction::of(op, calls, hosts_));
+  };
 }
 
 // Leaders reduce in copies: only the root's buffer changes.

@@ -85,7 +85,8 @@ class TwoLevelMoves {
   TwoLevelMoves(NetworkCore& core, const HostMap& hosts, Backend* inside)
       : core_(core), hosts_(hosts), inside_(inside) {}
 
-  void all_reduce(const Task& task, const Buffer& buffer, ReduceOp op, Calls calls);
+  /// Before the ranks have compared their calls. Returns what is to be done after that.
+  NetworkCore::Body all_reduce(const Task& task, const Buffer& buffer, ReduceOp op);
   void reduce(const Task& task, const Buffer& buffer, int root, ReduceOp op, Calls calls);
   void broadcast(const Task& task, const Buffer& buffer, int root);
 
