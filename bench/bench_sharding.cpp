@@ -47,6 +47,7 @@ Measured measure(Wrapper& wrapper, lockstep::AdamW& optimizer, const lockstep::W
 
 int run(int, char** words) {
   const auto settings = nlohmann::json::parse(words[1]);
+  torch::manual_seed(0);
   const auto world = lockstep::World::from_env();
   const lockstep::UseDevice home(world.device());
   const auto width = settings.at("width").get<int64_t>();

@@ -150,17 +150,26 @@ TEST(SameBitsPipeline, FiftyStepsOnTwoFourAndEightDataRanks) {
 }
 
 TEST(SameBitsPipeline, EverySchedule) {
+  std::optional<Trained> first;
   for (const char* schedule : {"gpipe", "1f1b", "zero-bubble"}) {
-    expect_same_on_ranks({.schedule = schedule, .buffers = true, .scaled = true}, {2, 8}, schedule);
+    const Recipe recipe{.schedule = schedule, .buffers = true, .scaled = true};
+    const Trained alone = expect_same_on_ranks(recipe, {2, 8}, schedule);
+    if (!first) first = alone;
+    expect_same_run(alone, *first, std::string(schedule) + " and gpipe");
   }
+  const Recipe chunks{.schedule = "interleaved", .stages = 4, .buffers = true};
+  expect_same_on_ranks(chunks, {2, 4}, "interleaved");
 }
 
 TEST(SameBitsPipeline, LowPrecisionRecomputationAndWeights) {
   expect_same_on_ranks({.scaled = true, .low_precision = true}, {2, 4}, "bf16 products");
   expect_same_on_ranks({.dropout = 0, .scaled = true, .masters = true}, {2, 4}, "bf16 weights");
   for (const char* schedule : {"1f1b", "zero-bubble"}) {
-    const Recipe again{.schedule = schedule, .buffers = true, .recompute = {0, 1}};
-    expect_same_on_ranks(again, {2, 8}, std::string(schedule) + ", recomputed");
+    Recipe recipe{.schedule = schedule, .buffers = true};
+    const Trained kept = expect_same_on_ranks(recipe, {}, schedule);
+    recipe.recompute = {0, 1};
+    const std::string what = std::string(schedule) + ", recomputed";
+    expect_same_run(expect_same_on_ranks(recipe, {2, 8}, what), kept, what + " and kept");
   }
   expect_same_on_ranks({.weighs = true}, {2, 4}, "loss_weight");
 }
