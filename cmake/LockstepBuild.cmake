@@ -1,6 +1,6 @@
 # How everything here is compiled: warnings, sanitizers, ccache.
 
-option(LOCKSTEP_ASSERTIONS "keep assert() in optimised builds" OFF)
+option(LOCKSTEP_ASSERTIONS "check the standard library's preconditions" OFF)
 set(LOCKSTEP_SANITIZE "" CACHE STRING "sanitizers, as for -fsanitize=; empty: none")
 option(LOCKSTEP_FUZZ "build the fuzz targets as libFuzzer programs; needs clang" OFF)
 if(LOCKSTEP_FUZZ)
@@ -68,8 +68,11 @@ if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
   # inside std::string that cannot happen (its bug 105329).
   target_compile_options(lockstep_flags INTERFACE "$<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess;-Wno-restrict>")
 endif()
+# Without NDEBUG, classes of libtorch's headers (at::RecordFunction) have members that its binaries, built with NDEBUG,
+# do not have. So a debug build keeps it, and checks the standard library's preconditions instead.
+target_compile_definitions(lockstep_flags INTERFACE NDEBUG)
 if(LOCKSTEP_ASSERTIONS)
-  target_compile_options(lockstep_flags INTERFACE -UNDEBUG)
+  target_compile_definitions(lockstep_flags INTERFACE _GLIBCXX_ASSERTIONS)
 endif()
 if(LOCKSTEP_SANITIZE)
   target_compile_options(lockstep_flags INTERFACE

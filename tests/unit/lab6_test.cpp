@@ -120,7 +120,7 @@ TEST(Lab6Plan, TheCoursesRanksUnlessOthersAreNamed) {
 
 TEST(Lab6Plan, GpusServeWhereThereAreEnough) {
   const auto devices_of = [](const LabOptions& options, const Hardware& hardware) {
-    const auto& arguments = kLab.plan(options, hardware).experiments.back().arguments;
+    const auto arguments = kLab.plan(options, hardware).experiments.back().arguments;
     return *(std::find(arguments.begin(), arguments.end(), "--devices") + 1);
   };
   EXPECT_EQ(devices_of({.own = {{"--ranks", "2"}}}, cores(8, 4)), "cuda:0,1");
