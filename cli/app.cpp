@@ -22,6 +22,7 @@
 #include "cli/own/report_command.hpp"
 #include "cli/run.hpp"
 #include "cli/top/top.hpp"
+#include "cli/verify/verify.hpp"
 #include "lockstep/cli_parse.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/table.hpp"
@@ -61,6 +62,7 @@ const std::vector<Example> kAppExamples = {
     {"lockstep top", "who is busy, who waits, whose memory is full"},
     {"lockstep new mine", "a program of your own, ready to build"},
     {"lockstep compare ./a vs ./b", "which is faster, with a report"},
+    {"lockstep verify ./train", "is the parallel run the serial run?"},
     {"lockstep ckpt verify runs/a", "are the checkpoints of a run good?"},
     {"lockstep help run", "everything about one command"}};
 
@@ -178,6 +180,8 @@ int run_command(int argc, char** argv) {
   auto* new_command = add_new_command(app, new_options);
   CompareOptions compare_options;
   auto* compare_command = add_compare_command(app, compare_options);
+  VerifyOptions verify_options;
+  auto* verify_command = add_verify_command(app, verify_options);
   ReportOptions report_options;
   auto* report = add_report_command(app, report_options);
 
@@ -205,7 +209,8 @@ int run_command(int argc, char** argv) {
 
   app.footer(format_examples(kAppExamples));  // not before: a subcommand would inherit it
   const std::vector<std::string> words = expand_help(app, {argv, argv + argc});
-  const ProgramLine line = cut_at_program(words, {run.command(), script, compare_command});
+  const ProgramLine line =
+      cut_at_program(words, {run.command(), script, compare_command, verify_command});
   parse_or_throw(app, static_cast<int>(line.flags.size()), line.flag_pointers().data(), [lab] {
     if (lab->parsed()) show_flags_of_named_lab(*lab);
   });
@@ -221,6 +226,9 @@ int run_command(int argc, char** argv) {
   if (new_command->parsed()) return run_new(new_options);
   if (compare_command->parsed()) {
     return run_compare(compare_options, line.program, shell_line(argc, argv));
+  }
+  if (verify_command->parsed()) {
+    return run_verify(verify_options, line.program, shell_line(argc, argv));
   }
   if (report->parsed()) return run_report(report_options, shell_line(argc, argv));
   if (ckpt.command()->parsed()) return ckpt.run();

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -21,6 +22,7 @@
 #include "lockstep/record.hpp"
 #include "lockstep/run_meter.hpp"
 #include "lockstep/trace.hpp"
+#include "lockstep/verify.hpp"
 #include "lockstep/world.hpp"
 
 namespace lockstep {
@@ -76,6 +78,9 @@ class Run {
   template <class... Part>
   Run& add(const std::string& name, Part&... part) {
     if (checkpoint_) checkpoint_->parts().add(name, part...);
+    if constexpr ((std::is_base_of_v<torch::nn::Module, Part> && ...)) {
+      (lockstep::verify_model(part), ...);
+    }
     return *this;
   }
 

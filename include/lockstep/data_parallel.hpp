@@ -11,6 +11,7 @@
 
 #include "lockstep/detail/tensor_tree.hpp"
 #include "lockstep/device.hpp"
+#include "lockstep/verify.hpp"
 
 namespace lockstep {
 
@@ -87,6 +88,7 @@ class DataParallel {
     static_assert(
         detail::HoldsOnlyTensors<Result>::value,
         "DataParallel gathers tensors, and tuples, vectors, optionals and maps of tensors");
+    if (detail::is_verified()) detail::verify_rows(tensors_of(std::tie(arguments...)));
     if (modules_.size() == 1) return Result(modules_[0]->forward(arguments...));
 
     const std::tuple<std::decay_t<Arguments>...> packed(arguments...);

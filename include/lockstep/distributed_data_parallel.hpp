@@ -11,6 +11,7 @@
 #include "lockstep/communicator.hpp"
 #include "lockstep/detail/tensor_tree.hpp"
 #include "lockstep/gradients.hpp"
+#include "lockstep/verify.hpp"
 #include "lockstep/virtual_shards.hpp"
 
 namespace lockstep {
@@ -92,6 +93,7 @@ class DistributedDataParallel {
 
   template <class... Arguments>
   auto forward(Arguments&&... arguments) {
+    if (detail::is_verified()) detail::verify_rows(tensors_of(std::tie(arguments...)));
     sync_->before_forward();
     auto result = module_->forward(std::forward<Arguments>(arguments)...);
     sync_->after_forward(tensors_of(result));

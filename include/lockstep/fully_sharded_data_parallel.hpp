@@ -148,6 +148,7 @@ class FullyShardedDataParallel {
 
   template <class... Arguments>
   auto forward(Arguments&&... arguments) {
+    if (detail::is_verified()) detail::verify_rows(tensors_of(std::tie(arguments...)));
     sharded_->before_forward();
     auto result = module_->forward(std::forward<Arguments>(arguments)...);
     sharded_->after_forward(tensors_of(result));

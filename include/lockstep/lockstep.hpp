@@ -41,6 +41,7 @@
 #include "lockstep/trace.hpp"
 #include "lockstep/transformer_block.hpp"
 #include "lockstep/units.hpp"
+#include "lockstep/verify.hpp"
 #include "lockstep/version.hpp"
 #include "lockstep/virtual_shards.hpp"
 #include "lockstep/vocab_parallel.hpp"

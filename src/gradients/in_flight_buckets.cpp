@@ -6,12 +6,14 @@
 #include <functional>
 #include <string>
 
+#include "base/mutation.hpp"
 #include "device/capture.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
 #include "lockstep/trace.hpp"
 #include "lockstep/units.hpp"
+#include "verify/step_recorder.hpp"
 
 namespace lockstep {
 namespace {
@@ -23,7 +25,11 @@ Work begin_mean(const Communicator& comm, const torch::Tensor& values, const Gra
                 double weight) {
   std::string label = fmt::format("bucket {}", bucket.index);
   if (bucket.micro_steps > 1) label += fmt::format(" of {} micro-steps", bucket.micro_steps);
-  return comm.begin_all_reduce(values, ReduceOp::kMean,
+  const bool drops_tail = is_planted(Mutation::kBucketTailDropped);
+  const torch::Tensor sent =
+      drops_tail ? values.narrow(0, 0, values.numel() - values.numel() / 8) : values;
+  const bool divides = !is_planted(Mutation::kMeanNotDivided);
+  return comm.begin_all_reduce(sent, divides ? ReduceOp::kMean : ReduceOp::kSum,
                                {.label = label, .bucket = bucket.index, .weight = weight});
 }
 
@@ -85,6 +91,7 @@ CommHook compress_gradients(torch::ScalarType dtype) {
                 "use torch::kBFloat16 or torch::kFloat16");
   }
   auto memory = std::make_shared<CompressionMemory>(dtype);
+  if (auto* recorder = StepRecorder::of_process()) recorder->note_compression(dtype);
   return [memory](const Communicator& comm, const GradientBucket& bucket, double weight) {
     const torch::Tensor small = memory->for_bucket(comm, bucket);
     small.copy_(bucket.gradients);

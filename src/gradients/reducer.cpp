@@ -10,10 +10,12 @@
 
 #include "base/counted.hpp"
 #include "base/fault.hpp"
+#include "base/mutation.hpp"
 #include "device/capture.hpp"
 #include "device/parameter_map.hpp"
 #include "gradients/model_sync.hpp"
 #include "lockstep/clock.hpp"
+#include "verify/step_recorder.hpp"
 
 namespace lockstep {
 namespace {
@@ -269,7 +271,9 @@ void Reducer::launch_ready_buckets() {
 void Reducer::launch(size_t bucket, double weight) {
   const PlannedBucket& plan = buckets_->plan(bucket);
   inject_faults(comm_, buckets_->bucket(bucket).gradients);
+  if (planted_mutation() != Mutation::kNone) spoil_.launched(*buckets_, bucket);
   nonfinite_.look(*buckets_, bucket);
+  if (StepRecorder::of_process() != nullptr) record_local(*buckets_, bucket, parameters_, weight);
   in_flight_.launch(buckets_->bucket(bucket), plan.bytes(),
                     static_cast<int64_t>(plan.gradients.size()), weight);
 }
@@ -282,6 +286,9 @@ void Reducer::end_backward() {
     finish_backward();
   } else {
     count([this] { window_.add_micro_step(); });
+    if (is_planted(Mutation::kMicroBatchTwice) && window_.micro_steps() == 1) {
+      spoil_.count_twice(parameters_);
+    }
   }
   ready_.end_backward();
   phase_ = Phase::kIdle;
@@ -298,6 +305,8 @@ void Reducer::finish_backward() {
       in_flight_.wait();
       settle_unused();
       sparse_.average(weight_);
+      if (planted_mutation() != Mutation::kNone)
+        spoil_.averaged(*buckets_, parameters_, comm_.size());
     }
     copy_back_shared();
   }
@@ -456,7 +465,7 @@ void Reducer::set_weight(double weight) {
     throw Error(Code::kUsage, fmt::format("a rank cannot have the weight {} in a mean", weight),
                 "give its number of rows, or any other number that is not negative");
   }
-  weight_ = weight;
+  weight_ = is_planted(Mutation::kRanksCountedAlike) ? 1 : weight;
 }
 
 void Reducer::check_ended() {

@@ -14,6 +14,7 @@
 #include "gradients/gradient_hooks.hpp"
 #include "gradients/in_flight_buckets.hpp"
 #include "gradients/nonfinite_gradients.hpp"
+#include "gradients/recorded_gradients.hpp"
 #include "gradients/sparse_gradients.hpp"
 #include "gradients/trained_parameters.hpp"
 #include "lockstep/error.hpp"
@@ -200,6 +201,7 @@ class Reducer final : public GradientListener {
   DdpStats stats_;
   NonfiniteGradients nonfinite_;
   InFlightBuckets in_flight_;
+  SpoiledGradients spoil_;  // does nothing unless a bug is planted
 
   std::optional<GradientHooks> hooks_;  // last, so that no hook runs before all else is ready
 };

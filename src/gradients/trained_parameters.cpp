@@ -6,9 +6,23 @@
 #include <cmath>
 #include <unordered_set>
 
+#include "base/mutation.hpp"
+#include "device/parameter_map.hpp"
 #include "lockstep/tensor_text.hpp"
 
 namespace lockstep {
+namespace {
+
+ParameterMap<bool>& tied_parameters() {
+  static ParameterMap<bool> map;
+  return map;
+}
+
+}  // namespace
+
+bool is_tied(const torch::Tensor& parameter) {
+  return tied_parameters().get(parameter).has_value();
+}
 
 std::vector<TrainedParameter> trained_in(const torch::nn::Module& module) {
   std::vector<TrainedParameter> parameters;
@@ -16,7 +30,10 @@ std::vector<TrainedParameter> trained_in(const torch::nn::Module& module) {
   for (const auto& item : module.named_parameters()) {
     const torch::Tensor& tensor = item.value();
     if (!tensor.defined() || !tensor.requires_grad()) continue;
-    if (!seen.insert(tensor.unsafeGetTensorImpl()).second) continue;
+    if (!seen.insert(tensor.unsafeGetTensorImpl()).second) {
+      if (is_planted(Mutation::kTiedDividedTwice)) tied_parameters().set(tensor, true);
+      continue;
+    }
     parameters.push_back({item.key(), tensor});
   }
   return parameters;

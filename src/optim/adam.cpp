@@ -6,6 +6,7 @@
 #include <cmath>
 #include <utility>
 
+#include "base/mutation.hpp"
 #include "lockstep/error.hpp"
 #include "optim/gpu_step.hpp"
 #include "optim/optimizer_state.hpp"
@@ -114,6 +115,7 @@ AdamRates adam_rates(const OptionsOf<TorchAdam>& options, int64_t step) {
   AdamRates rates;
   if (AdamKind<TorchAdam>::kDecoupledDecay) {
     rates.decay = 1 - options.lr() * options.weight_decay();
+    if (is_planted(Mutation::kWeightDecayTwice)) rates.decay *= rates.decay;
   } else {
     rates.gradient_decay = options.weight_decay();
   }
@@ -163,7 +165,11 @@ torch::Tensor FusedAdam<TorchAdam>::step_fused(const ScaledGradients& gradients,
   const StepItems items(this->param_groups(), masters_, AdamKind<TorchAdam>::kName);
   const ScaledGradients known = items.with_squares(gradients, this->param_groups(), extras);
   if (items.empty()) return norm_without_gradients(known, extras);
-  return items.on_cuda() ? step_on_cuda(items, known, extras) : step_on_cpu(items, known, extras);
+  const RecordedUpdate recorded(*this, masters_);
+  const torch::Tensor norm =
+      items.on_cuda() ? step_on_cuda(items, known, extras) : step_on_cpu(items, known, extras);
+  recorded.end(known, extras, norm);
+  return norm;
 }
 
 template <class TorchAdam>

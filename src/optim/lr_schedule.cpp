@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/counted.hpp"
+#include "base/mutation.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -123,7 +124,8 @@ void LrScheduler::set_rates() {
                 "add all groups first, and make the LrScheduler afterwards");
   }
   for (size_t i = 0; i < groups.size(); ++i) {
-    groups[i].options().set_lr(schedule_(state_.updates, state_.base_lrs[i]));
+    const int64_t ahead = is_planted(Mutation::kRateAhead) ? 1 : 0;
+    groups[i].options().set_lr(schedule_(state_.updates + ahead, state_.base_lrs[i]));
   }
 }
 

@@ -96,7 +96,11 @@ torch::Tensor Sgd::step_fused(const ScaledGradients& gradients, const StepExtras
   const StepItems items(param_groups(), masters_, kSgdName);
   const ScaledGradients known = items.with_squares(gradients, param_groups(), extras);
   if (items.empty()) return norm_without_gradients(known, extras);
-  return items.on_cuda() ? step_on_cuda(items, known, extras) : step_on_cpu(items, known, extras);
+  const RecordedUpdate recorded(*this, masters_);
+  const torch::Tensor norm =
+      items.on_cuda() ? step_on_cuda(items, known, extras) : step_on_cpu(items, known, extras);
+  recorded.end(known, extras, norm);
+  return norm;
 }
 
 torch::Tensor Sgd::step_on_cpu(const StepItems& items, const ScaledGradients& gradients,

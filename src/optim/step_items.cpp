@@ -9,11 +9,13 @@
 #include <unordered_map>
 #include <utility>
 
+#include "base/mutation.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
 #include "precision/exact_squares.hpp"
 #include "precision/gradient_scan.hpp"
 #include "precision/model_parallel.hpp"
+#include "verify/step_recorder.hpp"
 
 namespace lockstep {
 namespace {
@@ -205,7 +207,10 @@ StepItems::StepItems(const ParamGroups& groups, const std::optional<MasterWeight
   check_parameters(groups, masters, optimizer);  // set_data() may have changed one
   for_each_parameter(groups, optimizer, [&](const ParameterAt& at) {
     const torch::Tensor& gradient = at.parameter.grad();
-    if (!gradient.defined()) return;
+    if (!gradient.defined()) {
+      if (is_planted(Mutation::kFrozenUpdated)) at.parameter.mul_(1 - 1e-3);
+      return;
+    }
     check_gradient(at, gradient);
     const torch::Tensor weight = masters ? masters->of(at.parameter) : at.parameter;
     items_.push_back(make_item(at.parameter, weight, gradient, at.group));
@@ -224,6 +229,10 @@ ScaledGradients StepItems::with_squares(const ScaledGradients& scaled, const Par
   const torch::Device home = empty() ? torch::Device(torch::kCPU) : items_[0].weight.device();
   std::vector<torch::Tensor> parts;
   for (const auto& part : gradients) parts.push_back(squares_of(part, home, model.same_bits()));
+  if (is_planted(Mutation::kClippedByLocalNorm)) {
+    known.sum_of_squares = torch::stack(parts).sum();
+    return known;
+  }
   known.sum_of_squares = model.sum(std::move(parts));
   return known;
 }
@@ -274,12 +283,14 @@ torch::Tensor norm_without_gradients(const ScaledGradients& scaled, const StepEx
 
 double gradient_factor(const ScaledGradients& scaled, const StepExtras& extras,
                        const torch::Tensor& norm) {
+  if (is_planted(Mutation::kGradientsNotUnscaled)) return 1;
   if (!extras.max_norm) return scaled.inverse_scale;
   const double coefficient = *extras.max_norm / (norm.item<double>() + kNormEpsilon);
   return scaled.inverse_scale * (coefficient > 1 ? 1 : coefficient);
 }
 
 void StepItems::round_masters() const {
+  if (is_planted(Mutation::kMasterNotWritten)) return;
   for (const StepItem& item : items_) {
     if (item.has_master()) item.parameter.copy_(item.weight);
   }
@@ -300,6 +311,24 @@ void StepItems::finish(bool gradients_changed, const StepExtras& extras) const {
       gradient.unsafeGetTensorImpl()->bump_version();
     }
   }
+}
+
+RecordedUpdate::RecordedUpdate(const torch::optim::Optimizer& optimizer,
+                               const std::optional<MasterWeights>& masters)
+    : optimizer_(optimizer), masters_(masters) {
+  if (auto* recorder = StepRecorder::of_process()) recorder->begin_update(optimizer_);
+}
+
+void RecordedUpdate::end(const ScaledGradients& gradients, const StepExtras& extras,
+                         const torch::Tensor& norm) const {
+  auto* recorder = StepRecorder::of_process();
+  if (recorder == nullptr) return;
+  ScaledGradients known = gradients;
+  if (known.scale.defined()) known.inverse_scale = 1 / known.scale.item<double>();
+  StepExtras used = extras;
+  if (!norm.defined()) used.max_norm.reset();  // the step was skipped
+  recorder->end_update(optimizer_, gradient_factor(known, used, norm),
+                       [this](const auto& each) { return masters_ ? masters_->of(each) : each; });
 }
 
 bool skips_on_cpu(const StepItems& items, const ScaledGradients& gradients) {

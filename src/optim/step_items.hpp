@@ -69,6 +69,21 @@ class StepItems {
   std::vector<StepItem> items_;
 };
 
+/// Tells `lockstep verify`, if it runs the program, of an update.
+class RecordedUpdate {
+ public:
+  RecordedUpdate(const torch::optim::Optimizer& optimizer,
+                 const std::optional<MasterWeights>& masters);
+
+  /// The update was made; `norm` is what it returned.
+  void end(const ScaledGradients& gradients, const StepExtras& extras,
+           const torch::Tensor& norm) const;
+
+ private:
+  const torch::optim::Optimizer& optimizer_;
+  const std::optional<MasterWeights>& masters_;
+};
+
 // The rest is for updates on the CPU.
 
 /// Whether a scaler found an overflow, so that nothing may change.

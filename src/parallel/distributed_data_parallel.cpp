@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "base/counted.hpp"
+#include "base/mutation.hpp"
 #include "base/process.hpp"
 #include "device/capture.hpp"
 #include "device/slice_map.hpp"
@@ -21,6 +22,7 @@
 #include "lockstep/sync_batch_norm.hpp"
 #include "optim/optimizer_state.hpp"
 #include "parallel/joined_loop.hpp"
+#include "verify/step_recorder.hpp"
 
 namespace lockstep {
 namespace {
@@ -47,8 +49,9 @@ struct GradientSync::State {
         const DdpOptions& chosen);
 
   bool trains() const;
-  bool shares_buffers() const;
+  bool averages() const;
   bool synchronises() const;
+  bool shares_buffers() const;
   void share_buffers(int root);
   void compare_if_due();
   void check_if_due();
@@ -71,6 +74,7 @@ struct GradientSync::State {
   int64_t compared_after_join = 0;        // how often the ranks were compared since then
   Join* join = nullptr;                   // inside join()
   std::unique_ptr<Parts> parts;           // with virtual shards
+  uint64_t forwards = 0;                  // for Mutation::kDropoutOneSeed
 };
 
 /// Lets ranks have different numbers of steps: before each forward all ranks say whether they still
@@ -141,7 +145,10 @@ GradientSync::State::State(std::shared_ptr<torch::nn::Module> trained, const Com
   require_not_sharded(*module, "DistributedDataParallel",
                       "wrap a module once: FullyShardedDataParallel averages gradients itself");
   require_same_model(comm, model_tensors(*module));
-  broadcast_model(comm, *module, 0, "initial model");
+  if (!is_planted(Mutation::kInitialBroadcastMissing)) {
+    broadcast_model(comm, *module, 0, "initial model");
+  }
+  if (auto* recorder = StepRecorder::of_process()) recorder->learn(*module, "ddp");
   reducer.emplace(by_gradient(*module, trained_parameters(*module)), comm, options);
   if (options.virtual_shards != 0) parts = std::make_unique<Parts>(*this);
   if (comm.size() > 1 || parts) limited_embeddings.emplace(*module);
@@ -245,8 +252,15 @@ bool GradientSync::State::trains() const {
   return torch::GradMode::is_enabled() && module->is_training();
 }
 
+// Outside any NoSync.
+bool GradientSync::State::averages() const {
+  if (is_planted(Mutation::kNoSyncIgnored)) return true;
+  if (is_planted(Mutation::kSyncBoundaryOff)) return no_sync_depth > 0;
+  return no_sync_depth == 0;
+}
+
 bool GradientSync::State::synchronises() const {
-  return parts ? parts->is_last() : no_sync_depth == 0;
+  return parts ? parts->is_last() : averages();
 }
 
 // Those of virtual shards are sent when their step begins.
@@ -260,6 +274,7 @@ bool GradientSync::State::shares_buffers() const {
 }
 
 void GradientSync::State::share_buffers(int root) {
+  if (is_planted(Mutation::kBuffersNotShared)) return;
   broadcast_tensors(comm, buffers_of(*module), root, "buffers");
 }
 
@@ -420,6 +435,9 @@ void GradientSync::before_forward() {
     }
     if (!state.join || state.join->everybody()) state.check_after_join();
     if (shares_buffers) state.share_buffers(root);
+    auto* recorder = StepRecorder::of_process();
+    if (recorder != nullptr && shares_buffers) recorder->note_buffers(*state.module);
+    if (is_planted(Mutation::kDropoutOneSeed)) torch::manual_seed(state.forwards++);
   }
   state.last_forward_synchronised = synchronise;
 }
@@ -500,12 +518,12 @@ std::vector<torch::Tensor> GradientSync::parameters() const {
 void GradientSync::enter_no_sync() {
   if (state_->parts) state_->parts->shards().require_outside("NoSync", kNoSyncInParts);
   state_->no_sync_depth += 1;
-  state_->reducer->set_synchronise(false);
+  state_->reducer->set_synchronise(state_->averages());
 }
 
 void GradientSync::leave_no_sync() {
   state_->no_sync_depth -= 1;
-  state_->reducer->set_synchronise(state_->no_sync_depth == 0);
+  state_->reducer->set_synchronise(state_->averages());
 }
 
 }  // namespace lockstep

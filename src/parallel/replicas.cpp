@@ -6,8 +6,10 @@
 #include <unordered_set>
 
 #include "base/counted.hpp"
+#include "base/mutation.hpp"
 #include "device/slice_map.hpp"
 #include "device/streams.hpp"
+#include "verify/step_recorder.hpp"
 
 namespace lockstep {
 namespace {
@@ -121,6 +123,7 @@ Replicas::Replicas(std::shared_ptr<torch::nn::Module> module, const Devices& dev
     : devices_(devices) {
   require_not_sharded(*module, "DataParallel",
                       "divide a model over ranks, one for each device, and leave DataParallel out");
+  if (auto* recorder = StepRecorder::of_process()) recorder->learn(*module, "data_parallel");
   replicas_.push_back(describe(std::move(module)));
   require_home();
   std::unordered_map<const c10::TensorImpl*, size_t> first_name;
@@ -240,6 +243,7 @@ void Replicas::refresh(size_t index) {
   const Replica& original = replicas_[0];
   Replica& replica = replicas_[index];
   Device& device = devices_[index];
+  if (is_planted(Mutation::kReplicaStale)) return;     // it was made with the first weights
   const Tensors buffers = original.module->buffers();  // BatchNorm may replace a buffer
   for (size_t i = 0; i < original.parameters.size(); ++i) {
     refresh_tensor(replica.parameters[i], original.parameters[i], device);
@@ -266,6 +270,7 @@ std::vector<size_t> Replicas::trainable() const {
 
 Replicas::Tensors Replicas::sum_gradients(std::vector<Tensors> gradients,
                                           const std::vector<size_t>& positions) const {
+  if (is_planted(Mutation::kReplicaForgotten) && gradients.size() > 1) gradients.pop_back();
   const size_t used = gradients.size();
   std::vector<Tensors> parts(owners_.size());  // [named parameter]; filled at owners only
   for (size_t replica = 0; replica < used; ++replica) {

@@ -5,6 +5,7 @@
 
 #include <unordered_set>
 
+#include "base/mutation.hpp"
 #include "lockstep/error.hpp"
 #include "parallel/tensor_axis.hpp"
 
@@ -143,6 +144,8 @@ torch::Tensor RowLinearImpl::forward(const torch::Tensor& x) {
                         ? sum_gradients({bias}, axis_of(shard_))[0]
                         : bias;
   // Under autocast the product has the lower precision, as a plain Linear's result does.
+  if (is_planted(Mutation::kBiasOnEveryRank))
+    return sum + axis().size() * term.to(sum.scalar_type());
   return sum + term.to(sum.scalar_type());
 }
 

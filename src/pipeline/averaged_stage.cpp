@@ -7,8 +7,10 @@
 #include "gradients/gradient_buckets.hpp"
 #include "gradients/in_flight_buckets.hpp"
 #include "gradients/nonfinite_gradients.hpp"
+#include "gradients/recorded_gradients.hpp"
 #include "pipeline/replicated_stage.hpp"
 #include "pipeline/step_plan.hpp"
+#include "verify/step_recorder.hpp"
 
 namespace lockstep {
 namespace {
@@ -106,6 +108,7 @@ void AveragedStage::launch(bool synchronise, double weight) {
   for (size_t i = 0; i < buckets_->size(); ++i) {
     const PlannedBucket& plan = buckets_->plan(i);
     nonfinite_.look(*buckets_, i);
+    if (StepRecorder::of_process() != nullptr) record_local(*buckets_, i, parameters_, weight);
     in_flight_.launch(buckets_->bucket(i), plan.bytes(),
                       static_cast<int64_t>(plan.gradients.size()), weight);
     span_->bytes += plan.bytes();

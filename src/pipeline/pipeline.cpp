@@ -23,6 +23,7 @@
 #include "lockstep/grad_scaler.hpp"
 #include "pipeline/pipeline_rank.hpp"
 #include "precision/model_parallel.hpp"
+#include "verify/step_recorder.hpp"
 
 namespace lockstep {
 namespace {
@@ -301,6 +302,7 @@ void Pipeline::State::add_rank(int index, Device& device, std::unique_ptr<StageC
                                                     : make_averaged_stage;
       local->sync = make(stage, module, *data, options_);
     }
+    if (auto* recorder = StepRecorder::of_process()) recorder->learn(*module, "pipeline");
     rank.add(std::move(local));
     local_stages.push_back(stage);
   }
@@ -358,6 +360,11 @@ torch::Tensor Pipeline::State::step(const torch::Tensor& x, const torch::Tensor&
     return made;
   });
   plan.seed = or_abort([&] { return next_seed(); });
+  auto* recorder = StepRecorder::of_process();
+  const bool has_input =
+      std::find(local_stages.begin(), local_stages.end(), 0) != local_stages.end();
+  if (recorder != nullptr && has_input) recorder->note_rows({x});
+  if (recorder != nullptr && plan.data_factor != 1) recorder->note_weighed();
   plan.loss_factor = how.loss_factor;
   plan.synchronise = how.synchronise;
   plan.share_buffers = options_.broadcast_buffers && (last_step_synchronised_ || plan.parts);

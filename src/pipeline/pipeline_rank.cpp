@@ -7,6 +7,7 @@
 #include <optional>
 #include <sstream>
 
+#include "base/mutation.hpp"
 #include "gradients/virtual_shards.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/sync_batch_norm.hpp"
@@ -151,8 +152,9 @@ MicroBatchFacts PipelineRank::facts_of(const Action& action, const StepPlan& pla
     facts.compares_loss = position == 0 || position == 1;
     return facts;
   }
-  const double factor = plan.loss_shares[static_cast<size_t>(action.micro_batch)] *
-                        plan.loss_factor * plan.data_factor;
+  const double loss_factor = is_planted(Mutation::kLossNotDivided) ? 1 : plan.loss_factor;
+  const double factor =
+      plan.loss_shares[static_cast<size_t>(action.micro_batch)] * loss_factor * plan.data_factor;
   // float64 until the loss's own dtype is known: a third of a batch has no exact float32 value.
   const auto wide = torch::TensorOptions(torch::kFloat64).device(device_.torch_device());
   facts.loss_gradient = plan.loss_scale.defined() ? plan.loss_scale.to(torch::kFloat64) * factor

@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "base/counted.hpp"
+#include "base/mutation.hpp"
 #include "base/process.hpp"
 #include "buckets/part_tree.hpp"
 #include "lockstep/error.hpp"
@@ -143,8 +144,11 @@ void StepPlanner::weigh_micro_batches(StepPlan& plan, bool accumulates) const {
   }
   for (size_t i = 0; i < weights.size(); ++i) {
     plan.loss_shares[i] = total > 0 ? weights[i] / total : 0.0;
+    if (is_planted(Mutation::kMicroBatchesCountedAlike)) {
+      plan.loss_shares[i] = 1.0 / static_cast<double>(weights.size());
+    }
   }
-  plan.weight = total;
+  plan.weight = is_planted(Mutation::kPipelineRanksCountedAlike) ? 1 : total;
   if (!options_.data || options_.data->size() == 1) return;
   if (!options_.loss_weight && !accumulates) return;
   const auto all = torch::full({1}, total, torch::kFloat64);

@@ -7,6 +7,7 @@
 #include "lockstep/device.hpp"
 #include "lockstep/error.hpp"
 #include "torch_compat.hpp"
+#include "verify/step_recorder.hpp"
 
 namespace lockstep {
 namespace {
@@ -52,6 +53,8 @@ Autocast::Autocast(torch::Device device, torch::ScalarType dtype, bool enabled)
   avoid_hidden_amx();
   require_device(device);
   if (enabled) require_autocast(device, dtype);
+  auto* recorder = StepRecorder::of_process();
+  if (recorder != nullptr && enabled) recorder->note_dtype(dtype);
   const auto before = compat::AutocastSwitch::get(kind_);
   enabled_before_ = before.enabled;
   dtype_before_ = before.dtype;

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <utility>
 
+#include "base/mutation.hpp"
 #include "device/capture.hpp"
 #include "lockstep/error.hpp"
 #include "precision/exact_squares.hpp"
@@ -14,6 +15,7 @@
 #include "precision/model_parallel.hpp"
 #include "precision/optimizer_gradients.hpp"
 #include "precision/scaler_kernels.hpp"
+#include "verify/step_recorder.hpp"
 
 namespace lockstep {
 
@@ -239,9 +241,10 @@ torch::Tensor GradScaler::State::step(torch::optim::Optimizer& optimizer, FusedO
     }
   } else {
     mine.finding.bring_to_host();
-    if (!model.alone()) agree(mine.finding, model);
-    if (mine.finding.overflowed()) {
+    if (!model.alone() && !is_planted(Mutation::kSkipNotAgreed)) agree(mine.finding, model);
+    if (mine.finding.overflowed() && !is_planted(Mutation::kOverflowNotSkipped)) {
       mine.stage = ScalerStage::kStepped;
+      if (auto* recorder = StepRecorder::of_process()) recorder->skip_update(optimizer);
       if (extras.zero_grad) drop_gradients(optimizer);
       return {};
     }

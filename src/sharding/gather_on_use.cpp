@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <utility>
 
+#include "base/mutation.hpp"
 #include "base/process.hpp"
 #include "device/slice_map.hpp"
 #include "sharding/sharded_state.hpp"
@@ -151,6 +152,7 @@ void ShardedModel::State::release_unused() {
 void ShardedModel::State::mark_stale(bool frozen_too) {
   for (const auto& unit : units) {
     if (unit->gathering) finish_gather(*unit);
+    if (is_planted(Mutation::kShardsStale)) continue;
     if (unit->plan.trained || frozen_too) unit->fresh = comm->size() == 1;
   }
 }

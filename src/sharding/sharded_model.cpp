@@ -13,6 +13,7 @@
 #include "lockstep/sync_batch_norm.hpp"
 #include "precision/model_parallel.hpp"
 #include "sharding/sharded_state.hpp"
+#include "verify/step_recorder.hpp"
 
 namespace lockstep {
 namespace {
@@ -45,6 +46,8 @@ ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Commu
   if (options.virtual_shards != 0) parts = std::make_unique<Parts>(*this);
   require_same_model(*comm, model_tensors(*module));
   broadcast_model(*comm, *module, 0, "initial model");
+  auto* recorder = StepRecorder::of_process();
+  if (recorder != nullptr) recorder->learn(*module, "sharded");
   const WithoutWatching own_work;
   for (auto& plan : plan_units(*module, options, comm->rank(), comm->size())) {
     units.push_back(std::make_unique<ShardedUnit>(std::move(plan), *comm, options));
@@ -59,6 +62,7 @@ ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Commu
     for (size_t p = 0; p < unit.plan.parameters.size(); ++p) {
       const UnitParameter& at = unit.plan.parameters[p];
       shard_of[at.whole.unsafeGetTensorImpl()] = at.shard;
+      if (recorder != nullptr) recorder->name(at.shard, at.name);
       found[at.whole.unsafeGetTensorImpl()] = {i, p};
     }
     if (comm->size() > 1) {

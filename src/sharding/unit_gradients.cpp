@@ -5,8 +5,11 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/mutation.hpp"
+#include "device/slice_map.hpp"
 #include "gradients/gradient_buckets.hpp"
 #include "sharding/whole_parameters.hpp"
+#include "verify/step_recorder.hpp"
 
 namespace lockstep {
 
@@ -133,7 +136,15 @@ Work UnitGradients::begin_reduce(double weight) {
   state_ = State::kReducing;
   mean_ = memory_of_mean();
   if (comm_.size() == 1) return {};
-  return comm_.begin_reduce_scatter(mean_, whole_, ReduceOp::kMean,
+  if (auto* recorder = StepRecorder::of_process()) {
+    for (size_t i = 0; i < unit_.parameters.size(); ++i) {
+      const UnitParameter& at = unit_.parameters[i];
+      recorder->note_local(at.name, view(i), slice_of(at.whole), weight);
+    }
+    recorder->note_sent(unit_.bytes());
+  }
+  const bool divides = !is_planted(Mutation::kShardsSummed);
+  return comm_.begin_reduce_scatter(mean_, whole_, divides ? ReduceOp::kMean : ReduceOp::kSum,
                                     {.label = "gradients of " + unit_.name, .weight = weight});
 }
 

@@ -12,6 +12,7 @@
 #include "base/process.hpp"
 #include "lockstep/error.hpp"
 #include "train/checkpoint_state.hpp"
+#include "verify/step_recorder.hpp"
 
 namespace lockstep {
 
@@ -57,6 +58,9 @@ int64_t Checkpoint::State::resume() {
     if (reason.empty()) {
       load(*reader);
       set_resumed_steps(reader->manifest().step);
+      if (auto* recorder = StepRecorder::of_process()) {
+        recorder->resume_after(reader->manifest().step);
+      }
       return reader->manifest().step;
     }
     refused.push_back(reason);

@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "base/counted.hpp"
+#include "base/mutation.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -119,10 +120,12 @@ std::vector<int64_t> DistributedSampler::indices() const {
   std::vector<int64_t> mine;
   mine.reserve(static_cast<size_t>(state.size));
   // After the last row the order starts again at its beginning: that is the padding.
+  const int shift = is_planted(Mutation::kShardShifted) && state.rank > 0 ? 1 : 0;
   const int64_t own = state.own_parts();
+  const int64_t first = is_planted(Mutation::kSamplesDuplicated) ? 0 : state.rank * own + shift;
   for (int64_t i = 0; i < state.size / own; ++i) {
     for (int64_t part = 0; part < own; ++part) {
-      mine.push_back(rows[(i * state.parts() + state.rank * own + part) % state.rows]);
+      mine.push_back(rows[(i * state.parts() + first + part) % state.rows]);
     }
   }
   return mine;

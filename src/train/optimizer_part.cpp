@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/counted.hpp"
+#include "base/mutation.hpp"
 #include "device/slice_map.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/optim.hpp"
@@ -260,6 +261,7 @@ std::function<void()> OptimizerPart<Kind>::load(SectionSource& source) {
     for (size_t i = 0; i < options.size(); ++i) {
       options_of(optimizer_.param_groups()[i]) = options[i];
     }
+    if (is_planted(Mutation::kStateNotRestored)) return;
     for (const auto& each : states) {
       auto state = std::make_unique<State>(*each.state);
       Kind::visit(*state, [&](const char*, auto& field) {

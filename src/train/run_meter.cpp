@@ -10,6 +10,7 @@
 #include "base/fault.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
+#include "lockstep/verify.hpp"
 
 namespace lockstep {
 namespace {
@@ -115,6 +116,7 @@ void RunMeter::end_step(const torch::Tensor& loss) {
     count_step(now, sync_now);
   }
   losses_.push_back(loss.item<double>());
+  verify_loss(loss);
   if (!page_) return;
   show_clocks(now, sync_now, since_ended_ns);
   show_on_board();

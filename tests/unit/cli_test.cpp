@@ -48,8 +48,8 @@ TEST(CommandLine, EveryMistakeNamesTheWordAndTheRemedy) {
       {{"docter"}, "lockstep has no command \"docter\"", "did you mean `lockstep doctor`?"},
       {{"zzz"},
        "lockstep has no command \"zzz\"",
-       "commands are: doctor, explain, lab, top, run, ckpt, slurm-script, new, compare, report, "
-       "help, "
+       "commands are: doctor, explain, lab, top, run, ckpt, slurm-script, new, compare, verify, "
+       "report, help, "
        "completion"},
       {{"lba"}, "lockstep has no command \"lba\"", "did you mean `lockstep lab`?"},
       {{"help", "rnu"}, "lockstep has no command \"rnu\"", "did you mean `lockstep run`?"},

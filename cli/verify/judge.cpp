@@ -1,0 +1,176 @@
+#include "cli/verify/judge.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+
+#include "cli/verify/diagnosis.hpp"
+
+namespace lockstep::cli {
+namespace {
+
+using Values = std::vector<double>;
+
+std::string kind_of(const std::string& key) {
+  return key.substr(0, key.find('/'));
+}
+
+bool is_compared(const std::string& key) {
+  return !key.starts_with("local/") && !key.starts_with("rounded/");
+}
+
+std::set<std::string> kinds_of(const TracedStep& step) {
+  if (step.facts.empty()) return {};
+  return step.facts.begin()->second.at("kinds").get<std::set<std::string>>();
+}
+
+// Why a correct run may differ from the reference by more than rounding; "": it may not.
+std::string excuse_of(const TracedStep& step, const TracedStep& reference, const RunFacts& facts) {
+  if (!facts.divides_rows) return "";
+  const size_t rows = rows_of(step);
+  const size_t wanted = rows_of(reference);
+  if (rows > 0 && wanted > 0 && rows != wanted) {
+    return fmt::format("an update has {} rows, and one of the reference {}: another training", rows,
+                       wanted);
+  }
+  const auto kinds = kinds_of(step);
+  if (kinds.contains("dropout")) return "dropout: each rank draws masks of its own";
+  if (kinds.contains("batch_norm")) return "BatchNorm: each rank normalises by its own rows";
+  return "";
+}
+
+}  // namespace
+
+double spacing_of(const TracedStep& step) {
+  if (step.facts.empty()) return 0x1p-23;
+  const auto dtype = step.facts.begin()->second.at("dtype").get<std::string>();
+  if (dtype == "bfloat16") return 0x1p-7;
+  return dtype == "float16" ? 0x1p-10 : 0x1p-23;
+}
+
+const char* verdict_text(Verdict verdict) {
+  switch (verdict) {
+    case Verdict::kSameBits:
+      return "same bits";
+    case Verdict::kRounding:
+      return "rounding";
+    case Verdict::kReordered:
+      return "reordered sums";
+    case Verdict::kExplained:
+      return "explained";
+    case Verdict::kWrong:
+      return "WRONG";
+  }
+  return "";
+}
+
+void RoundingGrowth::add(const TracedRun& reference, const TracedRun& perturbed) {
+  for (const int64_t number : reference.steps()) {
+    if (std::find(perturbed.steps().begin(), perturbed.steps().end(), number) ==
+        perturbed.steps().end()) {
+      continue;
+    }
+    const TracedStep step = reference.read(number);
+    const TracedStep moved = perturbed.read(number);
+    for (const auto& [key, pieces] : step.pieces) {
+      if (!is_compared(key)) continue;
+      const auto before = step.merged(key);
+      const auto after = moved.merged(key);
+      if (!before || !after || before->size() != after->size()) continue;
+      const double far = distance_of(*before, *after);
+      const double norm = norm_of(*before);
+      if (!std::isfinite(far)) continue;
+      double& known = distances_[{number, key}];
+      known = std::max(known, far);
+      double& relative = relative_[{number, kind_of(key)}];
+      if (norm > 0) relative = std::max(relative, far / norm);
+    }
+  }
+}
+
+double RoundingGrowth::tolerance(int64_t step, const std::string& key, double norm) const {
+  // A tensor that the perturbation happens to leave alone moves as others of its kind do.
+  const auto own = distances_.find({step, key});
+  const auto kind = relative_.find({step, kind_of(key)});
+  const double far = own == distances_.end() ? 0 : own->second;
+  const double of_kind = kind == relative_.end() ? 0 : kind->second * norm;
+  return kSafety * std::max({far, of_kind, 0x1p-23 * norm}) + 1e-30;
+}
+
+Judgement judge(const TracedRun& reference, const RoundingGrowth& growth, const TracedRun& run,
+                const RunFacts& facts) {
+  Judgement result;
+  bool same_bits = true;
+  std::optional<TracedStep> before;
+  std::optional<TracedStep> reference_before;
+  const auto reference_losses = reference.losses();
+  const auto losses = run.losses();
+  for (const int64_t number : run.steps()) {
+    const auto& known = reference.steps();
+    if (std::find(known.begin(), known.end(), number) == known.end()) continue;
+    TracedStep step = run.read(number);
+    TracedStep wanted = reference.read(number);
+    ++result.steps;
+    const std::string excuse = excuse_of(step, wanted, facts);
+    if (!excuse.empty()) result.explanation = excuse;
+    if (auto found = broken_invariant(step, before ? &*before : nullptr, &wanted)) {
+      result.verdict = Verdict::kWrong;
+      result.finding = std::move(found);
+      return result;
+    }
+    std::vector<WrongTensor> wrong;
+    for (const auto& [key, pieces] : wanted.pieces) {
+      if (!is_compared(key)) continue;
+      const auto expected = wanted.merged(key);
+      const auto got = step.merged(key);
+      if (!expected) continue;
+      if (!got || got->size() != expected->size()) {
+        wrong.push_back({key, expected.value(), {}, 0, true});
+        continue;
+      }
+      ++result.tensors;
+      const double far = distance_of(*expected, *got);
+      if (far == 0) continue;
+      same_bits = false;
+      const double norm = norm_of(*expected);
+      const double tolerance = growth.tolerance(number, key, norm);
+      const double relative = norm > 0 ? far / norm : INFINITY;
+      if (excuse.empty() && norm > 0 && relative > result.largest) {
+        result.largest = relative;
+        result.largest_tolerance = tolerance / norm;
+        result.largest_at = key;
+      }
+      if (!(far <= tolerance)) wrong.push_back({key, *expected, *got, far / tolerance, false});
+    }
+    if (!wrong.empty() && excuse.empty()) {
+      DiagnosisInput input{.step = step,
+                           .reference = wanted,
+                           .before = before ? &*before : nullptr,
+                           .reference_before = reference_before ? &*reference_before : nullptr,
+                           .wrong = wrong,
+                           .facts = facts};
+      if (reference_losses.contains(number) && losses.contains(number)) {
+        input.loss = losses.at(number);
+        input.reference_loss = reference_losses.at(number);
+      }
+      result.verdict = Verdict::kWrong;
+      result.finding = diagnose(input);
+      return result;
+    }
+    before = std::move(step);
+    reference_before = std::move(wanted);
+  }
+  if (result.steps == 0) {
+    result.verdict = Verdict::kWrong;
+    result.finding = Divergence{0, "", {}, "nothing-recorded", "no step of it is in the reference"};
+  } else if (!result.explanation.empty()) {
+    result.verdict = Verdict::kExplained;
+  } else if (!same_bits) {
+    result.verdict = facts.divides_rows ? Verdict::kReordered : Verdict::kRounding;
+  }
+  return result;
+}
+
+}  // namespace lockstep::cli

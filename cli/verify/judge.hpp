@@ -1,0 +1,63 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cli/verify/divergence.hpp"
+#include "cli/verify/traced_run.hpp"
+
+namespace lockstep::cli {
+
+enum class Verdict { kSameBits, kRounding, kReordered, kExplained, kWrong };
+
+const char* verdict_text(Verdict verdict);
+
+/// How far two runs of one rank get from each other if each weight begins one unit in the last
+/// place apart: the tolerance of a tensor at a step is a multiple of that distance. Nothing is
+/// guessed: a chaotic model has a large one, and the report shows it.
+class RoundingGrowth {
+ public:
+  /// Distances are compared in the 2-norm. The safety covers that a regrouped sum makes an error in
+  /// each gradient of each step, and the perturbation one in each weight at the first.
+  static constexpr double kSafety = 16;
+
+  void add(const TracedRun& reference, const TracedRun& perturbed);
+
+  /// The tolerance for a tensor of this norm.
+  double tolerance(int64_t step, const std::string& key, double norm) const;
+
+ private:
+  std::map<std::pair<int64_t, std::string>, double> distances_;
+  std::map<std::pair<int64_t, std::string>, double> relative_;  // [step, kind] the largest
+};
+
+/// What a run is, besides what it recorded.
+struct RunFacts {
+  bool divides_rows = false;  ///< over ranks, devices, micro-steps or micro-batches
+  int64_t resumed_after = 0;  ///< the step of the checkpoint it was resumed from; 0: none
+  int64_t micro_steps = 1;    ///< of an update
+  int ranks = 1;
+};
+
+/// What comparing a run with its reference showed.
+struct Judgement {
+  Verdict verdict = Verdict::kSameBits;
+  std::optional<Divergence> finding;  ///< with kWrong
+  std::string explanation;            ///< with kExplained
+  int64_t steps = 0;
+  int64_t tensors = 0;           ///< compared with the reference
+  double largest = 0;            ///< difference, relative to the tensor's norm
+  double largest_tolerance = 0;  ///< that this tensor had, relative likewise
+  std::string largest_at;        ///< its key
+};
+
+Judgement judge(const TracedRun& reference, const RoundingGrowth& growth, const TracedRun& run,
+                const RunFacts& facts);
+
+/// The spacing of numbers in the precision that a run computed in.
+double spacing_of(const TracedStep& step);
+
+}  // namespace lockstep::cli

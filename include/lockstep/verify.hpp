@@ -1,0 +1,33 @@
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/optim/optimizer.h>
+#include <torch/types.h>
+
+#include <vector>
+
+namespace lockstep {
+
+/// Tells `lockstep verify` the names of a module's parameters and buffers. DataParallel,
+/// DistributedDataParallel, FullyShardedDataParallel and Pipeline do so themselves; a program that
+/// trains a bare module calls it once, before the first step. Outside of `lockstep verify` this and
+/// the functions below do nothing.
+void verify_model(const torch::nn::Module& module);
+
+/// Records one update. lockstep's optimizers and GradScaler do so themselves; a program calls it
+/// after step() of an optimizer of torch::optim, and before zero_grad().
+void verify_step(const torch::optim::Optimizer& optimizer);
+
+/// Records the loss of the update that was made last. RunMeter does so itself.
+void verify_loss(const torch::Tensor& loss);
+
+namespace detail {
+
+/// Whether this process runs under `lockstep verify`.
+bool is_verified();
+
+/// Notes which rows a forward is given: wrappers call it.
+void verify_rows(const std::vector<torch::Tensor>& inputs);
+
+}  // namespace detail
+}  // namespace lockstep

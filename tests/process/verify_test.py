@@ -1,0 +1,72 @@
+#!/usr/bin/env python3
+"""`lockstep verify` on the course's programs, on planted bugs and on models without one: verify_test.py BIN_FOLDER CASE..."""
+import csv
+import os
+import subprocess
+import sys
+import unittest
+
+from scratch import ScratchTest
+
+BIN = ""  # set by main
+
+
+class Verified(ScratchTest):
+    def verify(self, *words, code=0):
+        done = subprocess.run([os.path.join(BIN, "lockstep"), "verify", "--out", self.path("out"), *words], capture_output=True,
+                              text=True, timeout=900)
+        self.assertEqual(done.returncode, code, done.stdout + done.stderr)
+        return done.stdout + done.stderr
+
+    def table(self, name):
+        with open(self.path(f"out/{name}.csv"), encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+
+
+class Programs(Verified):
+    def test_ddp_is_the_serial_run(self):
+        said = self.verify("--quick", os.path.join(BIN, "practical6_ddp"))
+        verdicts = {row["run"]: row["verdict"] for row in self.table("runs")}
+        self.assertEqual(verdicts, {"1 rank, twice": "same bits", "2 ranks": "reordered sums", "3 ranks": "reordered sums"})
+        self.assertIn("Yes.", said)
+        for name in ("report.html", "report.pdf", "tables.json"):
+            self.assertTrue(os.path.exists(self.path("out/" + name)), name)
+        self.assertFalse(os.path.exists(self.path("out/recordings")))
+
+    def test_stages_schedules_and_devices_are(self):
+        self.verify("--quick", os.path.join(BIN, "practical10_hybrid"))
+        rows = self.table("runs")
+        self.assertGreaterEqual(len(rows), 8)
+        self.assertLessEqual({row["verdict"] for row in rows}, {"same bits", "reordered sums"})
+
+    def test_data_parallel_and_a_resumed_run_are(self):
+        self.verify("--ranks", "3", os.path.join(BIN, "practical5_dp"))
+        verdicts = {row["run"]: row["verdict"] for row in self.table("runs")}
+        self.assertEqual(verdicts["3 devices"], "reordered sums")
+        self.assertIn(verdicts["killed and resumed"], ("same bits", "reordered sums"))
+
+    def test_mistakes_are_named(self):
+        for words, said in ((["no-such-program"], "no-such-program"), ([], "no program was given"),
+                            (["--mutate", "mean-not-divded"], "did you mean mean-not-divided?"),
+                            (["--mutate", "all", "practical6_ddp"], "--mutate runs lockstep's own programs"),
+                            (["--clean", "2", "--mutate", "all"], "--mutate and --clean were both given"),
+                            (["--ranks", "1", "practical6_ddp"], "--ranks")):
+            with self.subTest(words=words):
+                self.assertIn(said, self.verify(*words, code=2))
+
+
+class Bugs(Verified):
+    def test_planted_bugs_are_caught_and_named(self):
+        bugs = ["ranks-counted-alike", "bucket-tail-dropped", "initial-broadcast-missing", "samples-duplicated", "shards-stale"]
+        self.verify("--mutate", ",".join(bugs))
+        rows = self.table("mutations")
+        self.assertEqual([(row["bug"], row["caught"]) for row in rows], [(bug, "yes") for bug in bugs])
+
+    def test_nothing_is_found_where_nothing_is(self):
+        self.verify("--clean", "6")
+        self.assertEqual({row["false_alarms"] for row in self.table("clean")}, {"0"})
+
+
+if __name__ == "__main__":
+    BIN = sys.argv.pop(1)
+    unittest.main(verbosity=2)

@@ -1,0 +1,253 @@
+// The judgement of `lockstep verify`, on recordings made by hand.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <set>
+#include <span>
+
+#include "base/mutation.hpp"
+#include "base/safetensors.hpp"
+#include "cli/verify/judge.hpp"
+#include "cli/verify/least_squares.hpp"
+#include "cli/verify/variants.hpp"
+#include "tests/support.hpp"
+
+namespace lockstep::cli::verify_test {
+namespace {
+
+using nlohmann::json;
+using Values = std::vector<float>;
+
+constexpr float kRate = 0.5F;
+
+Values ramp(float from, float by, size_t count = 16) {
+  Values values;
+  for (size_t i = 0; i < count; ++i) values.push_back(from + by * static_cast<float>(i * i % 7));
+  return values;
+}
+
+Values times(const Values& values, float factor) {
+  Values result = values;
+  for (float& each : result) each *= factor;
+  return result;
+}
+
+Values mean_of(const Values& a, const Values& b) {
+  Values result = a;
+  for (size_t i = 0; i < a.size(); ++i) result[i] = (a[i] + b[i]) / 2;
+  return result;
+}
+
+// A recording of one parameter, "net.weight".
+class Recording {
+ public:
+  explicit Recording(int ranks) : ranks_(ranks) {}
+
+  // One rank's step: its own gradient, the one that its optimizer used, and the weight afterwards.
+  void add(int64_t step, int rank, const Values& own, const Values& used, const Values& weight,
+           json more = {}) {
+    std::vector<int64_t> rows(static_cast<size_t>(4 / ranks_));
+    std::iota(rows.begin(), rows.end(), 4 * step + rank * (4 / ranks_));
+    json facts = {{"step", step},
+                  {"rank", rank},
+                  {"ranks", ranks_},
+                  {"weight", 1.0},
+                  {"rows", rows},
+                  {"forward_buffers", json::array()},
+                  {"forwards", 2},
+                  {"sent_bytes", ranks_ > 1 ? 64 : 0},
+                  {"averages", json::object()},
+                  {"before", {{"net.weight", 7}}},
+                  {"kinds", json::array()},
+                  {"wrappers", {"ddp"}},
+                  {"dtype", "float32"},
+                  {"sent_dtype", "float32"},
+                  {"generator", rank},
+                  {"slices", json::object()}};
+    if (ranks_ > 1) facts["averages"]["net.weight"] = 1;
+    if (more.is_object()) facts.update(more);
+    std::map<std::string, Values> local;
+    if (ranks_ > 1) local["local/net.weight"] = own;
+    write(step, rank, "facts", local, facts);
+    write(step, rank, "update-0", {{"gradient/net.weight", used}, {"weight/net.weight", weight}},
+          {{"step", step},
+           {"rank", rank},
+           {"factor", 1.0},
+           {"lr", {kRate}},
+           {"slices", json::object()}});
+  }
+
+  TracedRun read() const { return TracedRun(folder_->file("")); }
+
+ private:
+  void write(int64_t step, int rank, const std::string& what,
+             const std::map<std::string, Values>& tensors, const json& facts) const {
+    std::vector<TensorBytes> bytes;
+    for (const auto& [name, values] : tensors) {
+      bytes.push_back({name,
+                       Dtype::kF32,
+                       {static_cast<int64_t>(values.size())},
+                       std::as_bytes(std::span(values))});
+    }
+    write_safetensors(
+        folder_->file(fmt::format("step-{}.rank-{}.{}.safetensors", step, rank, what)), bytes,
+        {{"lockstep_verify", facts.dump()}});
+  }
+
+  std::unique_ptr<test::ScratchFolder> folder_ = std::make_unique<test::ScratchFolder>();
+  int ranks_;
+};
+
+const Values kOwn0 = ramp(1, 0.25F);
+const Values kOwn1 = ramp(-2, 0.5F);
+const Values kMean = mean_of(kOwn0, kOwn1);
+const Values kWeight = ramp(3, 0.125F);
+
+Recording serial() {
+  Recording recording(1);
+  recording.add(1, 0, {}, kMean, kWeight);
+  return recording;
+}
+
+Judgement judged(const Recording& run, const RunFacts& facts = {.divides_rows = true, .ranks = 2}) {
+  const Recording one = serial();
+  return judge(one.read(), {}, run.read(), facts);
+}
+
+// Two ranks that use this gradient.
+Recording parallel(const Values& used0, const Values& used1, json of_rank_1 = {}) {
+  Recording recording(2);
+  recording.add(1, 0, kOwn0, used0, kWeight);
+  recording.add(1, 1, kOwn1, used1, kWeight, std::move(of_rank_1));
+  return recording;
+}
+
+TEST(Verify, RightRunsAreNamedByHowFarTheyAre) {
+  EXPECT_EQ(judged(parallel(kMean, kMean)).verdict, Verdict::kSameBits);
+  Values rounded = kMean;
+  rounded[3] = std::nextafter(rounded[3], 10.0F);
+  const Judgement reordered = judged(parallel(rounded, rounded));
+  EXPECT_EQ(reordered.verdict, Verdict::kReordered);
+  EXPECT_EQ(reordered.largest_at, "gradient/net.weight");
+  EXPECT_GT(reordered.largest, 0);
+  EXPECT_LT(reordered.largest, reordered.largest_tolerance);
+}
+
+TEST(Verify, AWrongMeanIsNamedByWhatItConsistsOf) {
+  const auto cause = [](const Recording& run) {
+    const Judgement found = judged(run);
+    EXPECT_EQ(found.verdict, Verdict::kWrong);
+    EXPECT_EQ(found.finding.value().where, "net.weight");
+    EXPECT_EQ(found.finding->step, 1);
+    return found.finding->cause;
+  };
+  EXPECT_EQ(cause(parallel(times(kMean, 2), times(kMean, 2))), "summed");
+  EXPECT_EQ(cause(parallel(times(kMean, 0.5F), times(kMean, 0.5F))), "divided-twice");
+  EXPECT_EQ(cause(parallel(kOwn0, kOwn1)), "not-averaged");
+  Values tail = kMean;
+  for (size_t i = 12; i < tail.size(); ++i) tail[i] = kOwn0[i];
+  EXPECT_EQ(cause(parallel(tail, kMean)), "tail-dropped");
+}
+
+TEST(Verify, BrokenInvariantsNameTheRank) {
+  const auto finding = [](const json& of_rank_1) {
+    const Judgement found = judged(parallel(kMean, kMean, of_rank_1));
+    EXPECT_EQ(found.verdict, Verdict::kWrong);
+    return found.finding.value_or(Divergence{});
+  };
+  Divergence found = finding({{"rows", {4, 5}}});  // rank 0's
+  EXPECT_EQ(found.cause, "rows-repeated");
+  EXPECT_EQ(found.ranks, std::vector<int>{1});
+  found = finding({{"rows", {7, 99}}});
+  EXPECT_EQ(found.cause, "rows-shifted");
+  EXPECT_EQ(finding({{"before", {{"net.weight", 8}}}}).cause, "initial-weights");
+  EXPECT_EQ(finding({{"forward_buffers", {1}}}).cause, "buffers-differ");
+  EXPECT_EQ(finding({{"averages", {{"net.weight", 2}}}}).cause, "averaged-too-often");
+}
+
+TEST(Verify, AnUpdateIsJudgedApartFromItsGradient) {
+  Recording run(2);
+  run.add(1, 0, kOwn0, kMean, times(kWeight, 0.99F));
+  run.add(1, 1, kOwn1, kMean, times(kWeight, 0.99F));
+  const Judgement found = judged(run);
+  EXPECT_EQ(found.finding.value().cause, "weight-decay");
+  Recording apart(2);
+  apart.add(1, 0, kOwn0, kMean, kWeight);
+  apart.add(1, 1, kOwn1, kMean, times(kWeight, 1.25F));
+  EXPECT_EQ(judged(apart).finding.value().cause, "replicas-differ");
+}
+
+TEST(Verify, DropoutAndAnotherBatchAreExplained) {
+  Recording run(2);
+  const json drops = {{"kinds", {"dropout"}}};
+  run.add(1, 0, kOwn0, kMean, times(kWeight, 1.5F), drops);
+  run.add(1, 1, kOwn1, kMean, times(kWeight, 1.5F), drops);
+  const Judgement found = judged(run);
+  EXPECT_EQ(found.verdict, Verdict::kExplained);
+  EXPECT_NE(found.explanation.find("dropout"), std::string::npos);
+  Recording same_seed(2);
+  for (const int rank : {0, 1}) {
+    json facts = drops;
+    facts["generator"] = 5;
+    same_seed.add(1, rank, rank == 0 ? kOwn0 : kOwn1, kMean, kWeight, facts);
+  }
+  EXPECT_EQ(judged(same_seed).finding.value().cause, "one-seed");
+}
+
+TEST(Verify, TheToleranceFollowsTheMeasuredGrowth) {
+  Recording moved(1);
+  Values far = kWeight;
+  far[0] += 0.01F;
+  moved.add(1, 0, {}, kMean, far);
+  const Recording one = serial();
+  RoundingGrowth growth;
+  growth.add(one.read(), moved.read());
+  EXPECT_NEAR(growth.tolerance(1, "weight/net.weight", 1), 16 * 0.01, 1e-4);
+  EXPECT_LT(growth.tolerance(1, "gradient/net.weight", 1), 1e-5);
+}
+
+TEST(Verify, HelpTellsWhatAProgramOffers) {
+  const ProgramFlags flags = parse_help(
+      "Options:\n"
+      "  -h,--help                   Print this help\n"
+      "  --batch INT [64]            rows of one micro-step\n"
+      "  --accum-steps INT [4]       micro-steps\n"
+      "  --amp off|bf16|fp16 [off]   precision\n"
+      "  --quiet                     print nothing\n");
+  EXPECT_EQ(flags.defaults.at("--batch"), "64");
+  EXPECT_EQ(flags.choices.at("--amp"), (std::vector<std::string>{"off", "bf16", "fp16"}));
+  EXPECT_TRUE(flags.has("--quiet"));
+  const auto families = plan_variants({.program = {"./train"}, .quick = true}, flags);
+  ASSERT_EQ(families.size(), 1U);
+  std::vector<std::string> names;
+  for (const auto& variant : families[0].variants) names.push_back(variant.name);
+  EXPECT_EQ(names, (std::vector<std::string>{"2 ranks", "3 ranks", "2 ranks, 2 micro-steps",
+                                             "3 ranks, 2 micro-steps"}));
+}
+
+TEST(Verify, LeastSquaresFindsTheParts) {
+  const std::vector<std::vector<double>> columns = {{1, 2, 3, 4}, {0, 1, 0, -1}};
+  const Fit fit = least_squares(columns, {2, 3.5, 6, 8.5});
+  EXPECT_NEAR(fit.coefficients[0], 2, 1e-6);
+  EXPECT_NEAR(fit.coefficients[1], -0.5, 1e-6);
+  EXPECT_NEAR(fit.residual, 0, 1e-6);
+}
+
+TEST(Mutations, EveryOneHasANameOfItsOwn) {
+  std::set<std::string_view> names;
+  for (const auto& each : all_mutations()) {
+    names.insert(each.name);
+    EXPECT_EQ(mutation_named(each.name), each.mutation);
+  }
+  EXPECT_EQ(names.size(), all_mutations().size());
+  EXPECT_GE(names.size(), 20U);
+  EXPECT_FALSE(mutation_named("no-such-bug"));
+}
+
+}  // namespace
+}  // namespace lockstep::cli::verify_test
