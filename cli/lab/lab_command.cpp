@@ -11,6 +11,7 @@
 #include "base/process.hpp"
 #include "cli/lab/lab_runner.hpp"
 #include "cli/lab/lab_text.hpp"
+#include "cli/verify/verify.hpp"
 #include "lockstep/cli_parse.hpp"
 #include "lockstep/error.hpp"
 
@@ -162,7 +163,8 @@ void show_flags_of(CLI::App& command, const std::string& name) {
   }
 }
 
-// Runs each lab into a folder of its own; the first that fails ends it. A flag of one lab reaches
+// Runs each lab into a folder of its own, and last of all compares the course's methods; the first
+// that fails ends it. A flag of one lab reaches
 // that one.
 int run_all(const LabRequest& request, const std::string& command) {
   if (!request.hand_in.notes.empty()) {
@@ -178,7 +180,11 @@ int run_all(const LabRequest& request, const std::string& command) {
     print_error(fmt::format("lab {}\n", lab.name));
     if (const int code = run_lab(lab, own, request.hand_in, command); code != 0) return code;
   }
-  return 0;
+  std::fflush(stdout);
+  print_error("do the methods train the same?\n");
+  const std::string& out = request.options.out;
+  return run_equivalence(std::filesystem::path(out.empty() ? "reports" : out) / "equivalence",
+                         command);
 }
 
 }  // namespace

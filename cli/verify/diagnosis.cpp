@@ -121,7 +121,15 @@ Divergence diagnose_gradients(const DiagnosisInput& input,
                     "the gradient is that of the step before" + of_all);
   }
   const double loose = std::max(1e-3, 8 * spacing_of(input.reference));
-  if (const auto ratio = common_ratio(wrong, loose)) {
+  const auto ratio = common_ratio(wrong, loose);
+  if (ratio && std::abs(*ratio - 1) < 0.01) {
+    return found_at(input, worst, "slightly-off",
+                    fmt::format("it is within {:.1e} of the right one, and {:.1f} times as far as "
+                                "rounding explains: another precision, or another order of sums{}",
+                                distance_of(worst.expected, worst.got) / norm_of(worst.expected),
+                                worst.excess, of_all));
+  }
+  if (ratio) {
     if (wrong.size() == all) {
       return found_at(input, worst, "scaled", ratio_text(input, *ratio) + of_all);
     }
@@ -155,6 +163,12 @@ Divergence diagnose_gradients(const DiagnosisInput& input,
                       of_all);
 }
 
+std::vector<double> minus(const std::vector<double>& a, const std::vector<double>& b) {
+  std::vector<double> difference(a.size());
+  for (size_t i = 0; i < a.size(); ++i) difference[i] = a[i] - b[i];
+  return difference;
+}
+
 // The learning rates of a step differ from the reference's.
 bool rates_differ(const DiagnosisInput& input) {
   if (input.step.updates.empty() || input.reference.updates.empty()) return false;
@@ -183,9 +197,22 @@ Divergence diagnose_update(const DiagnosisInput& input,
                                 "{:.6g}{}",
                                 rate(input.step), rate(input.reference), of_all));
   }
-  // What was added to the right update, as a multiple of the weight itself.
-  std::vector<double> extra(worst.got.size());
-  for (size_t i = 0; i < extra.size(); ++i) extra[i] = worst.got[i] - worst.expected[i];
+  // What was added to the right update, as a multiple of the gradient's error or of the weight.
+  const auto extra = minus(worst.got, worst.expected);
+  const auto gradient = input.step.merged("gradient/" + name);
+  const auto right = input.reference.merged("gradient/" + name);
+  if (gradient && right && gradient->size() == extra.size() && right->size() == extra.size() &&
+      least_squares({minus(*gradient, *right)}, extra).residual < 0.3) {
+    const std::string text =
+        "the update is what its gradient makes it, and that gradient is wrong by less than its own "
+        "tolerance: ";
+    return input.before == nullptr
+               ? found_at(input, worst, "slightly-off", text + "another precision" + of_all)
+               : found_at(input, worst, "stale-weights",
+                          fmt::format("{}all weights were right after step {}, so it was computed "
+                                      "with older ones, or with other rows{}",
+                                      text, input.before->step, of_all));
+  }
   const Fit decay = least_squares({worst.expected}, extra);
   if (decay.residual < 0.3) {  // the weight has moved since it was multiplied
     return found_at(input, worst, "weight-decay",

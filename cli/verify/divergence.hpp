@@ -28,10 +28,9 @@ std::string ranks_text(const std::vector<int>& ranks);
 ///
 /// - the rows of all ranks are those of the reference, each once
 /// - all ranks begin with the same weights, and end with the same
-/// - gradients are averaged once, and the average is the mean of the ranks' own gradients; the
-/// bound
-///   for each element follows from the number of ranks and the precision
-/// - ranks count in the mean as they have rows
+/// - gradients are averaged once, and the average is the mean of the ranks' own gradients, within a
+///   bound for each element that follows from the number of ranks and the precision
+/// - ranks and micro-batches count in the mean as they have rows
 /// - all ranks skip a step or none does, and multiply gradients by the same factor
 /// - a rounded weight is its master, rounded
 /// - buffers agree when a synchronised forward begins; dropout masks differ between ranks

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <set>
 
 #include "cli/verify/diagnosis.hpp"
@@ -236,6 +237,28 @@ std::optional<Divergence> check_weights_in_mean(const TracedStep& step) {
                   fmt::join(counts, ", "))};
 }
 
+// Where the loss is a mean over rows, a micro-batch counts for its share of them.
+std::optional<Divergence> check_micro_batches(const TracedStep& step) {
+  for (const auto& [rank, facts] : step.facts) {
+    const auto rows = facts.value("micro_batch_rows", std::vector<int64_t>{});
+    const auto shares = facts.value("micro_batch_shares", std::vector<double>{});
+    const auto all = static_cast<double>(std::accumulate(rows.begin(), rows.end(), int64_t{0}));
+    for (size_t i = 0; i < rows.size() && i < shares.size(); ++i) {
+      const double right = static_cast<double>(rows[i]) / all;
+      if (std::abs(shares[i] - right) <= 1e-12) continue;
+      return Divergence{
+          step.step,
+          "",
+          {rank},
+          "counted-alike",
+          fmt::format("micro-batches have {} rows: one of {} counts for {:.4g} of the "
+                      "loss instead of {:.4g}",
+                      fmt::join(rows, ", "), rows[i], shares[i], right)};
+    }
+  }
+  return std::nullopt;
+}
+
 // ---- The average is the mean of what the ranks put into it.
 
 // What one rank put into the mean, as the optimizer used it.
@@ -266,10 +289,11 @@ std::vector<std::pair<Slice, std::vector<Share>>> shares_of(const TracedStep& st
   return groups;
 }
 
-double rounding_of(const TracedStep& step) {
+// Of the precision that a gradient is averaged in: its own, or that of a compression.
+double rounding_of(const TracedStep& step, Dtype own) {
   const std::string sent = step.facts.begin()->second.at("sent_dtype").get<std::string>();
-  if (sent == "bfloat16") return 0x1p-8;
-  return sent == "float16" ? 0x1p-10 : 0x1p-23;
+  if (sent == "bfloat16" || own == Dtype::kBF16) return 0x1p-8;
+  return sent == "float16" || own == Dtype::kF16 ? 0x1p-10 : 0x1p-23;
 }
 
 // Where the mean leaves the bound; its elements are sums of as many terms as there are ranks.
@@ -376,7 +400,6 @@ Divergence explain_mean(const TracedStep& step, const TracedStep* before, const 
 }
 
 std::optional<Divergence> check_mean(const TracedStep& step, const TracedStep* before) {
-  const double unit = rounding_of(step);
   std::optional<Divergence> worst;
   size_t wrong = 0;
   size_t looked_at = 0;
@@ -386,6 +409,7 @@ std::optional<Divergence> check_mean(const TracedStep& step, const TracedStep* b
     const auto gradient = step.pieces.find("gradient/" + name);
     if (gradient == step.pieces.end()) continue;
     ++looked_at;
+    const double unit = rounding_of(step, local.front().dtype);
     for (const auto& [slice, shares] : shares_of(step, local)) {
       if (shares.size() < 2) continue;
       std::vector<std::pair<int, std::vector<double>>> means;
@@ -519,6 +543,7 @@ std::optional<Divergence> broken_invariant(const TracedStep& step, const TracedS
                                            const TracedStep* reference) {
   if (step.facts.empty()) return std::nullopt;
   if (auto found = check_rows(step, reference)) return found;
+  if (auto found = check_micro_batches(step)) return found;
   if (step.facts.size() == 1) return check_masters(step);
   if (auto found = check_start(step)) return found;
   if (auto found = check_random(step)) return found;

@@ -28,7 +28,7 @@ std::set<std::string> kinds_of(const TracedStep& step) {
 
 // Why a correct run may differ from the reference by more than rounding; "": it may not.
 std::string excuse_of(const TracedStep& step, const TracedStep& reference, const RunFacts& facts) {
-  if (!facts.divides_rows) return "";
+  if (!facts.divides_rows || facts.same_bits) return "";
   const size_t rows = rows_of(step);
   const size_t wanted = rows_of(reference);
   if (rows > 0 && wanted > 0 && rows != wanted) {
@@ -39,6 +39,21 @@ std::string excuse_of(const TracedStep& step, const TracedStep& reference, const
   if (kinds.contains("dropout")) return "dropout: each rank draws masks of its own";
   if (kinds.contains("batch_norm")) return "BatchNorm: each rank normalises by its own rows";
   return "";
+}
+
+// Virtual shards promise every bit, so the first tensor that differs is the finding.
+Divergence differing_bits(int64_t step, const std::vector<WrongTensor>& wrong) {
+  const WrongTensor& first = wrong.front();
+  size_t count = 0;
+  for (size_t i = 0; i < first.got.size(); ++i) count += first.got[i] != first.expected[i] ? 1 : 0;
+  return {step,
+          parameter_of(first.key),
+          {},
+          "bits-differ",
+          first.missing ? fmt::format("{} was not recorded", first.key)
+                        : fmt::format("{} of {} elements of {} differ from one rank's: with "
+                                      "virtual shards none may",
+                                      count, first.got.size(), first.key)};
 }
 
 }  // namespace
@@ -135,7 +150,7 @@ Judgement judge(const TracedRun& reference, const RoundingGrowth& growth, const 
       if (far == 0) continue;
       same_bits = false;
       const double norm = norm_of(*expected);
-      const double tolerance = growth.tolerance(number, key, norm);
+      const double tolerance = facts.same_bits ? 0 : growth.tolerance(number, key, norm);
       const double relative = norm > 0 ? far / norm : INFINITY;
       if (excuse.empty() && norm > 0 && relative > result.largest) {
         result.largest = relative;
@@ -156,7 +171,7 @@ Judgement judge(const TracedRun& reference, const RoundingGrowth& growth, const 
         input.reference_loss = reference_losses.at(number);
       }
       result.verdict = Verdict::kWrong;
-      result.finding = diagnose(input);
+      result.finding = facts.same_bits ? differing_bits(number, wrong) : diagnose(input);
       return result;
     }
     before = std::move(step);
@@ -165,6 +180,14 @@ Judgement judge(const TracedRun& reference, const RoundingGrowth& growth, const 
   if (result.steps == 0) {
     result.verdict = Verdict::kWrong;
     result.finding = Divergence{0, "", {}, "nothing-recorded", "no step of it is in the reference"};
+  } else if (result.explanation.empty() && run.steps().back() < reference.steps().back()) {
+    result.verdict = Verdict::kWrong;
+    result.finding = Divergence{run.steps().back() + 1,
+                                "",
+                                {},
+                                "steps-missing",
+                                fmt::format("it ended after update {}, and the reference made {}",
+                                            run.steps().back(), reference.steps().back())};
   } else if (!result.explanation.empty()) {
     result.verdict = Verdict::kExplained;
   } else if (!same_bits) {

@@ -22,7 +22,7 @@ class RoundingGrowth {
  public:
   /// Distances are compared in the 2-norm. The safety covers that a regrouped sum makes an error in
   /// each gradient of each step, and the perturbation one in each weight at the first.
-  static constexpr double kSafety = 16;
+  static constexpr double kSafety = 8;
 
   void add(const TracedRun& reference, const TracedRun& perturbed);
 
@@ -37,6 +37,7 @@ class RoundingGrowth {
 /// What a run is, besides what it recorded.
 struct RunFacts {
   bool divides_rows = false;  ///< over ranks, devices, micro-steps or micro-batches
+  bool same_bits = false;     ///< it has virtual shards, as its reference: nothing may differ
   int64_t resumed_after = 0;  ///< the step of the checkpoint it was resumed from; 0: none
   int64_t micro_steps = 1;    ///< of an update
   int ranks = 1;

@@ -145,7 +145,7 @@ std::vector<MutationCase> mutation_cases() {
       {kShardsStale, "verify_models", three, {"--sharding", "gradients"}, 2, "stale-weights"},
       {kShardsSummed, "verify_models", three, {"--sharding", "parameters"}, 2, "summed"},
       {kMicroBatchesCountedAlike, pipeline, with(staged, {"--batch", "22"}),
-       with(stages, {"--batch", "22"}), 1, "rows-weighted-wrongly"},
+       with(stages, {"--batch", "22"}), 1, "counted-alike"},
       {kPipelineRanksCountedAlike, pipeline, with(staged, {"--batch", "22"}),
        with(stages, {"--batch", "22"}), 3, "counted-alike"},
       {kBiasOnEveryRank, pipeline, staged,
@@ -161,7 +161,14 @@ std::vector<MutationCase> mutation_cases() {
        with(kCourse, {"--devices", "cpu:1"}),
        {"--devices", "cpu:3"},
        1,
-       "stale-weights"}};
+       "stale-weights"},
+      {kMastersKeepStart,
+       "verify_models",
+       with(bf16, {"--master-weights"}),
+       {},
+       2,
+       "replicas-differ"},
+      {kCastsKept, "verify_models", with(bf16, {"--lr", "2"}), {}, 2, "stale-weights"}};
 }
 
 Variant variant_of(const MutationCase& each) {
@@ -208,12 +215,28 @@ class Baselines {
   std::map<std::pair<std::string, Words>, Baseline> baselines_;
 };
 
+const MutationInfo& info_of(Mutation mutation) {
+  const auto all = all_mutations();
+  return *std::find_if(all.begin(), all.end(),
+                       [mutation](const MutationInfo& each) { return each.mutation == mutation; });
+}
+
+MutationCase case_of(const MutationInfo& info) {
+  for (auto& each : mutation_cases()) {
+    if (each.mutation == info.mutation) return each;
+  }
+  throw Error(Code::kInternal, fmt::format("no run shows the mutation {}", info.name),
+              "add one to mutation_cases()");
+}
+
 std::vector<MutationCase> chosen_cases(const std::string& names) {
-  auto cases = mutation_cases();
-  if (names == "all") return cases;
+  std::vector<MutationCase> chosen;
+  if (names == "all") {
+    for (const auto& each : all_mutations()) chosen.push_back(case_of(each));
+    return chosen;
+  }
   std::vector<std::string> known = {"all"};
   for (const auto& each : all_mutations()) known.emplace_back(each.name);
-  std::vector<MutationCase> chosen;
   for (const std::string_view name : split_list(names, ',')) {
     const auto mutation = mutation_named(name);
     if (!mutation) {
@@ -222,18 +245,9 @@ std::vector<MutationCase> chosen_cases(const std::string& names) {
                   near.empty() ? "`lockstep verify --mutate all` lists them"
                                : fmt::format("did you mean {}?", near));
     }
-    const auto found = std::find_if(cases.begin(), cases.end(), [&](const MutationCase& each) {
-      return each.mutation == *mutation;
-    });
-    chosen.push_back(*found);
+    chosen.push_back(case_of(info_of(*mutation)));
   }
   return chosen;
-}
-
-const MutationInfo& info_of(Mutation mutation) {
-  const auto all = all_mutations();
-  return *std::find_if(all.begin(), all.end(),
-                       [mutation](const MutationInfo& each) { return each.mutation == mutation; });
 }
 
 LabReport own_report(const std::string& title, std::vector<NamedTable> tables,

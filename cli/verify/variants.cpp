@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cstdlib>
+#include <numeric>
 #include <regex>
 #include <sstream>
 
@@ -71,6 +72,7 @@ class Planner {
     } else {
       add_family("", {});
     }
+    add_virtual_shards();
     return std::move(families_);
   }
 
@@ -102,12 +104,36 @@ class Planner {
     }
     if (varies_devices()) add(family.arguments, {"--devices", "cpu:1"});
     family_ = &family;
-    add_counts();
+    add_counts_of(counts());
     add_accumulation();
     add_sharding();
     add_layouts();
     add_stages();
     add_resume();
+    families_.push_back(std::move(family));
+  }
+
+  // One rank with virtual shards is a reference of its own, and more ranks must have its bits.
+  void add_virtual_shards() {
+    if (!flags_.has("--virtual-shards") || names(words_, "--virtual-shards")) return;
+    std::vector<int> ranks = counts();
+    if (request_.ranks.empty() && !request_.quick) ranks = {2, 3, 4};
+    int64_t shards = 1;
+    for (const int count : ranks) shards = std::lcm(shards, count);
+    const int64_t batch = number_of(value_of(words_, flags_, "--batch"));
+    const int64_t fitting = batch - batch % (kMicroSteps * shards);
+    if (fitting == 0) return;
+    Family family{"virtual shards", common_, {}};
+    add(family.arguments, {"--virtual-shards", std::to_string(shards)});
+    if (fitting != batch) {
+      if (names(words_, "--batch")) return;
+      add(family.arguments, {"--batch", std::to_string(fitting)});
+    }
+    family_ = &family;
+    add_counts_of(ranks);
+    add_sharding();
+    offer_layout("--shard", "3", "ZeRO 3");
+    for (Variant& variant : family.variants) variant.facts.same_bits = true;
     families_.push_back(std::move(family));
   }
 
@@ -128,8 +154,8 @@ class Planner {
     return request_.quick ? std::vector<int>{2, 3} : std::vector<int>{2, 3, 5};
   }
 
-  void add_counts() {
-    for (const int count : counts()) {
+  void add_counts_of(const std::vector<int>& counts) {
+    for (const int count : counts) {
       if (varies_devices()) {
         add_variant(fmt::format("{} devices", count), 1,
                     {"--devices", fmt::format("cpu:{}", count)});
@@ -170,17 +196,18 @@ class Planner {
   // Ways to divide a model that have a flag of their own, as those of examples/gpt2.
   void add_layouts() {
     if (is_pipeline()) return;
-    const auto offer = [this](const std::string& flag, const std::string& value, const char* name) {
-      if (flags_.has(flag) && !names(words_, flag)) {
-        add_variant(fmt::format("2 ranks, {}", name), 2, {flag, value});
-      }
-    };
-    offer("--accumulate", "2", "2 micro-steps");
-    offer("--stages", "2", "2 stages");
-    offer("--tensor-parallel", "2", "matrices divided");
-    if (request_.quick) return offer("--shard", "3", "ZeRO 3");
+    offer_layout("--accumulate", "2", "2 micro-steps");
+    offer_layout("--stages", "2", "2 stages");
+    offer_layout("--tensor-parallel", "2", "matrices divided");
+    if (request_.quick) return offer_layout("--shard", "3", "ZeRO 3");
     for (const char* stage : {"1", "2", "3"}) {
-      offer("--shard", stage, fmt::format("ZeRO {}", stage).c_str());
+      offer_layout("--shard", stage, fmt::format("ZeRO {}", stage));
+    }
+  }
+
+  void offer_layout(const std::string& flag, const std::string& value, const std::string& name) {
+    if (flags_.has(flag) && !names(words_, flag)) {
+      add_variant(fmt::format("2 ranks, {}", name), 2, {flag, value});
     }
   }
 
@@ -233,26 +260,44 @@ class Planner {
 
 }  // namespace
 
+// A flag's text goes on in the next lines until another flag begins: "(default:" may stand in them.
 ProgramFlags parse_help(const std::string& help) {
   ProgramFlags flags;
   std::istringstream lines(help);
   static const std::regex kFlag(R"(^\s+(?:-\w,\s*)?(--[a-z][a-z0-9-]*)(.*)$)");
-  static const std::regex kDefault(R"(\[([^\]]*)\])");
+  static const std::regex kDefault(R"(\[([^\]]*)\]|\(default: ([^)]*)\))");
   static const std::regex kChoices(R"(^\s+([\w-]+(?:\|[\w-]+)+))");
-  for (std::string line; std::getline(lines, line);) {
-    std::smatch found;
-    if (!std::regex_match(line, found, kFlag)) continue;
-    const std::string flag = found[1];
-    const std::string rest = found[2];
+  std::string flag;
+  std::string text;
+  const auto finish = [&] {
+    if (flag.empty()) return;
     std::smatch part;
-    flags.defaults.emplace(flag, std::regex_search(rest, part, kDefault) ? part[1].str() : "");
-    if (std::regex_search(rest, part, kChoices)) {
+    std::string value;
+    if (std::regex_search(text, part, kDefault)) value = part[1].matched ? part[1] : part[2];
+    flags.defaults.emplace(flag, value);
+    if (std::regex_search(text, part, kChoices)) {
       const std::string words = part[1];
       for (const std::string_view word : split_list(words, '|')) {
         flags.choices[flag].emplace_back(word);
       }
     }
+    flag.clear();
+  };
+  for (std::string line; std::getline(lines, line);) {
+    std::smatch found;
+    if (std::regex_match(line, found, kFlag)) {
+      finish();
+      flag = found[1];
+      text = found[2];
+    } else if (line.starts_with(" ")) {
+      text += line.substr(line.find_first_not_of(' ') == std::string::npos
+                              ? line.size()
+                              : line.find_first_not_of(' ') - 1);
+    } else {
+      finish();
+    }
   }
+  finish();
   return flags;
 }
 

@@ -70,6 +70,10 @@ LabReport verify_report(const std::vector<std::string>& program,
 /// Plants bugs in lockstep's own programs: `names` is "all" or a list. Returns the exit code.
 int run_mutations(const VerifyOptions& options, const std::string& command);
 
+/// Compares the course's methods with training on one device, and writes the report into the
+/// folder.
+int run_equivalence(const std::filesystem::path& folder, const std::string& command);
+
 /// Verifies unspoiled models of every kind until so many runs were judged.
 int run_clean(const VerifyOptions& options, const std::string& command);
 

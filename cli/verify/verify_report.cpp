@@ -40,7 +40,7 @@ Table runs_table(const std::vector<VerifiedRun>& runs) {
                    compared ? judged.largest_at : "—", format_seconds(run.seconds)});
   }
   table.add_note(
-      "Differences are 2-norms over a tensor, relative to its norm. The tolerance is measured: 16 "
+      "Differences are 2-norms over a tensor, relative to its norm. The tolerance is measured: 8 "
       "times how far the same tensor moves by that step if every weight begins one rounding away, "
       "in the precision of the run.");
   for (const auto& run : runs) {

@@ -12,6 +12,7 @@
 #include "lockstep/error.hpp"
 #include "lockstep/memory.hpp"
 #include "lockstep/tensor_parallel.hpp"
+#include "lockstep/verify.hpp"
 
 namespace course {
 namespace {
@@ -27,16 +28,17 @@ void append(std::vector<Trained>& all, std::vector<Trained> more) {
 // All parameters of a module of the whole model, trained in place.
 std::vector<Trained> trained_in_place(const torch::nn::Module& module) {
   std::vector<Trained> trained;
-  for (const auto& parameter : module.parameters()) trained.push_back({parameter});
+  for (const auto& parameter : module.parameters()) trained.push_back({parameter, parameter});
   return trained;
 }
 
 // The parameters of a Linear that `divided`, a ColumnLinear or RowLinear, trains in its place.
 template <class Divided>
 std::vector<Trained> trained_in_parts(const torch::nn::Linear& whole, const Divided& divided) {
-  std::vector<Trained> trained = {{whole->weight, [divided] { return divided->whole_weight(); }}};
+  std::vector<Trained> trained = {
+      {whole->weight, divided->weight, [divided] { return divided->whole_weight(); }}};
   if (whole->bias.defined()) {
-    trained.push_back({whole->bias, [divided] { return divided->whole_bias(); }});
+    trained.push_back({whole->bias, divided->bias, [divided] { return divided->whole_bias(); }});
   }
   return trained;
 }
@@ -215,6 +217,7 @@ Layers::Layers(const Options& options, const lockstep::Communicator& tensor_axis
   } else {
     cut_mlp();
   }
+  name_parameters();
 }
 
 template <class Layer>
@@ -265,6 +268,17 @@ void Layers::cut_transformer() {
   add(output, trained_in_place(*output));
 }
 
+// However the model is cut, `lockstep verify` compares its parameters under the names of net().
+void Layers::name_parameters() const {
+  for (const auto& item : net_->named_parameters()) {
+    for (const auto& layer : trained_) {
+      for (const auto& each : layer) {
+        if (each.whole.is_same(item.value())) lockstep::verify_name(each.own, item.key());
+      }
+    }
+  }
+}
+
 void Layers::separate_stages(std::span<const int64_t> layers_per_stage) {
   require_stages(layers_per_stage, layers_->size());
   if (tensor_axis_.size() == 1) return;
@@ -291,7 +305,7 @@ void Layers::collect(const lockstep::Communicator& pipeline_axis,
   for (size_t stage = 0; stage < layers_per_stage.size(); ++stage) {
     const int owner = all_here ? 0 : rank_of_stage[stage];
     for (int64_t i = 0; i < layers_per_stage[stage]; ++i, ++layer) {
-      for (const auto& [whole, gather] : trained_[layer]) {
+      for (const auto& [whole, own, gather] : trained_[layer]) {
         if (owner == pipeline_axis.rank() && gather) whole.copy_(gather());
         if (!all_here) pipeline_axis.broadcast(whole, owner, {.label = "trained weights"});
       }

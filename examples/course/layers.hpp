@@ -26,9 +26,11 @@ int64_t count_layers(const Options& options, int64_t tensor_parallel);
 /// layer, so that every layer's output is whole and the same on all ranks of that axis.
 class Layers {
  public:
-  /// A parameter of the whole model and, if a layer trains parts of it, how to put them together.
+  /// A parameter of the whole model, what the layer trains of it and, if that is a part, how to put
+  /// the parts together.
   struct Trained {
     torch::Tensor whole;
+    torch::Tensor own;
     std::function<torch::Tensor()> gather = {};  ///< collective; none: it is trained itself
   };
 
@@ -60,6 +62,7 @@ class Layers {
  private:
   void cut_mlp();
   void cut_transformer();
+  void name_parameters() const;
   template <class Layer>
   void add(Layer layer, std::vector<Trained> trained);
 

@@ -4,6 +4,7 @@
 #include <torch/optim/optimizer.h>
 #include <torch/types.h>
 
+#include <string>
 #include <vector>
 
 namespace lockstep {
@@ -13,6 +14,10 @@ namespace lockstep {
 /// trains a bare module calls it once, before the first step. Outside of `lockstep verify` this and
 /// the functions below do nothing.
 void verify_model(const torch::nn::Module& module);
+
+/// Gives a parameter its name in the whole model, where a rank's module has it under another. To be
+/// called before a wrapper or verify_model() sees the parameter.
+void verify_name(const torch::Tensor& parameter, const std::string& name);
 
 /// Records one update. lockstep's optimizers and GradScaler do so themselves; a program calls it
 /// after step() of an optimizer of torch::optim, and before zero_grad().

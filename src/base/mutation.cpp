@@ -70,11 +70,24 @@ constexpr std::array kMutations = {
     MutationInfo{kReplicaForgotten, "replica-forgotten",
                  "DataParallel leaves out the gradient of its last replica"},
     MutationInfo{kReplicaStale, "replica-stale",
-                 "DataParallel's replicas keep the weights of the first step"}};
+                 "DataParallel's replicas keep the weights of the first step"},
+    MutationInfo{kMastersKeepStart, "masters-keep-start",
+                 "float32 masters keep the weights that their own rank began with"},
+    MutationInfo{kCastsKept, "casts-kept",
+                 "autocast computes with the first step's casts of the weights"}};
 
 Mutation mutation_of_environment() {
   const char* name = std::getenv(kMutateVariable);
   if (name == nullptr || *name == '\0') return kNone;
+  // A bug on purpose must never reach a run whose numbers anybody uses.
+  const char* recording = std::getenv(kVerifyFolderVariable);
+  if (recording == nullptr || *recording == '\0') {
+    throw Error(
+        Code::kUsage,
+        fmt::format("{} is set, which plants the bug \"{}\", and nobody verifies this run",
+                    kMutateVariable, name),
+        fmt::format("unset {}: `lockstep verify --mutate` sets it by itself", kMutateVariable));
+  }
   if (const auto found = mutation_named(name)) return *found;
   throw Error(Code::kUsage,
               fmt::format("{} names \"{}\", which is no mutation", kMutateVariable, name),

@@ -44,7 +44,9 @@ enum class Mutation {
   kPipelineRanksCountedAlike,
   kBiasOnEveryRank,
   kReplicaForgotten,
-  kReplicaStale
+  kReplicaStale,
+  kMastersKeepStart,
+  kCastsKept
 };
 
 /// A mutation for people: its name, and what is wrong once it is planted.
@@ -63,8 +65,11 @@ std::optional<Mutation> mutation_named(std::string_view name);
 /// The variable that plants one, in every rank of a run.
 inline constexpr const char* kMutateVariable = "LOCKSTEP_MUTATE";
 
+/// The folder in which `lockstep verify` has a run recorded.
+inline constexpr const char* kVerifyFolderVariable = "LOCKSTEP_VERIFY_DIR";
+
 /// The bug of this process: what LOCKSTEP_MUTATE named when it started. A name that does not exist
-/// is an Error.
+/// is an Error, and so is a bug in a run that is not recorded.
 Mutation planted_mutation();
 
 inline bool is_planted(Mutation mutation) {

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "base/fault.hpp"
+#include "base/mutation.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/master_weights.hpp"
 #include "lockstep/tensor_text.hpp"
@@ -163,7 +164,7 @@ void broadcast_model(const Communicator& comm, const torch::nn::Module& module, 
   std::vector<std::pair<MasterWeights, torch::Tensor>> held;
   for (auto& each : tensors) {
     const auto masters = MasterWeights::holding(each.tensor);
-    if (!masters) continue;
+    if (!masters || is_planted(Mutation::kMastersKeepStart)) continue;
     held.emplace_back(*masters, each.tensor);
     each.tensor = masters->of(each.tensor);
   }

@@ -363,8 +363,12 @@ torch::Tensor Pipeline::State::step(const torch::Tensor& x, const torch::Tensor&
   auto* recorder = StepRecorder::of_process();
   const bool has_input =
       std::find(local_stages.begin(), local_stages.end(), 0) != local_stages.end();
-  if (recorder != nullptr && has_input) recorder->note_rows({x});
-  if (recorder != nullptr && plan.data_factor != 1) recorder->note_weighed();
+  if (recorder != nullptr) {
+    if (has_input) recorder->note_rows({x});
+    if (plan.data_factor != 1) recorder->note_weighed();
+    const bool by_rows = options_.reduction == LossReduction::kMean && !options_.loss_weight;
+    if (by_rows && !plan.parts) recorder->note_micro_batches(plan.rows, plan.loss_shares);
+  }
   plan.loss_factor = how.loss_factor;
   plan.synchronise = how.synchronise;
   plan.share_buffers = options_.broadcast_buffers && (last_step_synchronised_ || plan.parts);

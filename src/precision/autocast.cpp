@@ -4,6 +4,7 @@
 #include <torch/cuda.h>
 
 #include "base/machine.hpp"
+#include "base/mutation.hpp"
 #include "lockstep/device.hpp"
 #include "lockstep/error.hpp"
 #include "torch_compat.hpp"
@@ -67,7 +68,8 @@ Autocast::Autocast(const Device& device, torch::ScalarType dtype, bool enabled)
     : Autocast(device.torch_device(), dtype, enabled) {}
 
 Autocast::~Autocast() {
-  if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+  const bool keeps_casts = is_planted(Mutation::kCastsKept);
+  if (at::autocast::decrement_nesting() == 0 && !keeps_casts) at::autocast::clear_cache();
   compat::AutocastSwitch{enabled_before_, dtype_before_}.set(kind_);
   at::autocast::set_autocast_cache_enabled(cache_before_);
 }

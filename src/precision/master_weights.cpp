@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "base/mutation.hpp"
 #include "device/capture.hpp"
 #include "device/parameter_map.hpp"
 #include "lockstep/error.hpp"
@@ -73,6 +74,7 @@ struct MasterWeights::State {
     }
     // Elements that still equal the rounded master keep the master's precision.
     void take_changes() {
+      if (is_planted(Mutation::kMastersKeepStart)) return note_rounded();
       const torch::NoGradGuard no_grad;
       const auto changed = parameter.ne(master.to(parameter.scalar_type()));
       master.copy_(torch::where(changed, parameter.to(master.scalar_type()), master));

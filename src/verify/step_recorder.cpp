@@ -49,8 +49,8 @@ json to_json(const Slice& slice) {
 // How far a weight moves, relative to its size: to its neighbour in float32, and in a lower
 // precision, that it is rounded to when it is used, by the largest error of that rounding.
 double step_of(std::string_view dtype) {
-  if (dtype == "bfloat16") return 0x1p-8;
-  if (dtype == "float16") return 0x1p-11;
+  if (dtype == "bfloat16") return 0x1p-9;
+  if (dtype == "float16") return 0x1p-12;
   return 0x1p-23;
 }
 
@@ -131,17 +131,22 @@ void StepRecorder::perturb(const torch::nn::Module& module) {
   const auto [relative, seed] = *perturb_;
   for (const auto& item : module.named_parameters()) {
     const torch::Tensor& parameter = item.value();
-    if (!parameter.defined() || !parameter.is_floating_point() || names_.get(parameter)) continue;
+    if (!parameter.defined() || !parameter.is_floating_point() || moved_.get(parameter)) continue;
     const auto key = XXH3_64bits_withSeed(item.key().data(), item.key().size(), seed);
     const auto signs =
         torch::randint(0, 2, parameter.sizes(), at::detail::createCPUGenerator(key), torch::kFloat);
-    const auto factor = (1 + (2 * signs - 1) * relative).to(parameter.device());
+    // A weight that is stored in a lower precision moves to a neighbour in that.
+    const double own = parameter.scalar_type() == torch::kBFloat16 ? 0x1.8p-8
+                       : parameter.scalar_type() == torch::kHalf   ? 0x1.8p-11
+                                                                   : relative;
+    const auto factor = (1 + (2 * signs - 1) * own).to(parameter.device());
     parameter.copy_(parameter.to(torch::kFloat) * factor);
-    names_.set(parameter, item.key());  // a shared one moves once
+    moved_.set(parameter, true);  // a shared one moves once
   }
 }
 
 void StepRecorder::name(const torch::Tensor& parameter, const std::string& name) {
+  const std::lock_guard lock(mutex_);
   names_.set(parameter, name);
 }
 
@@ -202,6 +207,13 @@ void StepRecorder::note_compression(torch::ScalarType dtype) {
   sent_dtype_ = dtype == torch::kBFloat16 ? "bfloat16" : "float16";
 }
 
+void StepRecorder::note_micro_batches(const std::vector<int64_t>& rows,
+                                      const std::vector<double>& shares) {
+  const std::lock_guard lock(mutex_);
+  micro_batch_rows_ = rows;
+  micro_batch_shares_ = shares;
+}
+
 std::string StepRecorder::name_of(const torch::Tensor& parameter) {
   if (auto known = names_.get(parameter)) return *known;
   std::string made = fmt::format("parameter {}", unnamed_++);
@@ -246,6 +258,8 @@ void StepRecorder::begin_step(int64_t step, const torch::optim::Optimizer& optim
                 {"rows", std::exchange(rows_, {})},
                 {"forward_buffers", std::exchange(forward_buffers_, {})},
                 {"forwards", std::exchange(forwards_, 0)},
+                {"micro_batch_rows", std::exchange(micro_batch_rows_, {})},
+                {"micro_batch_shares", std::exchange(micro_batch_shares_, {})},
                 {"sent_bytes", std::exchange(sent_bytes_, 0)},
                 {"all_reduces", std::exchange(all_reduces_, 0)},
                 {"averages", json::object()},
@@ -379,6 +393,10 @@ void StepRecorder::resume_after(int64_t step) {
 
 void verify_model(const torch::nn::Module& module) {
   if (auto* recorder = StepRecorder::of_process()) recorder->learn(module, "module");
+}
+
+void verify_name(const torch::Tensor& parameter, const std::string& name) {
+  if (auto* recorder = StepRecorder::of_process()) recorder->name(parameter, name);
 }
 
 void verify_step(const torch::optim::Optimizer& optimizer) {

@@ -14,14 +14,13 @@
 #include <string>
 #include <vector>
 
+#include "base/mutation.hpp"
 #include "checkpoint/layout.hpp"
 #include "device/parameter_map.hpp"
 
 namespace lockstep {
 
-/// The variables by which `lockstep verify` asks a program for a recording: the folder, and, for
-/// the run that shows how fast rounding grows, "DTYPE:SEED".
-inline constexpr const char* kVerifyFolderVariable = "LOCKSTEP_VERIFY_DIR";
+/// Beside kVerifyFolderVariable, in the run that shows how fast rounding grows: "DTYPE:SEED".
 inline constexpr const char* kVerifyPerturbVariable = "LOCKSTEP_VERIFY_PERTURB";
 
 /// Writes what `lockstep verify` compares: for each rank and update the gradients as the optimizer
@@ -51,6 +50,9 @@ class StepRecorder {
   void note_rows(const std::vector<torch::Tensor>& inputs);
   void note_buffers(const torch::nn::Module& module);  ///< as a synchronised forward begins
   void note_dtype(torch::ScalarType dtype);            ///< a precision that the model computes in
+
+  /// The rows of each micro-batch, and the part of the batch's loss that it counts for.
+  void note_micro_batches(const std::vector<int64_t>& rows, const std::vector<double>& shares);
 
   /// This rank's own gradient of a parameter goes into an average, with this weight.
   void note_local(const std::string& name, const torch::Tensor& gradient, const Slice& slice,
@@ -105,6 +107,7 @@ class StepRecorder {
 
   std::mutex mutex_;  // guards all below
   ParameterMap<std::string> names_;
+  ParameterMap<bool> moved_;  // by perturb()
   int64_t unnamed_ = 0;
   std::map<std::string, torch::Tensor> buffers_;  // of all modules
   std::set<std::string> kinds_;                   // of layers whose result depends on the division
@@ -121,6 +124,8 @@ class StepRecorder {
   double weight_ = 1;
   bool weighed_ = false;
   int64_t forwards_ = 0;
+  std::vector<int64_t> micro_batch_rows_;
+  std::vector<double> micro_batch_shares_;
   int64_t sent_bytes_ = 0;
   int64_t all_reduces_ = 0;
   std::vector<int64_t> rows_;

@@ -207,8 +207,52 @@ TEST(Verify, TheToleranceFollowsTheMeasuredGrowth) {
   const Recording one = serial();
   RoundingGrowth growth;
   growth.add(one.read(), moved.read());
-  EXPECT_NEAR(growth.tolerance(1, "weight/net.weight", 1), 16 * 0.01, 1e-4);
+  EXPECT_NEAR(growth.tolerance(1, "weight/net.weight", 1), RoundingGrowth::kSafety * 0.01, 1e-4);
   EXPECT_LT(growth.tolerance(1, "gradient/net.weight", 1), 1e-5);
+}
+
+TEST(Verify, VirtualShardsAllowNoRoundingAndNoExcuse) {
+  const RunFacts in_parts = {.divides_rows = true, .same_bits = true, .ranks = 2};
+  EXPECT_EQ(judged(parallel(kMean, kMean), in_parts).verdict, Verdict::kSameBits);
+  Values rounded = kMean;
+  rounded[3] = std::nextafter(rounded[3], 10.0F);
+  Judgement found = judged(parallel(rounded, rounded), in_parts);
+  EXPECT_EQ(found.finding.value().cause, "bits-differ");
+  EXPECT_EQ(found.finding->where, "net.weight");
+  EXPECT_NE(found.finding->text.find("1 of 16 elements"), std::string::npos);
+  const json drops = {{"kinds", {"dropout"}}};
+  Recording run(2);
+  run.add(1, 0, kOwn0, kMean, times(kWeight, 1.5F), drops);
+  run.add(1, 1, kOwn1, kMean, times(kWeight, 1.5F), drops);
+  EXPECT_EQ(judged(run, in_parts).finding.value().cause, "bits-differ");
+}
+
+TEST(Verify, ARunThatEndsTooSoonIsWrong) {
+  Recording longer(1);
+  for (const int64_t step : {1, 2}) longer.add(step, 0, {}, kMean, kWeight);
+  const Recording shorter = serial();
+  const Judgement found = judge(longer.read(), {}, shorter.read(), {});
+  EXPECT_EQ(found.finding.value().cause, "steps-missing");
+  EXPECT_EQ(found.finding->step, 2);
+}
+
+TEST(Verify, VirtualShardsAreAFamilyOfTheirOwn) {
+  const auto family_of = [](std::vector<std::string> program, const std::string& batch) {
+    const ProgramFlags flags = parse_help("  --batch INT [" + batch +
+                                          "]  rows\n"
+                                          "  --virtual-shards INT [0]  parts\n");
+    auto families = plan_variants({.program = std::move(program), .quick = true}, flags);
+    return families.size() == 2 ? families[1] : Family();
+  };
+  const Family found = family_of({"./train"}, "64");
+  EXPECT_EQ(found.arguments, (std::vector<std::string>{"--virtual-shards", "6", "--batch", "60"}));
+  ASSERT_EQ(found.variants.size(), 2U);
+  EXPECT_TRUE(found.variants[0].facts.same_bits);
+  EXPECT_EQ(family_of({"./train", "--batch", "24"}, "64").arguments,
+            (std::vector<std::string>{"--virtual-shards", "6"}));
+  EXPECT_TRUE(family_of({"./train", "--batch", "64"}, "64").variants.empty())
+      << "six parts do not fit";
+  EXPECT_TRUE(family_of({"./train"}, "8").variants.empty());
 }
 
 TEST(Verify, HelpTellsWhatAProgramOffers) {
