@@ -14,7 +14,7 @@ import sys
 LAYERS = {"clock": "base", "version": "base", "gradients": "gradients", "device_event": "device", "memory": "device",
           "optim": "optim", "reduce_op": "world", "schedule": "schedule", "lockstep": "train", "task": "device",
           "tensor_tree": "parallel", "tensor_text": "train", "accumulate": "parallel", "data_loader": "device",
-          "fully_sharded_data_parallel": "sharding"}
+          "fully_sharded_data_parallel": "sharding", "verify": "verify"}
 
 MAIN_PAGE = "index"  # Doxygen labels it so itself
 

@@ -242,7 +242,7 @@ std::vector<MutationCase> chosen_cases(const std::string& names) {
     if (!mutation) {
       const std::string near = did_you_mean(std::string(name), known);
       throw Error(Code::kUsage, fmt::format("there is no mutation \"{}\"", name),
-                  near.empty() ? "`lockstep verify --mutate all` lists them"
+                  near.empty() ? fmt::format("write one of {}", fmt::join(known, ", "))
                                : fmt::format("did you mean {}?", near));
     }
     chosen.push_back(case_of(info_of(*mutation)));

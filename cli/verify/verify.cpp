@@ -1,14 +1,12 @@
 #include "cli/verify/verify.hpp"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <CLI/CLI.hpp>
 #include <ctime>
 #include <filesystem>
 #include <regex>
 
-#include "base/mutation.hpp"
 #include "base/process.hpp"
 #include "cli/lab/folder_lock.hpp"
 #include "cli/own/report_folder.hpp"
@@ -184,12 +182,10 @@ CLI::App* add_verify_command(CLI::App& app, VerifyOptions& options) {
       ->type_name("DIR")
       ->capture_default_str();
   command->add_flag("--keep", options.keep, "keep the recordings of all steps in the folder");
-  std::vector<std::string> words = {"all"};
-  for (const auto& each : all_mutations()) words.emplace_back(each.name);
   command
       ->add_option("--mutate", options.mutate,
-                   "plant bugs in lockstep itself, all or one, and find them; takes no PROGRAM")
-      ->type_name(fmt::format("{}", fmt::join(words, "|")));
+                   "plant bugs in lockstep itself, and find them; takes no PROGRAM")
+      ->type_name("all|NAMES");
   command
       ->add_option("--clean", options.clean,
                    "judge so many runs of models without a bug; takes no PROGRAM")

@@ -41,6 +41,7 @@ extern Net discriminator, generator;
 extern std::vector<torch::nn::Sequential> stages;
 extern lockstep::DistributedDataParallel<NetImpl> ddp, d, g;
 extern lockstep::Sgd optimizer, d_optimizer, g_optimizer;
+extern torch::optim::SGD torch_optimizer;
 extern lockstep::GradScaler scaler;
 
 extern torch::Tensor tokens, next_tokens, copy;
