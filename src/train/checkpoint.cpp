@@ -120,6 +120,7 @@ bool Checkpoint::State::step(int64_t step) {
   const bool due = options_.every > 0 && step % options_.every == 0;
   if (due || stop) save(step);
   if (!stop) return true;
+  PreemptionSignals::expect();
   wait_for_save();
   if (is_writer()) {
     print_error(fmt::format("lockstep: asked to stop: {} step {}\n",

@@ -25,6 +25,7 @@ static_assert(std::atomic<int>::is_always_lock_free && std::atomic<int64_t>::is_
 
 std::mutex guards_mutex;  // guards all below
 int guards = 0;
+bool expected = false;
 std::array<struct sigaction, kPreemptionSignals.size()> handlers_before;
 
 void note_signal(int signal) {
@@ -48,6 +49,7 @@ PreemptionSignals::PreemptionSignals() {
   const std::lock_guard lock(guards_mutex);
   if (guards++ > 0) return;
   received_signal = 0;
+  expected = false;
   for (auto& first : first_ns) first = 0;
   for (size_t i = 0; i < kPreemptionSignals.size(); ++i) {
     struct sigaction action {};
@@ -64,14 +66,19 @@ PreemptionSignals::~PreemptionSignals() {
   const std::lock_guard lock(guards_mutex);
   if (--guards > 0) return;
   for (size_t i = 0; i < kPreemptionSignals.size(); ++i) {
-    // The same request may come again while the process ends, and must not kill it then.
-    if (first_ns[i] != 0 && handlers_before[i].sa_handler == SIG_DFL) continue;
+    // A request that comes while the process ends must not kill it.
+    if ((expected || first_ns[i] != 0) && handlers_before[i].sa_handler == SIG_DFL) continue;
     ::sigaction(kPreemptionSignals[i], &handlers_before[i], nullptr);
   }
 }
 
 int PreemptionSignals::received() {
   return received_signal.load();
+}
+
+void PreemptionSignals::expect() {
+  const std::lock_guard lock(guards_mutex);
+  expected = true;
 }
 
 }  // namespace lockstep

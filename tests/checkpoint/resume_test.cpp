@@ -273,20 +273,20 @@ TEST(Checkpoint, KeepsAsManyAsAskedFor) {
 }
 
 TEST(Checkpoint, ASignalSavesAndStops) {
-  int preemption_signal = 0;
-  for (const int signal : {SIGTERM, SIGUSR1}) {
-    const test::ScratchFolder scratch;
-    torch::nn::Linear net(2, 2);
-    Checkpoint checkpoint(scratch.file("a"), {.every = 100});
-    checkpoint.add("model", *net);
-    EXPECT_TRUE(checkpoint.step(1));
-    std::raise(signal);
-    std::raise(signal);  // as SLURM and the launcher send it, one after the other: the same request
-    EXPECT_FALSE(checkpoint.step(2));
-    EXPECT_EQ(test::list_steps(scratch.file("a")), (std::vector<int64_t>{2}));
-    preemption_signal = signal;
+  for (const auto& [signal, late] : {std::pair{SIGTERM, SIGUSR1}, std::pair{SIGUSR1, SIGTERM}}) {
+    {
+      const test::ScratchFolder scratch;
+      torch::nn::Linear net(2, 2);
+      Checkpoint checkpoint(scratch.file("a"), {.every = 100});
+      checkpoint.add("model", *net);
+      EXPECT_TRUE(checkpoint.step(1));
+      std::raise(signal);
+      std::raise(signal);  // as SLURM and the launcher send it, one after the other: the same request
+      EXPECT_FALSE(checkpoint.step(2));
+      EXPECT_EQ(test::list_steps(scratch.file("a")), (std::vector<int64_t>{2}));
+    }
+    std::raise(late);  // a first signal, to a rank that has stopped with the others and is about to end
   }
-  std::raise(preemption_signal);  // the same request reaches a program that has saved and ends
 }
 
 TEST(Sampler, NextGoesThroughTheEpochs) {
