@@ -11,7 +11,7 @@
 namespace lockstep {
 namespace {
 
-// Ranks of the same step meet at slurm_port(..., 0): see rank_environment.cpp.
+// The rendezvous of a step's ranks is at slurm_port(..., 0): see rank_environment.cpp.
 constexpr int kLaunchersOffset = 1;
 
 // The step of the shell that salloc starts on the first node if LaunchParameters contains
