@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "base/file.hpp"
-#include "base/number_list.hpp"
+#include "base/lists.hpp"
 #include "base/running_clock.hpp"
 #include "comm/backend.hpp"
 #include "launch/rendezvous_messages.hpp"

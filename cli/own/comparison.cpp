@@ -7,6 +7,7 @@
 
 #include "base/file.hpp"
 #include "base/json_text.hpp"
+#include "cli/lab/lab_charts.hpp"
 #include "cli/lab/lab_tables.hpp"
 #include "cli/lab/lab_text.hpp"
 #include "cli/own/run_report.hpp"
@@ -164,19 +165,6 @@ Table commands_table(const SavedComparison& comparison) {
   Table table("Commands", {{"name"}, {"command"}});
   for (const auto& side : comparison.sides) table.add_row({side.name, shell_text(side.command)});
   return table;
-}
-
-Figure wall_figure(const Ranking& ranking) {
-  BarChart chart{.title = "Wall time", .unit = Unit::kMilliseconds};
-  BarSeries series{.name = "wall time"};
-  for (const auto& row : ranking.rows) {
-    const Stats wall = pooled_step_ms(*row.set_up);
-    chart.categories.push_back(row.name);
-    series.values.push_back(wall.mean);
-    series.deviations.push_back(wall.stddev);
-  }
-  chart.series = {std::move(series)};
-  return {std::move(chart), "From start to end of the program: mean and deviation of all runs."};
 }
 
 fs::path record_path(const fs::path& folder, const std::string& name) {
@@ -370,7 +358,9 @@ LabReport comparison_report(const SavedComparison& comparison, const fs::path& f
   }
   report.tables.insert(report.tables.begin(),
                        {{"wall", wall}, {"commands", commands_table(comparison)}});
-  report.figures.insert(report.figures.begin(), wall_figure(by_wall));
+  report.figures.insert(report.figures.begin(),
+                        {time_chart("Wall time", "wall time", by_wall.rows),
+                         "From start to end of the program: mean and deviation of all runs."});
 
   std::string doubt = by_wall.doubt(comparison.others_busy_cores);
   report.answers = {{"comparison", "Which is faster, from start to end?", by_wall.sentences()}};

@@ -6,7 +6,7 @@
 #include <charconv>
 #include <cmath>
 
-#include "base/number_list.hpp"
+#include "base/lists.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {

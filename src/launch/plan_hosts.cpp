@@ -1,11 +1,10 @@
-#include "launch/plan_hosts.hpp"
+#include "launch/plan_reader.hpp"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 
-#include "base/number_list.hpp"
-#include "base/split_list.hpp"
+#include "base/lists.hpp"
 #include "lockstep/error.hpp"
 #include "net/socket.hpp"
 

@@ -9,9 +9,9 @@
 #include <array>
 #include <set>
 
-#include "base/number_list.hpp"
+#include "base/lists.hpp"
 #include "launch/flags.hpp"
-#include "launch/stall.hpp"
+#include "launch/progress.hpp"
 #include "lockstep/detail/board.hpp"
 #include "lockstep/units.hpp"
 

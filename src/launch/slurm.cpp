@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "base/number_list.hpp"
+#include "base/lists.hpp"
 #include "base/slurm_lists.hpp"
 #include "lockstep/error.hpp"
 

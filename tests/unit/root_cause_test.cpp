@@ -6,8 +6,8 @@
 #include <algorithm>
 
 #include "launch/oom_watch.hpp"
+#include "launch/progress.hpp"
 #include "launch/root_cause.hpp"
-#include "launch/stall.hpp"
 
 namespace lockstep::test::root_cause_test {
 namespace {
