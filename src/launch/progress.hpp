@@ -45,7 +45,7 @@ std::string describe(const Straggler& straggler);
 bool waits_for_others(const RankStatus& rank);
 
 /// Notices that the ranks of this host make no progress: no step, and no collective that begins or
-/// ends. Collectives notice a rank that does not come, but not that no rank comes.
+/// ends. A collective notices that one rank is missing, but not that all ranks are.
 class StallWatch {
  public:
   explicit StallWatch(int64_t longest_ns) : longest_ns_(longest_ns) {}
