@@ -96,8 +96,8 @@ std::string unsafe_reason(double others_busy_cores, const Comparison& comparison
 }
 
 // "A is 1.23 ± 0.05 times faster than B", from what took longer and what took less.
-std::string verdict(const std::string& fast, const std::string& slow,
-                    const Comparison& comparison) {
+std::string conclusion(const std::string& fast, const std::string& slow,
+                       const Comparison& comparison) {
   if (comparison.speedup.mean - 1 <= comparison.margin()) {
     return fmt::format("{} and {} differ by no more than the noise ({} times).", fast, slow,
                        format_speedup(comparison));
@@ -127,12 +127,12 @@ struct Ranking {
     std::string text;
     for (size_t i = 1; i < order.size(); ++i) {
       text += text.empty() ? "" : " ";
-      text += verdict(fastest(), rows[order[i]].name, against_fastest[order[i]]);
+      text += conclusion(fastest(), rows[order[i]].name, against_fastest[order[i]]);
     }
     return text;
   }
 
-  // Why no verdict can be trusted; empty: they can.
+  // Why no conclusion can be trusted; empty: they can.
   std::string doubt(double others_busy_cores) const {
     for (const auto& comparison : against_fastest) {
       const std::string reason = unsafe_reason(others_busy_cores, comparison);
