@@ -1,11 +1,10 @@
 // How long an all_reduce takes between the ranks of `lockstep run` or mpirun: through shared memory
 // without a copy, the same from private memory, through Gloo and, under mpirun, MPI, and the floor
-// that memory bandwidth sets. The
-// cases take turns; rank 0 prints a table of medians as JSON. Links no libtorch.
+// that memory bandwidth sets. The cases take turns; rank 0 prints a table of medians as JSON. Links
+// no libtorch.
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <map>
@@ -17,6 +16,7 @@
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/rank_environment.hpp"
+#include "lockstep/record.hpp"
 #include "net/store.hpp"
 
 namespace lockstep {
@@ -36,11 +36,6 @@ void all_reduce(Backend& backend, float* data, int64_t count) {
 // else: each rank scales a buffer of its own in place.
 void touch_like_all_reduce(float* data, int64_t count) {
   for (int64_t i = 0; i < count; ++i) data[i] *= 1.0000001F;
-}
-
-double median_us(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
 }
 
 struct Case {
@@ -98,7 +93,8 @@ int run(int argc, char** argv) {
     for (int i = 0; i < repetitions; ++i) {
       for (auto& what : cases) measure(*shm, what, count);
     }
-    for (auto& what : cases) table[std::to_string(bytes)][what.name] = median_us(what.microseconds);
+    for (auto& what : cases)
+      table[std::to_string(bytes)][what.name] = summarize(what.microseconds).median;
   }
   shm->barrier(context());
   if (environment.rank == 0) fmt::print("{}\n", table.dump());

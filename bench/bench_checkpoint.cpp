@@ -6,7 +6,6 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cstdlib>
 #include <filesystem>
 #include <functional>
@@ -23,10 +22,9 @@ double milliseconds(const std::function<void()>& work) {
   return static_cast<double>(lockstep::monotonic_ns() - begin_ns) / 1e6;
 }
 
-std::string median_of(std::vector<double> times) {
-  std::sort(times.begin(), times.end());
-  return fmt::format("{:.1f} ({:.1f} to {:.1f})", times[times.size() / 2], times.front(),
-                     times.back());
+std::string median_of(const std::vector<double>& times) {
+  const lockstep::Stats stats = lockstep::summarize(times);
+  return fmt::format("{:.1f} ({:.1f} to {:.1f})", stats.median, stats.min, stats.max);
 }
 
 int measure(int argc, char** argv) {

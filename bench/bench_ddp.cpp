@@ -1,6 +1,5 @@
 // One rank of a DDP step on an MLP. Rank 0 prints JSON: the median step, memory, and bytes sent.
-// With
-// {"only_start": true} it ends after the first all_reduce. Its counterpart in PyTorch is
+// With {"only_start": true} it ends after the first all_reduce. Its counterpart in PyTorch is
 // bench/peers/ddp.py; both take the same JSON of settings.
 
 #include <fmt/format.h>
@@ -57,9 +56,7 @@ struct Net : torch::nn::Module {
 // The median without the first quarter, in which caches and allocators warm up.
 double settled_median(std::vector<double> times) {
   times.erase(times.begin(), times.begin() + static_cast<std::ptrdiff_t>(times.size() / 4));
-  if (times.empty()) return 0;
-  std::sort(times.begin(), times.end());
-  return times[times.size() / 2];
+  return lockstep::summarize(times).median;
 }
 
 int train(int, char** argv) {

@@ -28,7 +28,7 @@ void say(const World& world, const std::string& text) {
   std::printf("rank %d: %s\n", world.rank(), text.c_str());
 }
 
-// Every phase lasts long enough to be met by a signal.
+// Every phase lasts long enough for a signal to hit it.
 int preempt(const World& world, const Arguments& words) {
   constexpr std::chrono::milliseconds kPhase{400};
   constexpr int64_t kEvaluateEvery = 50;

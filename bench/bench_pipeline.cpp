@@ -16,10 +16,8 @@ namespace {
 
 using nlohmann::json;
 
-double median(std::vector<double> values) {
-  if (values.empty()) return 0;
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
+double median(const std::vector<double>& values) {
+  return lockstep::summarize(values).median;
 }
 
 torch::nn::Sequential make_net(const json& settings) {

@@ -1,5 +1,5 @@
-// What bench/scale measures: ranks that only meet and agree, a store with thousands of clients, and
-// a rendezvous of thousands of hosts. Each prints one line of JSON.
+// What bench/scale measures: ranks that only connect and agree, a store with thousands of clients,
+// and a rendezvous of thousands of hosts. Each prints one line of JSON.
 //
 // usage: bench_scale rank CALLS             a rank of `lockstep run`: joins, then makes all-reduces
 //        bench_scale rank CALLS RANKS       the same over TCP, as if each host had so many ranks
@@ -22,7 +22,7 @@
 #include <vector>
 
 #include "base/file.hpp"
-#include "base/number_list.hpp"
+#include "base/lists.hpp"
 #include "base/running_clock.hpp"
 #include "comm/backend.hpp"
 #include "launch/rendezvous_messages.hpp"
@@ -93,7 +93,7 @@ int rank(int calls, int ranks_of_host) {
   const int64_t begin_ns = running_ns();
   const Joined joined = join(environment, ranks_of_host);
   Backend* const backend = joined.backend.get();
-  const double met_s = seconds_since(begin_ns);
+  const double rendezvous_s = seconds_since(begin_ns);
   const int64_t met_ns = running_ns();
   const auto size = static_cast<float>(environment.world_size);
   for (int call = 0; call < calls; ++call) {
@@ -108,7 +108,7 @@ int rank(int calls, int ranks_of_host) {
   const double all_s = seconds_since(met_ns);
   backend->barrier({in_seconds(120), "scale"});
   if (environment.rank != 0) return 0;
-  fmt::print("{{\"met_s\": {:.3f}, \"call_ms\": {:.3f}}}\n", met_s,
+  fmt::print("{{\"rendezvous_s\": {:.3f}, \"call_ms\": {:.3f}}}\n", rendezvous_s,
              all_s * 1e3 / std::max(1, calls));
   return 0;
 }

@@ -16,6 +16,7 @@
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/rank_environment.hpp"
+#include "lockstep/record.hpp"
 #include "net/store.hpp"
 
 namespace lockstep {
@@ -82,9 +83,7 @@ int run(int argc, char** argv) {
       }
     }
     for (int which = 0; which < 2; ++which) {
-      std::sort(times[which].begin(), times[which].end());
-      table[which == 0 ? "two_level" : "gloo"][argv[argument]] =
-          times[which][times[which].size() / 2];
+      table[which == 0 ? "two_level" : "gloo"][argv[argument]] = summarize(times[which]).median;
     }
   }
   two_level->barrier(context());

@@ -12,8 +12,7 @@
 namespace bench {
 
 /// Writes `ready` as a line, then for each command "go N" the result of `measure(N)` as a line,
-/// until the commands end. Every rank gets the commands, in a file of its own if the settings name
-/// one
+/// until the commands end. Every rank gets the commands, in its own file if the settings name one
 /// ("{rank}" in the name is replaced); rank 0 answers.
 inline void serve(const nlohmann::json& settings, int rank, const nlohmann::json& ready,
                   const std::function<nlohmann::json(int64_t)>& measure) {

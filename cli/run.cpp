@@ -13,7 +13,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
-#include "base/number_list.hpp"
+#include "base/lists.hpp"
 #include "base/process.hpp"
 #include "cli/child.hpp"
 #include "cli/nvml.hpp"

@@ -8,7 +8,7 @@ foreach(source IN LISTS SOURCES)
 endforeach()
 file(WRITE "${OUT}" "#include <map>
 
-#include \"cli/lab/course_source.hpp\"
+#include \"cli/lab/lab.hpp\"
 
 namespace lockstep::cli {
 

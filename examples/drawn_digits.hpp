@@ -2,7 +2,7 @@
 
 // Digits in the format of MNIST (IDX), drawn by this program where the real files are not there:
 // each is a pen stroke that is shifted, turned, sheared, stretched and bent at random, of random
-// width, on a noisy ground. The real files may be put in their place.
+// width, on a noisy background. The real files may be put in their place.
 
 #include <array>
 #include <cmath>
@@ -72,7 +72,7 @@ inline double distance(Point p, Point a, Point b) {
   return std::hypot(p.x - a.x - t * dx, p.y - a.y - t * dy);
 }
 
-// kSide * kSide pixels, 0 (ground) to 255 (ink).
+// kSide * kSide pixels, 0 (background) to 255 (ink).
 inline std::vector<uint8_t> draw(int digit, std::mt19937& random) {
   const auto uniform = [&](double low, double high) {
     return low + (high - low) * static_cast<double>(random() >> 8) / (1 << 24);

@@ -13,12 +13,12 @@ PEER_SCRIPT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__fil
 
 @row(17, "every byte flip and truncation of a checkpoint; fuzzed headers", "refused: silent accepts 0, crashes 0")
 def damaged(bench, found):
-    with jobs.Scratch() as place:
+    with jobs.Scratch() as scratch:
         trained = subprocess.run(
-            [bench.program("tutorial_checkpoint"), place.file("run"), "10"], capture_output=True, text=True)
+            [bench.program("tutorial_checkpoint"), scratch.file("run"), "10"], capture_output=True, text=True)
         found.check(trained.returncode == 0, f"tutorial_checkpoint: {trained.stderr[-500:]}")
         checkpoint = os.path.join(jobs.SHM, "step-00000010")
-        shutil.copytree(place.file("run/step-00000010"), checkpoint)
+        shutil.copytree(scratch.file("run/step-00000010"), checkpoint)
         try:
             stride, mutations = (29, 300) if bench.quick else (1, 5000)
             done = subprocess.run(

@@ -16,7 +16,7 @@ RANKS = 2  # of each host
 TIMEOUT_S = 5
 LAUNCHED = ("two_level", "gloo")  # backends under `lockstep run`
 PROGRAM = ["--batch", "12", "--dim", "16", "--hidden", "256", "--seed", "3"]  # gradients of 290 KiB
-# What mpirun starts its daemons on other hosts with, in place of ssh. A host is named as its namespace is.
+# What mpirun starts its daemons on other hosts with, instead of ssh. A host is named as its namespace is.
 AGENT = """#!/bin/sh
 name=$(sed -n "s/^$1 //p" "$0.hosts"); shift
 exec ip netns exec "$name" unshare --uts sh -c "hostname $name; $*"
@@ -28,11 +28,11 @@ KEEPALIVE = {"oob_tcp_keepalive_time": 2, "oob_tcp_keepalive_intvl": 1, "oob_tcp
 class TwoHostJob:
     """practical6_ddp on both hosts: two launchers, or one mpirun on the first."""
 
-    def __init__(self, bench, hosts, backend, addresses, place, words, flags=()):
+    def __init__(self, bench, hosts, backend, addresses, scratch, words, flags=()):
         program = [bench.program("practical6_ddp"), *words]
         self.has_launcher = backend != "mpi"
         if backend == "mpi":
-            self.jobs = [hosts.on(0, [*self.mpirun(bench, hosts, addresses, place), *program, "--backend", "mpi"], {
+            self.jobs = [hosts.on(0, [*self.mpirun(bench, hosts, addresses, scratch), *program, "--backend", "mpi"], {
                 "OMPI_ALLOW_RUN_AS_ROOT": "1",
                 "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
                 "LOCKSTEP_TIMEOUT_S": str(TIMEOUT_S)
@@ -45,12 +45,12 @@ class TwoHostJob:
         ], TOKEN) for host in (0, 1)]
 
     @staticmethod
-    def mpirun(bench, hosts, addresses, place):
+    def mpirun(bench, hosts, addresses, scratch):
         if not shutil.which("mpirun"):
             raise NotRun("no mpirun")
         if not os.path.exists(os.path.join(bench.folder, "../lib/lockstep/lockstep-mpi.so")):
             raise NotRun("lockstep has no module for MPI")
-        agent = place.file("agent")
+        agent = scratch.file("agent")
         with open(agent + ".hosts", "w") as file:
             file.writelines(f"{address} {name}\n" for address, name in zip(addresses, hosts.names))
         with open(agent, "w") as file:
@@ -102,22 +102,22 @@ class TwoHostJob:
         return max((end for end in ends if end is not None), default=60.0)
 
 
-def train_to_the_end(bench, found, hosts, backend, addresses, place):
+def train_to_the_end(bench, found, hosts, backend, addresses, scratch):
     """Twenty steps, whose losses are those of one process."""
     words = ["--steps", "20", *PROGRAM]
     begin = time.monotonic()
-    with TwoHostJob(bench, hosts, backend, addresses, place, [*words, "--json", place.file("two.json")]) as job:
+    with TwoHostJob(bench, hosts, backend, addresses, scratch, [*words, "--json", scratch.file("two.json")]) as job:
         codes = [each.wait(120) for each in job.jobs]
         found.check(not any(codes), f"{backend}: exit codes {codes}: {job.words[-800:]}")
         for each in job.jobs:
             found.check_nothing_left(each)
     took = time.monotonic() - begin
     with jobs.Job([bench.program("practical5_single"), *words, "--devices", "cpu:1", "--quiet", "--json",
-                   place.file("one.json")]) as one:
+                   scratch.file("one.json")]) as one:
         found.check(one.wait(60) == 0, one.errors[-500:])
     losses = []
     for name in ("two.json", "one.json"):
-        with open(place.file(name)) as file:
+        with open(scratch.file(name)) as file:
             losses.append(json.load(file)["losses"])
     far = max(abs(ours - alone) / abs(alone) for ours, alone in zip(*losses))
     found.check(len(losses[0]) == len(losses[1]) == 20 and far < 1e-5, f"{backend}: losses differ by {far:g}")
@@ -128,15 +128,15 @@ def train_to_the_end(bench, found, hosts, backend, addresses, place):
 def slow_link(bench, found):
     figures = []
     for backend in (*LAUNCHED, "mpi"):
-        with TwoHosts() as hosts, hosts.slow_link(bench.folder, 50, 1) as addresses, jobs.Scratch() as place:
+        with TwoHosts() as hosts, hosts.slow_link(bench.folder, 50, 1) as addresses, jobs.Scratch() as scratch:
             try:
-                took, far = train_to_the_end(bench, found, hosts, backend, addresses, place)
+                took, far = train_to_the_end(bench, found, hosts, backend, addresses, scratch)
             except NotRun as reason:
                 figures.append(f"{backend} not run: {reason}")
                 continue
             ends = {}
             for name, number, code in (("killed", signal.SIGKILL, "13[67]|signal"), ("stopped", signal.SIGSTOP, "SIGSTOP")):
-                with TwoHostJob(bench, hosts, backend, addresses, place, ["--steps", "100000", *PROGRAM]) as job:
+                with TwoHostJob(bench, hosts, backend, addresses, scratch, ["--steps", "100000", *PROGRAM]) as job:
                     job.jobs[0].wait_for_step(3)
                     begin = time.monotonic()
                     os.kill(job.ranks()[RANKS], number)
@@ -155,9 +155,9 @@ def lost_hosts(bench, found):
     for backend in (*LAUNCHED, "mpi"):
         ends = {}
         for fault in ("cut link", "dying host"):
-            with TwoHosts() as hosts, jobs.Scratch() as place:
+            with TwoHosts() as hosts, jobs.Scratch() as scratch:
                 try:
-                    job = TwoHostJob(bench, hosts, backend, hosts.ADDRESSES, place, ["--steps", "10000000", *PROGRAM])
+                    job = TwoHostJob(bench, hosts, backend, hosts.ADDRESSES, scratch, ["--steps", "10000000", *PROGRAM])
                 except NotRun as reason:
                     ends = reason
                     break

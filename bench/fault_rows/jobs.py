@@ -162,7 +162,7 @@ class Job:
         return code if code >= 0 else 128 - code
 
     def wait_for(self, condition, what):
-        """Waits for a place in the job's life; Stuck with its words if it ends before or does not come there."""
+        """Waits for a point in the job's life; Stuck with its words if it ends before or does not come there."""
         ended = False
 
         def there_or_ended():

@@ -36,9 +36,9 @@ def killed_rank(bench, found):
     sizes = (2, 3, 4)
     chance = random.Random(1)
     times, right = {"all-reduces": [], "training": []}, 0
-    with jobs.Scratch() as place:
+    with jobs.Scratch() as scratch:
         for turn in range(bench.times(100, 6)):
-            path = place.file(f"pids{turn}")
+            path = scratch.file(f"pids{turn}")
             size = sizes[turn % len(sizes)]
             took, named = kill_a_rank(
                 bench, found,
@@ -61,8 +61,8 @@ def killed_rank(bench, found):
     found.numbers["right"] = right
 
     def try_peer(peer):
-        with jobs.Scratch() as place, peer.torchrun("meet", f"all-reduce:{place.file('pids')}") as job:
-            job.wait_for_lines(place.file("pids"), 2)
+        with jobs.Scratch() as scratch, peer.torchrun("rendezvous", f"all-reduce:{scratch.file('pids')}") as job:
+            job.wait_for_lines(scratch.file("pids"), 2)
             time.sleep(0.3)
             begin = time.monotonic()
             os.kill(job.ranks()[1], signal.SIGKILL)
@@ -76,11 +76,11 @@ def killed_rank(bench, found):
 def killed_launcher(bench, found):
     gone_ms = []
     for _ in range(bench.times(20, 3)):
-        with jobs.Scratch() as place, bench.run(2, bench.program("launch_worker"), "ignore-term",
-                                                f"1:descendants:{place.file('more')}", f"pid:{place.file('ready')}",
+        with jobs.Scratch() as scratch, bench.run(2, bench.program("launch_worker"), "ignore-term",
+                                                f"1:descendants:{scratch.file('more')}", f"pid:{scratch.file('ready')}",
                                                 "loop") as job:
-            job.wait_for_lines(place.file("more"), 2)
-            job.wait_for_lines(place.file("ready"), 2)
+            job.wait_for_lines(scratch.file("more"), 2)
+            job.wait_for_lines(scratch.file("ready"), 2)
             begin = time.monotonic()
             os.kill(job.pid, signal.SIGKILL)
             job.wait(10)
@@ -91,8 +91,8 @@ def killed_launcher(bench, found):
     found.figures = [f"2 ranks and 2 descendants that ignore SIGTERM gone after {found.measured('gone_ms', gone_ms)}"]
 
     def try_peer(peer):
-        with jobs.Scratch() as place, peer.torchrun(f"pid:{place.file('ready')}", "loop") as job:
-            pids = job.wait_for_lines(place.file("ready"), 2)
+        with jobs.Scratch() as scratch, peer.torchrun(f"pid:{scratch.file('ready')}", "loop") as job:
+            pids = job.wait_for_lines(scratch.file("ready"), 2)
             os.kill(job.pid, signal.SIGKILL)
             job.wait(10)
             jobs.wait_until(lambda: not survivors(pids), 10)
@@ -170,11 +170,11 @@ def grandchildren(bench, found):
     survived = 0
     for _ in range(bench.times(5, 1)):
         for end in ends:
-            with jobs.Scratch() as place, bench.run(2, bench.program("launch_worker"),
-                                                    f"1:descendants:{place.file('more')}", f"1:{end}",
+            with jobs.Scratch() as scratch, bench.run(2, bench.program("launch_worker"),
+                                                    f"1:descendants:{scratch.file('more')}", f"1:{end}",
                                                     *([] if end == "exit:0" else ["sleep:100"])) as job:
                 code = job.wait(30)
-                pids = [int(word) for word in jobs.read(place.file("more")).split()]
+                pids = [int(word) for word in jobs.read(scratch.file("more")).split()]
                 found.check(len(pids) == 2 and code is not None, f"{end}: {job.errors[-500:]}")
                 jobs.wait_until(lambda: not survivors(pids), 1)
                 survived += survivors(pids)
@@ -185,11 +185,11 @@ def grandchildren(bench, found):
     found.figures = [f"survivors {survived} of {2 * found.repetitions}, half of them in sessions of their own"]
 
     def try_peer(peer):
-        with jobs.Scratch() as place, peer.torchrun(f"1:descendants:{place.file('more')}", "1:kill:9",
+        with jobs.Scratch() as scratch, peer.torchrun(f"1:descendants:{scratch.file('more')}", "1:kill:9",
                                                     "sleep:100") as job:
             said = outcome(job, 60)
             time.sleep(1)
-            pids = [int(word) for word in jobs.read(place.file("more")).split()]
+            pids = [int(word) for word in jobs.read(scratch.file("more")).split()]
             return f"{survivors(pids)} of {len(pids)} survive; {said}"
 
     bench.compare(found, try_peer)

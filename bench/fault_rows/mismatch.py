@@ -46,7 +46,7 @@ def different_calls(bench, found):
                 "shape": ["0:reduce", "1:reduce:shape"],
                 "dtype": ["0:reduce", "1:reduce:dtype"]
         }.items():
-            with peer.ranks("meet:5", "barrier", *words) as job:
+            with peer.ranks("rendezvous:5", "barrier", *words) as job:
                 what = outcome(job, 40)
                 silent = job.process.poll() == 0
                 said.append(f"{kind}: {'wrong numbers, exit 0' if silent and ' changed' in job.output else what}")
@@ -83,9 +83,9 @@ def fewer_batches(bench, found):
     ]
 
     def try_peer(peer):
-        with peer.ranks("meet:5", "0:train:10", "1:train:3") as job:
+        with peer.ranks("rendezvous:5", "0:train:10", "1:train:3") as job:
             bare = outcome(job, 40)
-        with peer.ranks("meet:5", "0:train-joined:10", "1:train-joined:3") as job:
+        with peer.ranks("rendezvous:5", "0:train-joined:10", "1:train-joined:3") as job:
             return f"timeout 5 s: {bare}; in Join: {outcome(job, 40)}"
 
     bench.compare(found, try_peer)

@@ -82,8 +82,8 @@ def cut_network(bench, found):
     timeout_s, most_s = 5, 20
     took, published = [], []
     for _ in range(bench.times(3, 1)):
-        with TwoHosts() as hosts, jobs.Scratch() as place:
-            folder = place.file("run")
+        with TwoHosts() as hosts, jobs.Scratch() as scratch:
+            folder = scratch.file("run")
             commands = [[
                 bench.program("lockstep"), "run", "--nnodes", "2", "--node-rank", host, "--rdzv-endpoint",
                 hosts.ADDRESSES[0] + ":29478", "--timeout", timeout_s, "--host-timeout", timeout_s, "--ranks", "all",
@@ -122,19 +122,19 @@ def cut_network(bench, found):
     ]
 
     def try_peer(peer):
-        with TwoHosts() as hosts, jobs.Scratch() as place, peer.torchrun("exit:0"):
+        with TwoHosts() as hosts, jobs.Scratch() as scratch, peer.torchrun("exit:0"):
             flags = ["--nnodes", "2", "--master_addr", hosts.ADDRESSES[0], "--master_port", "29479"]
             started = [
                 hosts.on(
                     host,
                     peer.command(1, [*flags, "--node_rank", str(host)],
-                                 [f"meet:{timeout_s}", f"all-reduce:{place.file('pids')}"]), {
+                                 [f"rendezvous:{timeout_s}", f"all-reduce:{scratch.file('pids')}"]), {
                                      "OMP_NUM_THREADS": "1",
                                      "GLOO_SOCKET_IFNAME": hosts.names[host]
                                  }) for host in (0, 1)
             ]
             with started[0] as first, started[1] as second:
-                first.wait_for_lines(place.file("pids"), 2)
+                first.wait_for_lines(scratch.file("pids"), 2)
                 time.sleep(0.5)
                 hosts.cut()
                 begin = time.monotonic()
@@ -218,18 +218,18 @@ def abused_rendezvous(bench, found):
             abuse(port, "endpoint")
             with launcher(port, 1) as second:
                 time.sleep(0.5)
-                strangers = {
+                unauthenticated = {
                     "wrong token": launcher(port, 2, variables={"LOCKSTEP_TOKEN": "fedcba9876543210" * 4}),
                     "duplicate host": launcher(port, 1),
                     "wrong number of hosts": launcher(port, 2, nnodes=4),
                     "another job": launcher(port, 2, words=["--rdzv-id", "other"])
                 }
-                for name, stranger in strangers.items():
-                    with stranger:
-                        code = stranger.wait(30)
+                for name, joiner in unauthenticated.items():
+                    with joiner:
+                        code = joiner.wait(30)
                         tried += 1
-                        refused += found.check(code == 2 and "help:" in stranger.errors,
-                                               f"{name}: exit code {code}: {stranger.errors[-300:]}")
+                        refused += found.check(code == 2 and "help:" in joiner.errors,
+                                               f"{name}: exit code {code}: {joiner.errors[-300:]}")
                 begin = time.monotonic()
                 with launcher(port, 2) as third:
                     first.wait_for(lambda: first.ranks(), "no ranks")
@@ -255,7 +255,7 @@ def abused_rendezvous(bench, found):
 
     def try_peer(peer):
         port = free_port()
-        ranks = [([peer.python, SCRIPT, "meet:30", "barrier"], {
+        ranks = [([peer.python, SCRIPT, "rendezvous:30", "barrier"], {
             "OMP_NUM_THREADS": "1",
             "RANK": str(rank),
             "WORLD_SIZE": "2",
@@ -273,7 +273,7 @@ def abused_rendezvous(bench, found):
             for connection in held:
                 connection.close()
         if codes == [0, 0]:
-            return "the ranks met in spite of a held byte, HTTP and a huge length"
+            return "the ranks connected in spite of a held byte, HTTP and a huge length"
         ends = [f"exit {code}" if code is not None else "hang (> 60 s)" for code in codes]
         return f"a held byte, HTTP and a huge length: {' and '.join(ends)}"
 

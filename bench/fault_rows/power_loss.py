@@ -92,10 +92,10 @@ class Disk:
         return True
 
 
-def survivors_of_each_call(command, first, place):
+def survivors_of_each_call(command, first, scratch):
     """Runs `command FOLDER 2` on a copy of `first`. Yields a folder for each disk that a power loss may leave."""
-    folder, log, survivors = os.path.realpath(place.file("") or
-                                              ".") + "/live", place.file("calls"), place.file("survivors")
+    folder, log, survivors = os.path.realpath(scratch.file("") or
+                                              ".") + "/live", scratch.file("calls"), scratch.file("survivors")
     shutil.copytree(first, folder)
     disk = Disk(folder)
     subprocess.run([

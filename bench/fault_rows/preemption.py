@@ -16,8 +16,8 @@ def preempted(bench, found):
     for turn in range(bench.times(2, 1)):
         for phase in phases:
             for sent in (signal.SIGTERM, signal.SIGUSR1):
-                with jobs.Scratch() as place, bench.run(2, "--ranks", "all", "--grace", "60",
-                                                        bench.program("bench_faults"), "preempt", place.file("run"),
+                with jobs.Scratch() as scratch, bench.run(2, "--ranks", "all", "--grace", "60",
+                                                        bench.program("bench_faults"), "preempt", scratch.file("run"),
                                                         "100000") as job:
                     begun = 2 if phase == "warm-up" else 2 + 2 * turn  # on two ranks; there is one warm-up
                     job.wait_for(lambda: job.output.count(f"begins {phase}") >= begun, f"no {phase}")
@@ -29,7 +29,7 @@ def preempted(bench, found):
                     found.check(code == 75, f"{phase}, {sent.name}: exit code {code}: {job.errors[-500:]}")
                     same = len(steps) == 2 and steps[0] == steps[1]
                     found.check(same, f"{phase}, {sent.name}: ranks stopped after steps {steps}")
-                    saved = (good_steps(bench, place.file("run")) or [-1])[-1]
+                    saved = (good_steps(bench, scratch.file("run")) or [-1])[-1]
                     if same:
                         lost.append(steps[0] - saved)
                         stopped_ms.append((job.ended - begin) * 1e3)

@@ -22,9 +22,9 @@ def inject(what):
     return ["strace", "-f", "-qq", "-o", "/dev/null", "-e", f"inject={what}"]
 
 
-def calls_of(command, first, place):
+def calls_of(command, first, scratch):
     """Every system call of `command FOLDER 2`: [(name, the how-manieth of this name)]."""
-    folder, log = place.file("counted"), place.file("log")
+    folder, log = scratch.file("counted"), scratch.file("log")
     shutil.copytree(first, folder)
     subprocess.run(["strace", "-f", "-qq", "-o", log, *command, folder, "2"], check=True)
     with open(log) as file:
@@ -37,10 +37,10 @@ def crashed_save(bench, found):
     need_strace()
     store = bench.program("bench_store")
     neither, left, crashes = 0, 0, 0
-    with jobs.Scratch() as place:
-        first, folder = place.file("first"), place.file("crashed")
+    with jobs.Scratch() as scratch:
+        first, folder = scratch.file("first"), scratch.file("crashed")
         subprocess.run([store, "save", first, "1"], check=True)
-        calls = calls_of([store, "save"], first, place)
+        calls = calls_of([store, "save"], first, scratch)
         for name, nth in calls[::7 if bench.quick else 1]:
             shutil.copytree(first, folder)
             done = subprocess.run([*inject(f"{name}:signal=KILL:when={nth}"), store, "save", folder, "2"],
@@ -51,7 +51,7 @@ def crashed_save(bench, found):
             left += len(drafts(folder)) + (good_steps(bench, folder) != [3])
             shutil.rmtree(folder)
         losses = 0
-        for survivors in survivors_of_each_call([store, "save"], first, place):
+        for survivors in survivors_of_each_call([store, "save"], first, scratch):
             losses += 1
             neither += (good_steps(bench, survivors) or [0])[-1] not in (1, 2)
     found.check(crashes > (10 if bench.quick else 100) and losses > 20,
@@ -115,7 +115,7 @@ def failing_saves(bench, found):
     need_strace()
     trainer = bench.program("tutorial_checkpoint")
     for _ in range(bench.times(1, 1)):
-        with jobs.Scratch() as place, FullDisk(place.file("disk")) as disk:
+        with jobs.Scratch() as scratch, FullDisk(scratch.file("disk")) as disk:
             folder = os.path.join(disk.folder, "run")
             with bench.run(2, trainer, folder, STEPS) as job:
                 job.wait_for_step(100)
@@ -125,8 +125,8 @@ def failing_saves(bench, found):
         # Every save is a thread of its own, and strace counts by thread. The main thread calls fsync once, to see
         # whether the folder can be written to.
         for error, call, since in (("EIO", "fsync", 2), ("EROFS", "mkdir", 1), ("EROFS", "renameat2", 1)):
-            with jobs.Scratch() as place:
-                folder = place.file("run")
+            with jobs.Scratch() as scratch:
+                folder = scratch.file("run")
                 with bench.run(2, trainer, folder, 10) as job:
                     found.check(job.wait(60) == 0, f"{error} of {call}: no first checkpoint: {job.errors[-500:]}")
                 failing = inject(f"{call}:error={error}:when={since}+")
@@ -153,12 +153,12 @@ def resumed(bench, found):
     chance = random.Random(18)
     kills, same = 0, 0
     for name, (program, *flags) in TRAININGS.items():
-        with jobs.Scratch() as place:
+        with jobs.Scratch() as scratch:
 
             def start(run, *words):
                 return bench.run(2, *words, bench.program(program), "--steps", RESUMED_STEPS, *flags, "--checkpoint",
-                                 place.file(run), "--checkpoint-every", "10", "--save",
-                                 place.file(f"{run}.safetensors"))
+                                 scratch.file(run), "--checkpoint-every", "10", "--save",
+                                 scratch.file(f"{run}.safetensors"))
 
             with start("whole") as job:
                 code = job.wait(300)
@@ -175,8 +175,8 @@ def resumed(bench, found):
                     code = job.wait(300)
                     found.check(code == 0, f"{name}: exit code {code}: {job.errors[-800:]}")
                     found.check_nothing_left(job)
-                weights = [jobs.read(place.file(f"{each}.safetensors")) for each in ("whole", run)]
-                differ = differences(bench, place.file("whole"), place.file(run))
+                weights = [jobs.read(scratch.file(f"{each}.safetensors")) for each in ("whole", run)]
+                differ = differences(bench, scratch.file("whole"), scratch.file(run))
                 found.check(weights[0] and weights[0] == weights[1], f"{name}: other weights")
                 found.check(not differ, f"{name}: differences in the last checkpoint: {differ}")
                 same += weights[0] == weights[1] and not differ

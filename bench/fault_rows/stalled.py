@@ -35,9 +35,9 @@ def stopped_rank(bench, found):
     late = {"all-reduces": [], "training": []}
     flags = ["--timeout", TIMEOUT_S]
     for turn in range(bench.times(10, 2)):
-        with jobs.Scratch() as place, bench.run(3, *flags, bench.program("launch_worker"),
-                                                f"all-reduce:{place.file('pids')}") as job:
-            job.wait_for_lines(place.file("pids"), 3)
+        with jobs.Scratch() as scratch, bench.run(3, *flags, bench.program("launch_worker"),
+                                                f"all-reduce:{scratch.file('pids')}") as job:
+            job.wait_for_lines(scratch.file("pids"), 3)
             time.sleep(0.05 + 0.007 * turn)
             begin = time.monotonic()
             os.kill(job.ranks()[turn % 3], signal.SIGSTOP)
@@ -57,8 +57,8 @@ def stopped_rank(bench, found):
     ]
 
     def try_peer(peer):
-        with jobs.Scratch() as place, peer.ranks(f"meet:{TIMEOUT_S}", f"all-reduce:{place.file('pids')}") as job:
-            job.wait_for_lines(place.file("pids"), 2)
+        with jobs.Scratch() as scratch, peer.ranks(f"rendezvous:{TIMEOUT_S}", f"all-reduce:{scratch.file('pids')}") as job:
+            job.wait_for_lines(scratch.file("pids"), 2)
             time.sleep(0.3)
             begin = time.monotonic()
             os.kill(job.ranks()[1], signal.SIGSTOP)
@@ -78,14 +78,14 @@ def is_named(job, rank):
 def looping_rank(bench, found):
     late = []
     for turn in range(bench.times(6, 1)):
-        with bench.run(3, "--timeout", TIMEOUT_S, bench.program("launch_worker"), "meet", "barrier", f"{turn % 3}:loop",
+        with bench.run(3, "--timeout", TIMEOUT_S, bench.program("launch_worker"), "rendezvous", "barrier", f"{turn % 3}:loop",
                        "reduce") as job:
             late.append(expect_named(found, job, job.begun, turn % 3, "all_reduce"))
     found.repetitions = len(late)
     found.figures = [f"ended {found.measured('late_ms', late)} past a deadline of {TIMEOUT_S:g} s, start included"]
 
     def try_peer(peer):
-        with peer.ranks(f"meet:{TIMEOUT_S}", "barrier", "1:loop", "reduce") as job:
+        with peer.ranks(f"rendezvous:{TIMEOUT_S}", "barrier", "1:loop", "reduce") as job:
             return f"timeout {TIMEOUT_S:g} s: {outcome(job, 90)}{is_named(job, 1)}"
 
     bench.compare(found, try_peer)

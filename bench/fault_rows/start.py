@@ -76,11 +76,11 @@ def little_shared_memory(bench, found):
     bench.compare(found, try_peer)
 
 
-def bad_requests(bench, place):
+def bad_requests(bench, scratch):
     """{what: words of `lockstep run`}; worker is started by none of them."""
-    with open(place.file("plain"), "w") as file:
+    with open(scratch.file("plain"), "w") as file:
         file.write("no program\n")
-    worker = [bench.program("launch_worker"), f"pid:{place.file('started')}"]
+    worker = [bench.program("launch_worker"), f"pid:{scratch.file('started')}"]
     hosts = ["--nnodes", "2", "--node-rank", "1", "--rdzv-conf", "join_timeout=3"]
     return {
         "unknown flag": ["--nproc-per-nod", "2", *worker],
@@ -88,9 +88,9 @@ def bad_requests(bench, place):
         "too many ranks": ["-n", "1000000000", *worker],
         "missing value": ["--grace"],
         "no program": ["-n", "2"],
-        "missing program": ["-n", "2", place.file("nothing")],
-        "not executable": ["-n", "2", place.file("plain")],
-        "a folder": ["-n", "2", place.name],
+        "missing program": ["-n", "2", scratch.file("nothing")],
+        "not executable": ["-n", "2", scratch.file("plain")],
+        "a folder": ["-n", "2", scratch.name],
         "unknown fault": ["--inject", "explode@rank=0,step=1", *worker],
         "fault in no rank": ["-n", "2", "--inject", "kill@rank=7,step=1", *worker],
         "log folder": ["--log-dir", "/proc/nowhere", *worker],
@@ -103,8 +103,8 @@ def bad_requests(bench, place):
 
 def try_bad_requests(bench, found):
     lines, took_ms, refused = [], [], 0
-    with jobs.Scratch() as place:
-        for what, words in bad_requests(bench, place).items():
+    with jobs.Scratch() as scratch:
+        for what, words in bad_requests(bench, scratch).items():
             with jobs.Job([bench.program("lockstep"), "run", *words],
                           {"LOCKSTEP_TOKEN": "0123456789abcdef" * 4}) as job:
                 broken = len(found.broken)
@@ -112,7 +112,7 @@ def try_bad_requests(bench, found):
                 found.check(code == 2, f"{what}: exit code {code}: {job.errors[-300:]}")
                 found.check("error[LS" in job.errors and "help: " in job.errors,
                             f"{what}: no hint: {job.errors[-300:]}")
-                found.check(not os.path.exists(place.file("started")), f"{what}: a rank was started")
+                found.check(not os.path.exists(scratch.file("started")), f"{what}: a rank was started")
                 found.check_nothing_left(job)
                 lines.append(job.printed)
                 refused += found.kept(broken)
@@ -132,8 +132,8 @@ def try_two_jobs(bench, found):
         found.check(codes == [0, 0], f"two jobs at once: {codes}: {first.errors[-300:]}{second.errors[-300:]}")
         found.check_nothing_left(first)
         found.check_nothing_left(second)
-    with jobs.Scratch() as place:
-        saving = [2, bench.program("tutorial_checkpoint"), place.file("run")]
+    with jobs.Scratch() as scratch:
+        saving = [2, bench.program("tutorial_checkpoint"), scratch.file("run")]
         with bench.run(*saving, "100000000") as first:
             first.wait_for_step(20)
             with bench.run(*saving, "100000000") as second:
@@ -184,7 +184,7 @@ def bad_requests_and_nan(bench, found):
                            flags=("--nnodes", "2", "--node-rank", "1", "--master-addr", "no-such-host.invalid",
                                   "--master-port", "29481")) as job:
             said.append(f"unknown host: {outcome(job, 90)}")
-        with peer.torchrun("meet:30", "barrier", "sleep:3", flags=()) as first, peer.torchrun("meet:30",
+        with peer.torchrun("rendezvous:30", "barrier", "sleep:3", flags=()) as first, peer.torchrun("rendezvous:30",
                                                                                               "barrier",
                                                                                               "sleep:3",
                                                                                               flags=()) as second:

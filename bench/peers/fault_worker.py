@@ -22,7 +22,7 @@ def note(path):
         file.write(f"{os.getpid()}\n")
 
 
-def meet(seconds):
+def rendezvous(seconds):
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=float(seconds or 1800)))
 
 
@@ -93,7 +93,7 @@ def throw(text):
 
 
 ACTIONS = {
-    "meet": meet,
+    "rendezvous": rendezvous,
     "reduce": reduce,
     "barrier": lambda _: dist.barrier(),
     "broadcast": lambda root: dist.broadcast(MUCH, int(root)),

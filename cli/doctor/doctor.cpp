@@ -293,7 +293,7 @@ Finding check_shared_memory(const json& facts) {
   return {"shared memory", Level::kWarn, value,
           *size < kLittleSharedMemory
               ? "make it larger: docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm"
-              : "remove files from /dev/shm that nobody uses"};
+              : "remove files that are not in use from /dev/shm"};
 }
 
 Finding check_limit(const json& facts, const char* check, const char* pointer, int64_t few,

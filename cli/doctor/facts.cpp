@@ -19,6 +19,7 @@
 #include <thread>
 
 #include "base/json_text.hpp"
+#include "base/process.hpp"
 #include "cli/nvml.hpp"
 #include "comm/network/transport_loader.hpp"
 #include "lockstep/detail/board.hpp"
@@ -162,14 +163,7 @@ json transports() {
   for (const auto module : {TransportModule::kGloo, TransportModule::kMpi}) {
     found[std::string(transport_name(module))] = find_module(module_file(module));
   }
-  found["mpirun"] = "";
-  std::istringstream folders(std::getenv("PATH") != nullptr ? std::getenv("PATH") : "");
-  for (std::string folder; std::getline(folders, folder, ':');) {
-    const fs::path program = fs::path(folder) / "mpirun";
-    if (found["mpirun"] == "" && ::access(program.c_str(), X_OK) == 0) {
-      found["mpirun"] = program.string();
-    }
-  }
+  found["mpirun"] = find_in_path("mpirun", std::getenv("PATH"));
   return found;
 }
 

@@ -5,7 +5,6 @@
 #include <cmath>
 
 #include "cli/lab/accumulation.hpp"
-#include "cli/lab/course_source.hpp"
 #include "cli/lab/lab_charts.hpp"
 #include "cli/lab/lab_tables.hpp"
 #include "lockstep/units.hpp"

@@ -123,6 +123,10 @@ struct SourceListing {
   bool printed = true;  ///< in the report; else only a file beside it
 };
 
+/// The source of a program of the course, as it was when lockstep was built. `program` is its name
+/// without ".cpp". cmake/embed_sources.cmake writes the definition.
+SourceListing course_source(const std::string& program);
+
 /// Names and values, such as {"seed", "0"}.
 using LabFacts = std::vector<std::pair<std::string, std::string>>;
 

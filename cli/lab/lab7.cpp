@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cli/lab/course_source.hpp"
 #include "cli/lab/lab7.hpp"
 #include "cli/lab/lab_charts.hpp"
 #include "cli/lab/lab_tables.hpp"

@@ -64,6 +64,20 @@ TimelineRow& row_named(std::vector<TimelineRow>& rows, const std::string& label)
 
 }  // namespace
 
+BarChart time_chart(const std::string& title, const std::string& name,
+                    const std::vector<SetRow>& set_ups) {
+  BarChart chart{.title = title, .unit = Unit::kMilliseconds};
+  BarSeries series{.name = name};
+  for (const auto& row : set_ups) {
+    const Stats step = pooled_step_ms(*row.set_up);
+    chart.categories.push_back(row.name);
+    series.values.push_back(step.mean);
+    series.deviations.push_back(step.stddev);
+  }
+  chart.series = {std::move(series)};
+  return chart;
+}
+
 BarChart memory_chart(const std::string& title, const std::vector<SetRow>& set_ups) {
   BarChart chart{.title = title, .unit = Unit::kBytes, .stacked = true};
   for (const auto& row : set_ups) chart.categories.push_back(row.name);

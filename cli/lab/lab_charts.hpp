@@ -8,6 +8,10 @@
 
 namespace lockstep::cli {
 
+/// Bars of the mean step time of each set-up, with its deviation. `name` is that of the bars.
+BarChart time_chart(const std::string& title, const std::string& name,
+                    const std::vector<SetRow>& set_ups);
+
 /// Stacked bars of what each peak is made of; a set-up that recorded no split has none.
 BarChart memory_chart(const std::string& title, const std::vector<SetRow>& set_ups);
 

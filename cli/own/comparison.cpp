@@ -7,6 +7,7 @@
 
 #include "base/file.hpp"
 #include "base/json_text.hpp"
+#include "cli/lab/lab_charts.hpp"
 #include "cli/lab/lab_tables.hpp"
 #include "cli/lab/lab_text.hpp"
 #include "cli/own/run_report.hpp"
@@ -95,8 +96,8 @@ std::string unsafe_reason(double others_busy_cores, const Comparison& comparison
 }
 
 // "A is 1.23 ± 0.05 times faster than B", from what took longer and what took less.
-std::string verdict(const std::string& fast, const std::string& slow,
-                    const Comparison& comparison) {
+std::string conclusion(const std::string& fast, const std::string& slow,
+                       const Comparison& comparison) {
   if (comparison.speedup.mean - 1 <= comparison.margin()) {
     return fmt::format("{} and {} differ by no more than the noise ({} times).", fast, slow,
                        format_speedup(comparison));
@@ -126,12 +127,12 @@ struct Ranking {
     std::string text;
     for (size_t i = 1; i < order.size(); ++i) {
       text += text.empty() ? "" : " ";
-      text += verdict(fastest(), rows[order[i]].name, against_fastest[order[i]]);
+      text += conclusion(fastest(), rows[order[i]].name, against_fastest[order[i]]);
     }
     return text;
   }
 
-  // Why no verdict can be trusted; empty: they can.
+  // Why no conclusion can be trusted; empty: they can.
   std::string doubt(double others_busy_cores) const {
     for (const auto& comparison : against_fastest) {
       const std::string reason = unsafe_reason(others_busy_cores, comparison);
@@ -164,19 +165,6 @@ Table commands_table(const SavedComparison& comparison) {
   Table table("Commands", {{"name"}, {"command"}});
   for (const auto& side : comparison.sides) table.add_row({side.name, shell_text(side.command)});
   return table;
-}
-
-Figure wall_figure(const Ranking& ranking) {
-  BarChart chart{.title = "Wall time", .unit = Unit::kMilliseconds};
-  BarSeries series{.name = "wall time"};
-  for (const auto& row : ranking.rows) {
-    const Stats wall = pooled_step_ms(*row.set_up);
-    chart.categories.push_back(row.name);
-    series.values.push_back(wall.mean);
-    series.deviations.push_back(wall.stddev);
-  }
-  chart.series = {std::move(series)};
-  return {std::move(chart), "From start to end of the program: mean and deviation of all runs."};
 }
 
 fs::path record_path(const fs::path& folder, const std::string& name) {
@@ -370,7 +358,9 @@ LabReport comparison_report(const SavedComparison& comparison, const fs::path& f
   }
   report.tables.insert(report.tables.begin(),
                        {{"wall", wall}, {"commands", commands_table(comparison)}});
-  report.figures.insert(report.figures.begin(), wall_figure(by_wall));
+  report.figures.insert(report.figures.begin(),
+                        {time_chart("Wall time", "wall time", by_wall.rows),
+                         "From start to end of the program: mean and deviation of all runs."});
 
   std::string doubt = by_wall.doubt(comparison.others_busy_cores);
   report.answers = {{"comparison", "Which is faster, from start to end?", by_wall.sentences()}};

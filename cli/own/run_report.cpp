@@ -236,19 +236,6 @@ LabFacts common_options(const std::vector<SetRow>& rows) {
 
 // ---- Charts
 
-Figure step_figure(const std::vector<SetRow>& rows, const std::string& remark) {
-  BarChart chart{.title = "Step time", .unit = Unit::kMilliseconds};
-  BarSeries series{.name = "step time"};
-  for (const auto& row : rows) {
-    const Stats step = pooled_step_ms(*row.set_up);
-    chart.categories.push_back(row.name);
-    series.values.push_back(step.mean);
-    series.deviations.push_back(step.stddev);
-  }
-  chart.series = {std::move(series)};
-  return {std::move(chart), "Mean and deviation of the timed steps." + remark};
-}
-
 // The run with most devices names them.
 Figure peak_figure(std::vector<SetRow> rows, const std::string& remark) {
   std::stable_sort(rows.begin(), rows.end(), [](const SetRow& a, const SetRow& b) {
@@ -271,7 +258,9 @@ std::vector<Figure> figures_of(const std::vector<SetRow>& all) {
   const std::string remark = rows.size() < all.size()
                                  ? fmt::format(" The first {} of {} runs.", rows.size(), all.size())
                                  : "";
-  std::vector<Figure> figures = {step_figure(rows, remark), peak_figure(rows, remark)};
+  std::vector<Figure> figures = {{time_chart("Step time", "step time", rows),
+                                  "Mean and deviation of the timed steps." + remark},
+                                 peak_figure(rows, remark)};
   const auto trained = rows_where(rows, [](const RunRecord& run) { return run.losses.size() > 1; });
   if (!trained.empty()) {
     figures.push_back(

@@ -6,9 +6,9 @@
 #include <filesystem>
 #include <map>
 
+#include "base/lists.hpp"
 #include "base/mutation.hpp"
 #include "base/process.hpp"
-#include "base/split_list.hpp"
 #include "cli/doctor/facts.hpp"
 #include "cli/lab/folder_lock.hpp"
 #include "cli/own/report_folder.hpp"

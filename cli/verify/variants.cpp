@@ -10,7 +10,7 @@
 #include <regex>
 #include <sstream>
 
-#include "base/split_list.hpp"
+#include "base/lists.hpp"
 #include "launch/launcher.hpp"
 #include "lockstep/error.hpp"
 

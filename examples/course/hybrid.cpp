@@ -100,9 +100,9 @@ std::optional<std::vector<int64_t>> planned_cut(const Options& options, int64_t 
 int64_t parts_of_data_rank(const Options& options, int data) {
   if (options.virtual_shards % data == 0) return options.virtual_shards / data;
   throw Error(Code::kSplit,
-              fmt::format("--virtual-shards {} cannot be divided over {} ranks with own rows",
+              fmt::format("--virtual-shards {} cannot be divided over {} data ranks",
                           options.virtual_shards, data),
-              "give a multiple of every number of such ranks that the run shall have");
+              "give a multiple of every number of data ranks that you will use");
 }
 
 void require_micro_batch_rows(const Options& options, int pipelines) {
@@ -112,7 +112,7 @@ void require_micro_batch_rows(const Options& options, int pipelines) {
               pipelines == 1 ? fmt::format("--micro-batches {} cannot be made from --batch {}",
                                            options.micro_batches, options.batch)
                              : fmt::format("--micro-batches {} cannot be made from {} rows, which "
-                                           "--batch {} leaves to one of {} ranks with own rows",
+                                           "--batch {} leaves to one of {} data ranks",
                                            options.micro_batches, fewest, options.batch, pipelines),
               fmt::format("give --batch {} or more, or fewer micro-batches",
                           options.micro_batches * pipelines));

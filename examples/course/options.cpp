@@ -116,7 +116,7 @@ void check_ranks(const Options& options) {
     throw Error(Code::kSplit,
                 fmt::format("--virtual-shards {} cannot be divided over {} ranks",
                             options.virtual_shards, ranks),
-                "give a multiple of every number of ranks that the run shall have");
+                "give a multiple of every number of ranks that you will use");
   }
   if (options.virtual_shards > 0 && options.compress != "off") {
     throw Error(Code::kUsage,

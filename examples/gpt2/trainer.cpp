@@ -33,7 +33,7 @@ void require_divisible(const TrainOptions& options, int data_ranks) {
     throw Error(
         Code::kUsage,
         fmt::format("--virtual-shards {} cannot be divided over {} data ranks", shards, data_ranks),
-        "give a multiple of every number of data ranks that the run shall have");
+        "give a multiple of every number of data ranks that you will use");
   }
   if (shards > 0 && options.batch % (options.accumulate * shards) != 0) {
     throw Error(Code::kUsage,

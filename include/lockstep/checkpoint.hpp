@@ -39,7 +39,7 @@ struct CheckpointOptions {
   bool preemption = true;
 };
 
-/// Saves everything that a training run consists of, so that it can go on later with the same bits.
+/// Saves the complete state of a training run, so that a resumed run has the same bits.
 ///
 ///     lockstep::Checkpoint checkpoint("runs/a", world.comm(), {.every = 100});
 ///     checkpoint.add("model", *net).add("optimizer", optimizer, *net).add("scaler", scaler);
@@ -50,11 +50,11 @@ struct CheckpointOptions {
 ///     checkpoint.finish();
 ///
 /// A checkpoint is a folder of safetensors files with a manifest: docs/checkpoint.md. It appears
-/// when it is complete and on disk, and never replaces a good one. What ranks have in common is
-/// written by the first of them; slices of tensor-parallel layers and stages of a pipeline are
-/// written by those that have them. All ranks need the same folder.
+/// when it is complete and on disk, and never replaces a good one. Data that ranks have in common
+/// is written by the first of them; slices of tensor-parallel layers and stages of a pipeline are
+/// written by the ranks that have them. All ranks need access to the same folder.
 ///
-/// What was added must outlive the Checkpoint. Every rank makes the same calls in the same order.
+/// Everything added must outlive the Checkpoint. Every rank makes the same calls in the same order.
 class Checkpoint {
  public:
   /// With `every`, checks at once that the folder can be written to, and that no other run saves
@@ -74,8 +74,8 @@ class Checkpoint {
   /// The stages of this process, and the pipeline's random numbers.
   Checkpoint& add(const std::string& name, Pipeline& pipeline);
 
-  /// The shards of this rank and the buffers, under the module's names. Other numbers of ranks,
-  /// other stages and programs without sharding can load what was saved, and the reverse.
+  /// The shards of this rank and the buffers, under the module's names. They can be loaded on
+  /// another number of ranks, in another stage and without sharding, and vice versa.
   Checkpoint& add(const std::string& name, ShardedModel& model);
   template <class Module>
   Checkpoint& add(const std::string& name, FullyShardedDataParallel<Module>& fsdp) {
@@ -113,15 +113,15 @@ class Checkpoint {
   /// The averages, under the names of what they are of, and how many updates they have seen.
   Checkpoint& add(const std::string& name, WeightAverage& average);
 
-  /// How many steps it has done. Rates are the optimizer's. A scheduler with more state of its own
-  /// needs the functions below.
+  /// How many steps it has made. Rates are the optimizer's. A scheduler with more state needs the
+  /// functions below.
   Checkpoint& add(const std::string& name, torch::optim::LRScheduler& scheduler);
 
   /// Epoch and position: the rows that next_batch(), or the next loop over a loader, will give.
   Checkpoint& add(const std::string& name, DistributedSampler& sampler);
 
-  /// The program's own values. If ranks have different ones, each gets its own back; with another
-  /// number of ranks, all get those of rank 0. A tensor is always that of rank 0.
+  /// The program's own values. If they differ between ranks, each rank gets its own back; with
+  /// another number of ranks, all get those of rank 0. A tensor is always that of rank 0.
   Checkpoint& add(const std::string& name, torch::Tensor& tensor);
   Checkpoint& add(const std::string& name, int64_t& value);
   Checkpoint& add(const std::string& name, double& value);
@@ -135,18 +135,18 @@ class Checkpoint {
   Checkpoint& add(const Devices& devices);
 
   /// Loads the latest good checkpoint into everything that was added and returns the step after
-  /// which it was saved; 0 if there is none. Damaged ones are named on standard error and passed
-  /// over. One that is not of this model is an Error that names what differs; then nothing has
-  /// changed. Call it when everything has been added, after Pipeline and DistributedDataParallel
-  /// were made.
+  /// which it was saved; 0 if there is none. Damaged ones are named on standard error and skipped.
+  /// A checkpoint of another model is an Error that names the difference; then nothing has changed.
+  /// Call it when everything has been added, after Pipeline and DistributedDataParallel were
+  /// constructed.
   int64_t resume();
 
-  /// Call it after each optimizer step. Saves if this one is due. Returns false if the run should
-  /// end (see CheckpointOptions::preemption); it is saved then.
+  /// Call it after each optimizer step. Saves if this step is due. Returns false if the run should
+  /// end (see CheckpointOptions::preemption); it has then been saved.
   [[nodiscard]] bool step(int64_t step);
 
-  /// Saves now. Waits for the save before, if it has not ended yet. A save that fails is reported
-  /// on standard error, and by finish(); training can go on, and earlier checkpoints are intact.
+  /// Saves now. Waits for the previous save, if it has not ended yet. A save that fails is reported
+  /// on standard error, and by finish(); training can continue, and earlier checkpoints are intact.
   void save(int64_t step);
 
   /// Waits for the last save. An Error if any save has failed.

@@ -25,8 +25,8 @@ struct CallOptions {
   int64_t bucket = -1;          ///< shown on the board; -1: not a bucket
   double weight = 1;            ///< of this rank in a mean
   int tag = 0;                  ///< of a message
-  std::optional<std::chrono::milliseconds> timeout =
-      {};  ///< the communicator's own where not given
+  /// Default: the communicator's own.
+  std::optional<std::chrono::milliseconds> timeout = {};
 };
 
 /// What a communicator has done so far.
@@ -34,7 +34,7 @@ struct CommStats {
   int64_t calls = 0;
   int64_t all_reduces = 0;
   int64_t all_reduce_bytes = 0;  ///< of the buffers given
-  int64_t sent_bytes = 0;        ///< this rank's data that others had to get
+  int64_t sent_bytes = 0;        ///< data of this rank that others needed
   int64_t received_bytes = 0;
   int64_t inside_ns = 0;  ///< time the calling threads spent in calls, working or waiting
 };
@@ -42,28 +42,28 @@ struct CommStats {
 /// A call that was begun. Keeps its tensors alive. Destroyed before it is done, it aborts the
 /// communicator.
 ///
-/// On a GPU "done" is queued and not awaited: what the calling thread's current stream is given
-/// after wait() finds the result. advance() never holds that stream back, and so is not true
-/// before.
+/// On a GPU "done" means queued: work that is put on the calling thread's current stream after
+/// wait() sees the result. advance() never blocks that stream, and so returns false until the
+/// result is there.
 class Work {
  public:
   struct State;
-  Work();  ///< done already: for hooks that have done everything themselves
+  Work();  ///< already done: for hooks that have done everything themselves
   explicit Work(std::unique_ptr<State> state);
   ~Work();
   Work(Work&&) noexcept;
   Work& operator=(Work&&) noexcept;
 
-  /// Does what can be done without waiting; true when the tensor holds the result.
+  /// Does what can be done without waiting. Returns true once the tensor holds the result.
   bool advance();
   void wait();
 
-  /// When the GPU has the result, and the inputs of calls that were begun by the time the peers had
-  /// come. None before all that leads there is queued, nor where the host waits itself.
+  /// When the GPU has the result, and the inputs of calls that were begun before the peers arrived.
+  /// Empty until everything that leads there is queued, and if the host itself waits.
   std::optional<DeviceEvent> arrived() const;
 
-  /// This work, and `next` after it: it runs once, when the tensor holds the result, in the thread
-  /// that advances or waits and on its current stream. Both are done when it has run.
+  /// This work, followed by `next`, which runs once when the tensor holds the result, in the thread
+  /// that advances or waits and on its current stream. The returned work is done when it has run.
   [[nodiscard]] Work then(std::function<void()> next) &&;
 
  private:
@@ -72,19 +72,19 @@ class Work {
 
 /// The ranks that work together, and their collectives and messages. A handle: copies are the same
 /// communicator. All ranks make the same calls in the same order; each call is compared with the
-/// peers' before data moves and ends at its deadline with an Error that names who is missing.
+/// peers' before data moves, and ends at its deadline with an Error that names the missing ranks.
 ///
-/// Tensors are dense and contiguous. Those on the CPU go to the host's backend. Those on this
-/// rank's GPU go to the GPU's backend, in the order of the calling thread's current stream, and
-/// nothing waits for the GPU; where there is no such backend they go through the host's memory.
+/// Tensors are dense and contiguous. Those on the CPU go to the host backend. Those on this rank's
+/// GPU go to the GPU backend, in the order of the calling thread's current stream, and nothing
+/// waits for the GPU; without a GPU backend they go through the host's memory.
 class Communicator {
  public:
   /// A world of one.
   static Communicator self();
 
   /// Ranks as threads of this process: [rank]. For tests, and to try things out. On a GPU they
-  /// share it through the `ipc` backend; libtorch has one backward thread for each GPU, so that
-  /// calls inside backward need torch::autograd's multithreading off in each of the ranks' threads.
+  /// share it through the `ipc` backend; libtorch has one backward thread for each GPU, so calls
+  /// inside backward require autograd's multithreading to be off in each of the ranks' threads.
   static std::vector<Communicator> threads(int size, torch::Device device = torch::kCPU);
 
   Communicator(std::unique_ptr<Backend> backend, std::chrono::milliseconds timeout);
@@ -92,21 +92,21 @@ class Communicator {
 
   int rank() const;
   int size() const;
-  std::string_view backend() const;      ///< what serves this rank's device: "shm", "ipc"
+  std::string_view backend() const;      ///< that of this rank's device: "shm", "ipc"
   std::vector<int> world_ranks() const;  ///< [rank here] -> rank of the world
 
   /// Reduces in place; every rank gets the same bits, in every run.
   void all_reduce(const torch::Tensor& tensor, ReduceOp op = ReduceOp::kSum,
                   const CallOptions& options = {}) const;
 
-  /// The same, begun; other calls may be made before it is waited for. So are all `begin_` forms;
-  /// calls happen in the order in which they were begun.
+  /// The same, asynchronously: other calls may be made before it is waited for. This holds for all
+  /// `begin_` forms; calls happen in the order in which they were begun.
   [[nodiscard]] Work begin_all_reduce(const torch::Tensor& tensor, ReduceOp op = ReduceOp::kSum,
                                       const CallOptions& options = {}) const;
 
   void broadcast(const torch::Tensor& tensor, int root, const CallOptions& options = {}) const;
 
-  /// The root's tensor holds the reduction of all ranks' tensors; the others stay as they are.
+  /// The root's tensor holds the reduction of all ranks' tensors; the others do not change.
   void reduce(const torch::Tensor& tensor, int root, ReduceOp op = ReduceOp::kSum,
               const CallOptions& options = {}) const;
 
@@ -130,13 +130,13 @@ class Communicator {
   std::vector<torch::Tensor> all_gather(const torch::Tensor& input,
                                         const CallOptions& options = {}) const;
 
-  /// The root's output holds size() blocks of input's elements, by rank. The others' output is not
-  /// looked at, and may be undefined.
+  /// The root's output holds size() blocks of input's elements, by rank. The others' output is
+  /// ignored, and may be undefined.
   void gather(const torch::Tensor& output, const torch::Tensor& input, int root,
               const CallOptions& options = {}) const;
 
   /// The root's input holds size() blocks of output's elements; rank r gets the r-th. The others'
-  /// input is not looked at, and may be undefined.
+  /// input is ignored, and may be undefined.
   void scatter(const torch::Tensor& output, const torch::Tensor& input, int root,
                const CallOptions& options = {}) const;
 
@@ -172,16 +172,16 @@ class Communicator {
   std::vector<std::string> gather_text(std::string_view text, int root = 0,
                                        const CallOptions& options = {}) const;
 
-  /// Returns when all ranks have come. What a rank wrote before it, to memory that ranks share, all
-  /// ranks find after it (release and acquire); so it is with every collective that a rank has
+  /// Returns when all ranks have arrived. All ranks then see what any rank wrote before it to
+  /// shared memory (release and acquire). The same holds for every collective that a rank has
   /// waited for.
   void barrier(const CallOptions& options = {}) const;
 
-  /// The stream in whose order begun calls happen on this rank's GPU; none before the first, or
-  /// if they go through the host's memory.
+  /// The stream on which begun calls happen on this rank's GPU; empty before the first call, or if
+  /// calls go through the host's memory.
   std::optional<c10::Stream> side_stream() const;
 
-  /// Ranks of one color form a communicator of their own, ordered by (key, rank).
+  /// Ranks with the same color form a communicator, ordered by (key, rank).
   Communicator split(int color, int key, std::string_view name) const;
 
   /// A zeroed tensor in memory that peers can reach, so that collectives on it, or on parts of it,
@@ -192,22 +192,22 @@ class Communicator {
   /// Whether allocate_shared() works: the ranks share the memory of one host, or there is only one.
   bool can_share() const;
 
-  /// One zeroed CPU tensor that all ranks have in common: the same memory, mapped by each of them.
-  /// Collective: the same count and dtype on every rank. For what a host needs once, such as the
-  /// weights of a model. kBackend where ranks do not share memory, or for a GPU.
+  /// One zeroed CPU tensor shared by all ranks: the same memory, mapped by each of them.
+  /// Collective: the same count and dtype on every rank. For data that a host needs only once, such
+  /// as the weights of a model. kBackend if ranks do not share memory, or for a GPU.
   ///
-  /// Nothing orders the ranks' reads and writes but barrier() and other collectives. Each rank's
-  /// memory account is charged its share, bytes / size(): all shares together are what the host
-  /// gave. The memory is freed when no rank has a tensor of it any more.
+  /// Only barrier() and other collectives order the ranks' reads and writes. Each rank's memory
+  /// account is charged its share, bytes / size(), so the shares add up to the memory used. The
+  /// memory is freed when no rank has a tensor of it any more.
   torch::Tensor allocate_shared(int64_t count, const torch::TensorOptions& options) const;
 
-  /// This rank gives up: peers that wait for it, now or later, fail with this reason.
+  /// Gives up on behalf of this rank: peers that wait for it, now or later, fail with this reason.
   void abort(std::string_view reason) const;
 
   /// Shows calls on this page of a board from now on.
   void show_on(const BoardPage& page);
 
-  /// Shows calls nowhere from now on: for calls that happen behind the rank's own work.
+  /// Shows calls nowhere from now on: for calls that happen in the background.
   void hide();
 
   CommStats stats() const;

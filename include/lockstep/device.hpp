@@ -24,7 +24,7 @@ struct Traffic {
 };
 
 /// A logical device: a share of the machine's cores or of a GPU, with a worker thread, a memory
-/// account, a busy clock and random numbers of its own.
+/// account, a busy clock and its own random numbers.
 class Device : public std::enable_shared_from_this<Device> {
  public:
   /// Use Devices to make devices.
@@ -60,7 +60,7 @@ class Device : public std::enable_shared_from_this<Device> {
   void reset_peak_memory();
   int64_t capacity_bytes() const;  ///< of the hardware underneath
 
-  /// Gives this CPU device a memory of so many bytes: an allocation beyond it is an Error that says
+  /// Limits the memory of this CPU device: an allocation beyond it is an Error that says
   /// what is needed and what there is. 0: no limit.
   void set_memory_limit(int64_t bytes);
 

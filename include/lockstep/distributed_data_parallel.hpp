@@ -22,14 +22,14 @@ class FullyShardedDataParallel;
 
 /// How join() treats ranks that have run out of data.
 struct JoinOptions {
-  /// True: divide by the number of all ranks. False: only by that of the ranks that still have
+  /// True: divide by the number of all ranks. False: divide by the number of ranks that still have
   /// data.
   bool divide_by_initial_world_size = true;
   /// All ranks stop with an Error as soon as one rank runs out of data.
   bool throw_on_early_termination = false;
 };
 
-/// What NoSync works for: a wrapper that averages gradients, unless it is told to accumulate them.
+/// A wrapper that NoSync works with: it averages gradients unless it is told to accumulate them.
 class Accumulating {
  public:
   virtual ~Accumulating() = default;
@@ -121,12 +121,12 @@ class DistributedDataParallel {
 
   /// The trained module. Use it to evaluate: forward through DDP is collective.
   const std::shared_ptr<Module>& module() const { return module_; }
-  /// The module's parameters, each once: libtorch's own list has a shared one for each of its
-  /// owners, and torch::optim would update it as often.
+  /// The module's parameters, each listed once: libtorch lists a shared parameter once per owner,
+  /// and torch::optim would update it as often.
   std::vector<torch::Tensor> parameters() const { return sync_->parameters(); }
   auto named_parameters() const { return module_->named_parameters(); }
 
-  /// Those of the module.
+  /// Call the module's own.
   void train(bool on = true) { module_->train(on); }
   void eval() { module_->eval(); }
   bool is_training() const { return module_->is_training(); }
@@ -137,7 +137,7 @@ class DistributedDataParallel {
 
   /// Sets this rank's weight in the mean from now on; the default is 1. With its number of rows as
   /// the weight, uneven batches give the gradient of one large batch. Ranks may differ. With
-  /// virtual shards: the weight of the part that is computed, called inside backward_parts().
+  /// virtual shards, call it inside backward_parts(): it is the weight of the current part.
   void set_weight(double weight) { sync_->set_weight(weight); }
 
   /// Compares the trained parameters of all ranks by hash; throws kReplicasDiffer, which names the
@@ -184,9 +184,9 @@ class NoSync {
 };
 
 /// Runs `loop` on ranks that have different numbers of steps. A rank whose loop has ended takes
-/// part in the others' collectives until all loops have ended; then the weights of a rank that
-/// trained longest go to all, and not the state of its optimizer: weights that differ for that
-/// reason in later steps are refused (kReplicasDiffer). Collective.
+/// part in the others' collectives until all loops have ended. Then the weights of a rank that
+/// trained longest are sent to all, but not the state of its optimizer: if the weights differ in
+/// later steps for that reason, they are refused (kReplicasDiffer). Collective.
 template <class Module>
 void join(DistributedDataParallel<Module>& ddp, const std::function<void()>& loop,
           const JoinOptions& options = {}) {

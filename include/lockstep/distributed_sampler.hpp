@@ -15,7 +15,7 @@ struct SamplerOptions {
   int64_t seed = 0;
   bool drop_last = false;  ///< drop the last rows instead of repeating the first
 
-  /// As DdpOptions::virtual_shards: the rule is applied to so many parts instead of the ranks, and
+  /// As DdpOptions::virtual_shards: the rule is applied to these parts instead of the ranks, and
   /// a batch is the rows of this rank's parts, one part after the other. So each part of each step
   /// has the same rows on every number of ranks. 0: off.
   int64_t virtual_shards = 0;
@@ -44,7 +44,7 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
   DistributedSampler(int64_t rows, int ranks, int rank, const SamplerOptions& options = {});
 
   /// Call it before each epoch; otherwise every epoch has the same order. next_batch() does so
-  /// itself. The epoch that seek(), or a Checkpoint, went to goes on from its position.
+  /// itself. The epoch that seek() or a Checkpoint chose continues from its position.
   void set_epoch(int64_t epoch);
   int64_t epoch() const;
 
@@ -64,10 +64,10 @@ class DistributedSampler : public torch::data::samplers::Sampler<> {
   }
 
   /// How many rows of the epoch next_batch() or batches() has given to this rank. An Error if a
-  /// loader has taken rows and nobody counts which of them have reached the loop.
+  /// loader has taken rows and it is not counted which of them have reached the loop.
   int64_t position() const;
 
-  /// Goes on from there: the next batch, or the next loop over the loader, begins with that row.
+  /// Continues from there: the next batch, or the next loop over the loader, begins with that row.
   void seek(int64_t epoch, int64_t position);
 
   int64_t rows() const;

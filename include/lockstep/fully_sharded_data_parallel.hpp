@@ -19,8 +19,8 @@ namespace lockstep {
 /// What is divided over the data-parallel ranks: ZeRO's stages 1, 2 and 3.
 enum class ShardStage {
   kOptimizer = 1,   ///< the optimizer's state and master weights
-  kGradients = 2,   ///< the gradients too: a unit's are freed when they are averaged
-  kParameters = 3,  ///< the parameters too: a unit's are gathered when they are used
+  kGradients = 2,   ///< also the gradients: a unit's are freed once they are averaged
+  kParameters = 3,  ///< also the parameters: a unit's are gathered when they are used
 };
 
 /// How FullyShardedDataParallel divides a model.
@@ -35,15 +35,15 @@ struct ShardOptions {
 
   bool prefetch = true;  ///< begin to gather the unit that followed in the first step
 
-  /// One copy of the parameters for all ranks of a host, where the communicator can share memory.
-  /// Ranks update their own part of it in place, and nothing is gathered.
+  /// Keeps one copy of the parameters for all ranks of a host, if the communicator can share
+  /// memory. Ranks update their own part of it in place, and nothing is gathered.
   bool share_on_host = true;
 
   bool broadcast_buffers = true;  ///< send rank 0's buffers to all before a synchronised forward
   bool find_unused_parameters = false;  ///< the parameters in use may change from step to step
 
-  /// Shards, and so the optimizer's state and its work, are on the CPU although the model is on a
-  /// GPU.
+  /// Keeps the shards, and so the optimizer's state and its work, on the CPU although the model is
+  /// on a GPU.
   bool offload_optimizer = false;
 
   /// As DdpOptions::virtual_shards and part_threads: steps are made with backward_parts().
@@ -65,7 +65,7 @@ struct ShardStats {
 struct ShardUnit {
   std::string name;                     ///< of its first parameter's module
   std::vector<std::string> parameters;  ///< names
-  int64_t elements = 0;                 ///< including what fills it up to a multiple of the ranks
+  int64_t elements = 0;                 ///< including padding to a multiple of the ranks
   torch::ScalarType dtype = torch::kFloat;
   bool shared = false;  ///< one copy for all ranks of the host
 };
@@ -106,8 +106,8 @@ class ShardedModel final : public Accumulating {
   void gather_all();
   void release_all();
 
-  /// To be called before and after shards are written by anybody but an optimizer: other ranks may
-  /// still read them, and must then see the change. Collective.
+  /// Call these before and after anything but an optimizer writes to shards: other ranks may still
+  /// be reading them, and must see the change afterwards. Collective.
   void begin_change() const;
   void note_changed_shards();
 
@@ -127,11 +127,11 @@ class ShardedModel final : public Accumulating {
 /// Trains one module on many ranks, each of which keeps and updates one part of it: ZeRO, as
 /// torch.distributed.fsdp.FullyShardedDataParallel and ZeroRedundancyOptimizer do.
 ///
-///     lockstep::FullyShardedDataParallel fsdp(net, world.comm(), {.stage =
-///     ShardStage::kGradients}); lockstep::AdamW optimizer(fsdp.parameters());  // has state for
-///     this rank's shards only auto loss = torch::mse_loss(fsdp(x), y);       // gathers parameters
-///     as they are used loss.backward();                               // leaves the averaged
-///     gradients of the shards optimizer.step();
+///     lockstep::FullyShardedDataParallel fsdp(net, world.comm());
+///     lockstep::AdamW optimizer(fsdp.parameters());     // has state for this rank's shards only
+///     auto loss = torch::mse_loss(fsdp(x), y);          // gathers parameters as they are used
+///     loss.backward();                                  // leaves the shards' averaged gradients
+///     optimizer.step();
 ///
 /// Construction, forward and synchronised backward are collective. Any module works, without hooks
 /// or wrappers inside it: parameters are gathered when an operation is about to use them.
@@ -184,7 +184,7 @@ class FullyShardedDataParallel {
   }
   auto named_parameters() const { return sharded_->named_shards(); }
 
-  /// Those of the module.
+  /// Call the module's own.
   void train(bool on = true) { module_->train(on); }
   void eval() { module_->eval(); }
   bool is_training() const { return module_->is_training(); }
@@ -212,8 +212,8 @@ template <class Module>
 FullyShardedDataParallel(const torch::nn::ModuleHolder<Module>&, const Communicator&,
                          const ShardOptions&) -> FullyShardedDataParallel<Module>;
 
-/// Guard: the module's parameters are whole on every rank, to evaluate, save or change them, as
-/// FSDP's summon_full_params does. At its end each rank keeps its own part of what they are then.
+/// Guard: the module's parameters are whole on every rank, to evaluate, save or change them, as in
+/// FSDP's summon_full_params. When it ends, each rank keeps its own part of their values.
 /// Construction is collective.
 class GatheredParameters {
  public:

@@ -57,11 +57,11 @@ struct DdpOptions {
   CommHook hook = {};  ///< empty: the communicator's mean
   Nonfinite nonfinite = Nonfinite::kWarn;
 
-  /// Cuts every global batch into so many parts, a multiple of the number of ranks. Steps are then
-  /// made with backward_parts(), and weights are the same bits on every number of ranks that
-  /// divides it: see docs/same_bits.md. 0: off.
+  /// Cuts every global batch into this many parts, a multiple of the number of ranks. Steps are
+  /// then made with backward_parts(), and the weights are the same bits on every number of ranks
+  /// that divides it: see docs/same_bits.md. 0: off.
   int64_t virtual_shards = 0;
-  int part_threads = 1;  ///< compute a part; the same in every run that is to have the same bits
+  int part_threads = 1;  ///< threads that compute a part; the same in all runs that are compared
 };
 
 /// When a bucket was in flight in the last synchronised step. Times are monotonic_ns(); on a GPU
@@ -81,7 +81,7 @@ struct DdpStats {
   int64_t all_reduces = 0;           ///< of buckets
   int64_t bytes = 0;                 ///< of buckets
   int64_t communication_ns = 0;      ///< time in which at least one bucket was in flight
-  int64_t exposed_ns = 0;            ///< the part of it that the training thread or stream spent
+  int64_t exposed_ns = 0;            ///< the part for which the training thread or stream waited
   int64_t backward_started_ns = 0;   ///< of the last synchronised step
   int64_t backward_finished_ns = 0;  ///< when the last gradient of that step was ready
   std::vector<BucketTiming> last_step;

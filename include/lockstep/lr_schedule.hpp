@@ -8,8 +8,8 @@
 
 namespace lockstep {
 
-/// A learning rate after so many updates, for a group whose optimizer was made with `base_lr`. The
-/// functions below make the usual ones; any other will do.
+/// A learning rate after a number of updates, for a group whose optimizer was made with `base_lr`.
+/// The functions below make the usual ones; any other will do.
 using LrSchedule = std::function<double(int64_t updates, double base_lr)>;
 
 /// base_lr times `factor`.
@@ -63,7 +63,7 @@ class LrScheduler {
   };
   const State& state() const { return state_; }
 
-  /// Goes on from there; sets the rates.
+  /// Continues from there; sets the rates.
   void load(const State& state);
 
  private:

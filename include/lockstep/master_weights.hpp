@@ -56,7 +56,7 @@ class MasterWeights {
   void replace(const torch::Tensor& parameter, const torch::Tensor& shard,
                const torch::Tensor& master) const;
 
-  /// Puts the float32 weights back into the module, to save it or to go on in float32. Afterwards
+  /// Puts the float32 weights back into the module, to save it or to continue in float32. Then
   /// make a new optimizer.
   void restore(torch::nn::Module& module) const;
 

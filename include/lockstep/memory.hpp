@@ -38,7 +38,7 @@ class MemoryAccount {
   void set_limit(int64_t bytes) noexcept { limit_bytes_.store(bytes, std::memory_order_relaxed); }
   int64_t limit() const noexcept { return limit_bytes_.load(std::memory_order_relaxed); }
 
-  /// Throws kOutOfMemory, which names need and have, if so many more bytes would exceed the limit.
+  /// Throws kOutOfMemory, which names need and have, if this many more bytes exceed the limit.
   void require(int64_t bytes) const {
     const int64_t limit_bytes = limit();
     if (limit_bytes > 0 && usage().live_bytes + bytes > limit_bytes) refuse(bytes);

@@ -10,12 +10,12 @@
 
 namespace lockstep {
 
-/// Which rank writes a MetricsLog, and where it goes on.
+/// Which rank writes a MetricsLog, and where it resumes.
 struct MetricsLogOptions {
   int rank = 0;             ///< world.rank(). Only rank 0 writes; the calls of others do nothing.
   bool every_rank = false;  ///< each rank writes, to the folders rank0, rank1, …
 
-  /// The run goes on after this step, as Checkpoint::resume() returns it: later lines of an earlier
+  /// The run resumes after this step, as Checkpoint::resume() returns it: later lines of an earlier
   /// run are removed. Without it, steps must be later than those that the folder has.
   std::optional<int64_t> resumed_after = {};
 };

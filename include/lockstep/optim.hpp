@@ -32,7 +32,7 @@ struct StepExtras {
 
 /// Gradients as a GradScaler hands them to an optimizer.
 struct ScaledGradients {
-  /// What the gradients are still to be multiplied by; 1 where they are unscaled already.
+  /// Factor that the gradients must still be multiplied by; 1 if they are already unscaled.
   double inverse_scale = 1;
 
   /// The scale where only a GPU knows it: a float scalar to divide by. Undefined: inverse_scale is
@@ -72,7 +72,7 @@ class FusedOptimizer {
   /// Brings what only GPUs know, such as how many steps they did, into state(). Waits for them.
   virtual void collect_state() const = 0;
 
-  /// To be called after state() was written: the next step goes on from there.
+  /// Call it after writing state(): the next step continues from there.
   virtual void note_loaded_state() = 0;
 };
 

@@ -41,24 +41,24 @@ struct PipelineOptions {
   std::function<torch::Tensor(const torch::Tensor&, const torch::Tensor&)> loss = {};
   LossReduction reduction = LossReduction::kMean;
 
-  /// Returns how many terms the loss of a micro-batch is the mean of, given its target. kMean
-  /// weighs micro-batches, and the ranks of `data`, by it; empty: by rows. A loss that leaves out
-  /// targets needs it, such as cross_entropy with ignore_index: see count_targets(). Where it
-  /// returns 0 the loss is not computed. The calling thread calls it before a step, where the last
-  /// stage is.
+  /// Returns how many terms the loss of a micro-batch averages, given its target. kMean weighs
+  /// micro-batches, and the ranks of `data`, by it, or by rows if it is empty. A loss that leaves
+  /// out targets needs it, such as cross_entropy with ignore_index: see count_targets(). If it
+  /// returns 0, the loss is not computed. The calling thread calls it before a step, on the rank
+  /// with the last stage.
   std::function<double(const torch::Tensor& target)> loss_weight = {};
 
   /// Stages that keep only their input and recompute their forward before the backward.
   std::vector<int> recompute = {};
 
-  /// Ranks with the same stages and other rows. Gradients are averaged over them once per step,
+  /// Ranks with the same stages and different rows. Gradients are averaged over them once per step,
   /// weighted by rows or loss_weight, for each stage as soon as its last backward has ended.
   std::optional<Communicator> data = {};
   int64_t bucket_cap_bytes = int64_t{25} << 20;
 
   /// Divides each stage over the ranks of `data`, as FullyShardedDataParallel does. Gradients are
   /// whole on each rank until the stage's last backward of a step; in stage 3 of ZeRO each action
-  /// gathers parameters anew. Of its `units`, a stage uses those that it has.
+  /// gathers the parameters again. Of its `units`, a stage uses those that it has.
   std::optional<ShardOptions> shard = {};
   bool broadcast_buffers = true;  ///< from data rank 0, before each step
 
@@ -69,8 +69,8 @@ struct PipelineOptions {
   Nonfinite nonfinite = Nonfinite::kWarn;  ///< in gradients that `data` averages
 
   /// As DdpOptions::virtual_shards and part_threads. Every micro-batch is a part: this is the
-  /// number of micro-batches times that of the ranks of `data`. Weights are the same bits then for
-  /// every number of data ranks, and step() returns the loss over all of them: see
+  /// number of micro-batches times the number of ranks of `data`. The weights are then the same
+  /// bits for every number of data ranks, and step() returns the loss over all of them: see
   /// docs/same_bits.md.
   int64_t virtual_shards = 0;
   int part_threads = 1;
@@ -116,13 +116,13 @@ struct LinkStats {
   int64_t bytes = 0;
 };
 
-/// Trains a model in stages, each on a device of its own, with micro-batches flowing through them
-/// in the order of a schedule.
+/// Trains a model in stages, each on its own device, with micro-batches flowing through them in the
+/// order of a schedule.
 ///
 ///     auto stages = lockstep::split_stages(model, lockstep::cut_by_count(model->size(), 2));
-///     lockstep::Pipeline pipeline(stages, devices, lockstep::one_f_one_b(2, 8),
-///                                 {.loss = [](auto& out, auto& y) { return torch::mse_loss(out,
-///                                 y); }});
+///     lockstep::Pipeline pipeline(
+///         stages, devices, lockstep::one_f_one_b(2, 8),
+///         {.loss = [](auto& out, auto& y) { return torch::mse_loss(out, y); }});
 ///     lockstep::Sgd optimizer(pipeline.parameters(), {.lr = 0.1});
 ///     auto loss = pipeline.step(x, y);   // forward and backward of all micro-batches
 ///     optimizer.step();
@@ -163,15 +163,15 @@ class Pipeline {
   const torch::nn::Sequential& stage(int stage) const;  ///< a local one
   Device& device_of(int stage) const;                   ///< of a local stage
 
-  /// A local stage that is divided over the data axis, for GatheredParameters and a Checkpoint of
-  /// its own; nullptr if it is not.
+  /// A local stage that is divided over the data axis, for GatheredParameters and a separate
+  /// Checkpoint; nullptr if it is not divided.
   ShardedModel* sharded(int stage) const;
 
-  /// Those of the local stages, in order; with PipelineOptions::shard this rank's shards of them.
+  /// The parameters of the local stages, in order; with PipelineOptions::shard, this rank's shards.
   std::vector<torch::Tensor> parameters() const;
 
-  /// Runs `work(stage)` for each local stage on its device, on all devices at once, as for an
-  /// optimizer per stage. `name` appears in the timeline.
+  /// Runs `work(stage)` for each local stage on its device, on all devices in parallel: for an
+  /// optimizer per stage, for example. `name` appears in the timeline.
   void for_each_stage(const char* name, const std::function<void(int stage)>& work);
 
   /// As Device::random_position(), for the random numbers of the next step.

@@ -35,7 +35,7 @@ class RunMeter {
   /// Counts this synchronisation as communication from now on; it must outlive the meter.
   void watch(const GradientSync& sync) { sync_ = &sync; }
 
-  /// The loop goes on after so many steps of an earlier process. The board and injected faults
+  /// The loop continues after this many steps of an earlier process. The board and injected faults
   /// count from there, and warm-up is that of the remaining steps. Call it before the first step.
   void resume_after(int64_t steps_done);
 

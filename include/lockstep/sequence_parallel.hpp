@@ -13,7 +13,7 @@
 #include "lockstep/communicator.hpp"
 #include "lockstep/tensor_parallel.hpp"
 
-// Sequence parallelism beside tensor parallelism: what lies outside a pair of ColumnLinear and
+// Sequence parallelism on top of tensor parallelism: what is outside a pair of ColumnLinear and
 // RowLinear (norm, dropout, residual) works on this rank's slice of the sequence. A slice is
 // [..., positions / ranks, features]. The number of positions must be a multiple of the ranks.
 
@@ -55,7 +55,7 @@ class ParallelLayerNormImpl : public torch::nn::Module, public OnTensorAxis {
 };
 TORCH_MODULE(ParallelLayerNorm);
 
-/// Dropout beside layers of a tensor axis. Every rank draws the mask of the whole tensor and
+/// Dropout next to layers of a tensor axis. Every rank draws the mask of the whole tensor and
 /// applies its own part of it. So masks are those of one device, and what all ranks have whole
 /// stays the same on all of them. For that, the ranks of the axis must draw the same random
 /// numbers: seed them alike. Masks are compared in calls 1, 2, 4, 8 and so on; a difference is an

@@ -9,9 +9,9 @@
 
 namespace lockstep {
 
-/// A weight that two stages of a pipeline over ranks share, as a language model's first stage has
-/// its token embedding and its last stage an output layer with the same weight. Each stage has a
-/// copy. The copies stay the same to the bit if their gradients are summed before each update:
+/// A weight that two stages of a pipeline over ranks share, such as a language model's token
+/// embedding in the first stage and the output layer in the last. Each stage has a copy. The copies
+/// stay the same to the bit if their gradients are summed before each update:
 ///
 ///     lockstep::TiedWeight tied(mesh.axis("pp"), 0, stages - 1, copy);   // undefined in between
 ///     pipeline.step(x, y);
@@ -25,9 +25,9 @@ class TiedWeight {
   /// ranks pass an undefined tensor. Collective.
   TiedWeight(const Communicator& axis, int first, int second, const torch::Tensor& copy);
 
-  /// Both copies get the sum of their gradients. A copy without one counts as zeros; where neither
-  /// has one, nothing is done. In calls 1, 2, 4, 8 and so on copies that differ are refused
-  /// (kReplicasDiffer). Collective over the two ranks; does nothing on the others.
+  /// Gives both copies the sum of their gradients. A copy without one counts as zeros; if neither
+  /// has one, nothing happens. The copies are compared in calls 1, 2, 4, 8 and so on, and refused
+  /// if they differ (kReplicasDiffer). Collective over the two ranks; does nothing on the others.
   void sum_gradients() const;
 
  private:

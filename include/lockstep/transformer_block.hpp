@@ -29,8 +29,8 @@ struct TransformerBlockOptions {
 /// A causal transformer block as GPT-2's: attention with fused q, k, v, then an MLP with GELU
 /// (tanh). Both read a normalised copy of the stream and add to it.
 ///
-///     lockstep::TransformerBlock whole(lockstep::TransformerBlockOptions{.width = 768, .heads =
-///     12}); lockstep::TransformerBlock block(whole, mesh.axis("tp"), /*sequence_parallel=*/true);
+///     lockstep::TransformerBlock whole(TransformerBlockOptions{.width = 768, .heads = 12});
+///     lockstep::TransformerBlock block(whole, mesh.axis("tp"), /*sequence_parallel=*/true);
 ///     x = block(x);                                       // [batch, positions, width]
 ///
 /// Over several ranks heads and the MLP's features are divided; heads that do not divide evenly are

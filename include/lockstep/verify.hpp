@@ -15,15 +15,15 @@ namespace lockstep {
 /// the functions below do nothing.
 void verify_model(const torch::nn::Module& module);
 
-/// Gives a parameter its name in the whole model, where a rank's module has it under another. To be
-/// called before a wrapper or verify_model() sees the parameter.
+/// Gives a parameter its name in the whole model, if a rank's module has it under another. Call it
+/// before a wrapper or verify_model() sees the parameter.
 void verify_name(const torch::Tensor& parameter, const std::string& name);
 
 /// Records one update. lockstep's optimizers and GradScaler do so themselves; a program calls it
 /// after step() of an optimizer of torch::optim, and before zero_grad().
 void verify_step(const torch::optim::Optimizer& optimizer);
 
-/// Records the loss of the update that was made last. RunMeter does so itself.
+/// Records the loss of the last update. RunMeter does so itself.
 void verify_loss(const torch::Tensor& loss);
 
 namespace detail {
@@ -31,7 +31,7 @@ namespace detail {
 /// Whether this process runs under `lockstep verify`.
 bool is_verified();
 
-/// Notes which rows a forward is given: wrappers call it.
+/// Records which rows a forward is given; wrappers call it.
 void verify_rows(const std::vector<torch::Tensor>& inputs);
 
 }  // namespace detail

@@ -11,17 +11,17 @@ namespace lockstep {
 class GradScaler;
 
 /// One of the virtual shards of a step: see docs/same_bits.md. The global batch is always cut into
-/// `count` parts, whatever the number of ranks, and each rank computes `local_count` of them that
-/// follow each other.
+/// `count` parts, whatever the number of ranks, and each rank computes `local_count` consecutive
+/// parts.
 struct BatchPart {
-  int64_t index = 0;  ///< of all: what a rank's number is where each part has a rank of its own
+  int64_t index = 0;  ///< among all parts: the rank's number if there is one rank per part
   int64_t count = 1;
   int64_t local_index = 0;  ///< of this rank's
   int64_t local_count = 1;
 
   /// This part's rows (dimension 0) of the rows that this rank has in a step, as a copy. An Error
-  /// (kSplit) if these rows cannot be divided evenly: another number of ranks would divide them
-  /// otherwise.
+  /// (kSplit) if these rows cannot be divided evenly, since another number of ranks would divide
+  /// them differently.
   torch::Tensor rows_of(const torch::Tensor& rank_rows) const;
 };
 

@@ -36,10 +36,10 @@ struct WeightAverageOptions {
 ///       evaluate(net);                    // with the averages
 ///     }                                   // the weights are back
 ///
-/// Under MasterWeights it averages the float32 weights; make it after them. Ranks with the same
-/// weights have the same averages, so nothing is sent; a rank with a part of the model averages its
-/// part, as of a FullyShardedDataParallel its shards; UseAverage is collective then. What is
-/// averaged must outlive it. Checkpoint::add() saves it.
+/// Under MasterWeights it averages the float32 weights; construct it after them. Ranks with the
+/// same weights have the same averages, so nothing is sent. A rank with a part of the model, such
+/// as the shards of a FullyShardedDataParallel, averages that part; UseAverage is then collective.
+/// The model must outlive the average. Checkpoint::add() saves it.
 class WeightAverage {
  public:
   explicit WeightAverage(torch::nn::Module& module, const WeightAverageOptions& options = {});
@@ -67,7 +67,7 @@ class WeightAverage {
   };
   const std::vector<Entry>& entries() const;
 
-  /// Goes on after so many updates, with the averages that entries() have now.
+  /// Continues after this many updates, with the averages that entries() have now.
   void set_updates(int64_t updates);
 
  private:
@@ -78,8 +78,8 @@ class WeightAverage {
   std::unique_ptr<State> state_;
 };
 
-/// Guard: the module has the averages in place of its weights, to evaluate or to save them. Between
-/// its beginning and its end the module must not be trained.
+/// Guard: the module has the averages in place of its weights, to evaluate or to save them. The
+/// module must not be trained while the guard lives.
 class UseAverage {
  public:
   explicit UseAverage(WeightAverage& average);

@@ -15,24 +15,24 @@ namespace lockstep {
 /// Where this rank computes, and how it communicates.
 struct WorldOptions {
   /// --devices: the logical devices of this host. Of L ranks on it the one with local rank r takes
-  /// device r, and where it has several also r + L, r + 2 L, … Empty: the host's GPUs, which
-  /// ranks share where there are too few; without any the cores, divided among all ranks.
+  /// device r and, if it has several, also r + L, r + 2 L, … Empty: the host's GPUs, which ranks
+  /// share if there are too few; without GPUs the cores, divided among all ranks.
   std::string devices = {};
-  /// Of each rank, for models whose stages lie on devices of their own.
+  /// Number of devices per rank, for models with several stages on each.
   int devices_per_rank = 1;
   /// auto, self, shm, gloo, two_level, mpi, nccl or ipc. auto: self for one rank, shm on one host,
-  /// two_level on several; on top of these, for ranks on GPUs, nccl where each has its own, ipc
-  /// where ranks of one host share one. mpi, for ranks that mpirun or srun --mpi=pmix started, is
-  /// never chosen by itself. Asked for by name, shm, gloo, two_level and mpi take GPU tensors
+  /// two_level on several; on top of these, for ranks on GPUs, nccl if each has its own, ipc if
+  /// ranks of one host share one. mpi, for ranks that mpirun or srun --mpi=pmix started, is never
+  /// chosen automatically. If requested by name, shm, gloo, two_level and mpi take GPU tensors
   /// through the host's memory.
   std::string backend = "auto";
-  /// Of every wait for other ranks; LOCKSTEP_TIMEOUT_S, or five minutes, where not given.
+  /// Timeout of every wait for other ranks. Default: LOCKSTEP_TIMEOUT_S, or five minutes.
   std::optional<std::chrono::milliseconds> timeout = {};
 };
 
-/// This process among all that train together: its rank, its devices, its communicator.
-/// The same program is a world of one when started alone, and of many under `lockstep run`,
-/// torchrun, mpirun or srun.
+/// This process among all that train together: its rank, its devices, its communicator. A program
+/// that is started directly is a world of one; under `lockstep run`, torchrun, mpirun or srun the
+/// same program is one rank of many.
 class World {
  public:
   static World from_env(const WorldOptions& options = {});
@@ -45,13 +45,13 @@ class World {
   int local_rank() const { return environment().local_rank; }
   const RankEnvironment& environment() const;
 
-  /// This rank's logical devices, as many as WorldOptions::devices_per_rank.
+  /// This rank's logical devices: WorldOptions::devices_per_rank of them.
   const Devices& devices() const;
   Device& device() const { return devices()[0]; }  ///< the first, or only one
 
   const Communicator& comm() const;
 
-  /// This rank's page of the launcher's board; nothing without one.
+  /// This rank's page of the launcher's board; empty without a board.
   const std::optional<BoardPage>& board_page() const;
 
  private:

@@ -8,7 +8,7 @@
 #include <numeric>
 #include <thread>
 
-#include "base/number_list.hpp"
+#include "base/lists.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {

@@ -16,7 +16,7 @@
 #include <optional>
 #include <thread>
 
-#include "base/split_list.hpp"
+#include "base/lists.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {

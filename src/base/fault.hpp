@@ -5,7 +5,7 @@
 #include <string_view>
 #include <vector>
 
-// Faults on purpose: `lockstep run --inject` provokes them in one rank, for tests and lectures.
+// Injected faults: `lockstep run --inject` causes them in one rank, for tests and lectures.
 
 namespace lockstep {
 

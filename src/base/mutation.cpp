@@ -79,12 +79,12 @@ constexpr std::array kMutations = {
 Mutation mutation_of_environment() {
   const char* name = std::getenv(kMutateVariable);
   if (name == nullptr || *name == '\0') return kNone;
-  // A bug on purpose must never reach a run whose numbers anybody uses.
+  // A planted bug must never reach a run whose results are used.
   const char* recording = std::getenv(kVerifyFolderVariable);
   if (recording == nullptr || *recording == '\0') {
     throw Error(
         Code::kUsage,
-        fmt::format("{} is set, which plants the bug \"{}\", and nobody verifies this run",
+        fmt::format("{} is set, which plants the bug \"{}\", but this run is not verified",
                     kMutateVariable, name),
         fmt::format("unset {}: `lockstep verify --mutate` sets it by itself", kMutateVariable));
   }

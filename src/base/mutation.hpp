@@ -5,12 +5,12 @@
 #include <string>
 #include <string_view>
 
-// Bugs on purpose: `lockstep verify --mutate` plants one of them in a run and must find it.
+// Planted bugs: `lockstep verify --mutate` plants one of them in a run and must find it.
 
 namespace lockstep {
 
-/// A bug that lockstep can be told to have. Each is a change of what the library does, at the one
-/// place that asks is_planted() for it.
+/// A bug that can be planted in lockstep. Each changes what the library does at the one point that
+/// asks is_planted() for it.
 enum class Mutation {
   kNone,
   kMeanNotDivided,

@@ -25,7 +25,7 @@
 #include <typeinfo>
 
 #include "base/file.hpp"
-#include "base/split_list.hpp"
+#include "base/lists.hpp"
 #include "lockstep/detail/board.hpp"
 #include "lockstep/error.hpp"
 

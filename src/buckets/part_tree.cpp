@@ -19,12 +19,12 @@ int64_t middle_of(const PartRange& node) {
 
 PartTree::PartTree(int64_t parts, int ranks) : parts_(parts), ranks_(ranks) {
   if (parts >= 1 && parts % ranks == 0) return;
-  throw Error(
-      Code::kUsage,
-      fmt::format("{} cannot be divided over {}", counted(parts, "virtual shard"),
-                  counted(ranks, "rank")),
-      "choose a number that every number of ranks divides which the run shall have, such as "
-      "8 for 1, 2, 4 and 8, or 12 for 1, 2, 3, 4, 6 and 12");
+  throw Error(Code::kUsage,
+              fmt::format("{} cannot be divided over {}", counted(parts, "virtual shard"),
+                          counted(ranks, "rank")),
+              "choose a multiple of every number of ranks that you will use, such as 8 for 1, 2, 4 "
+              "and 8, or "
+              "12 for 1, 2, 3, 4, 6 and 12");
 }
 
 PartRange PartTree::parts_of(int rank) const {

@@ -141,7 +141,7 @@ void NonfiniteGradients::look_on_gpu(const std::vector<torch::Tensor>& gradients
   const torch::Tensor first =
       torch::empty({}, torch::TensorOptions(torch::kInt).pinned_memory(true));
   first.copy_(scan.first, /*non_blocking=*/true);
-  pending_.push_back({step_, first, DeviceEvent::now(gradients.front().device())});
+  checks_.push_back({step_, first, DeviceEvent::now(gradients.front().device())});
 }
 
 #else
@@ -152,9 +152,9 @@ void NonfiniteGradients::look_on_gpu(const std::vector<torch::Tensor>&,
 #endif
 
 void NonfiniteGradients::settle() {
-  while (!pending_.empty() && pending_.front().done.reached()) {
-    const Pending oldest = pending_.front();
-    pending_.pop_front();
+  while (!checks_.empty() && checks_.front().done.reached()) {
+    const Check oldest = checks_.front();
+    checks_.pop_front();
     const auto first = oldest.first.item<int32_t>();
     if (first >= 0) report(static_cast<size_t>(first), oldest.step);
   }

@@ -43,7 +43,7 @@ class NonfiniteGradients {
 
  private:
   // What a GPU finds in one bucket.
-  struct Pending {
+  struct Check {
     int64_t step = 0;
     torch::Tensor first;  // in pinned memory: the first such parameter, or -1
     DeviceEvent done;
@@ -66,7 +66,7 @@ class NonfiniteGradients {
   int64_t reported_step_ = 0;  // the last step with a finding
   int64_t warnings_due_ = 0;   // steps that this rank spoiled
   bool told_of_weights_ = false;
-  std::deque<Pending> pending_;  // in the order of launch
+  std::deque<Check> checks_;  // in the order of launch
 };
 
 }  // namespace lockstep

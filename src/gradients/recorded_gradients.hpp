@@ -10,7 +10,7 @@
 
 namespace lockstep {
 
-/// Tells `lockstep verify` what this rank puts into the average of a bucket.
+/// Records for `lockstep verify` what this rank contributes to the average of a bucket.
 void record_local(const GradientBuckets& buckets, size_t bucket,
                   std::span<const TrainedParameter> parameters, double weight);
 

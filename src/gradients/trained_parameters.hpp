@@ -20,7 +20,7 @@ struct TrainedParameter {
 /// The trained parameters, each once: libtorch lists a shared one for each of its owners.
 std::vector<TrainedParameter> trained_in(const torch::nn::Module& module);
 
-/// Whether a trained parameter was found under several names. Known only while a bug is planted.
+/// Whether a trained parameter was found under several names. Known only if a bug is planted.
 bool is_tied(const torch::Tensor& parameter);
 
 /// What a parameter looked like when its gradients began to be averaged.

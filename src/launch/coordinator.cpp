@@ -226,12 +226,12 @@ void Coordinator::begin_attempt(Hub& hub) {
   }
 }
 
-// Nodes that asked for no place get a free one, by order of arrival, and keep it. In an attempt the
-// nodes are numbered by their places, without gaps. Node 0 comes first: rank 0, which alone
+// A node that asked for no rank gets a free one, in order of arrival, and keeps it. In an attempt
+// the nodes are renumbered in that order, without gaps. Node 0 comes first: rank 0, which alone
 // publishes checkpoints, is always on the host that decides who takes part.
 std::vector<Coordinator::Node*> Coordinator::assign_node_ranks() {
   std::set<int> free;
-  for (int place = 0; place < options_.nnodes.most; ++place) free.insert(place);
+  for (int rank = 0; rank < options_.nnodes.most; ++rank) free.insert(rank);
   for (const Node& node : nodes_) free.erase(node.offer.node_rank);
   std::vector<Node*> members;
   for (Node& node : nodes_) {

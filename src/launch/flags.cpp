@@ -6,7 +6,7 @@
 #include <charconv>
 #include <cmath>
 
-#include "base/number_list.hpp"
+#include "base/lists.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -34,7 +34,7 @@ constexpr std::array kFlags = {
              "PET_NNODES"},
     FlagInfo{"node-rank", "", "N", "which host this is (default: by order of arrival)", kHosts,
              "PET_NODE_RANK"},
-    FlagInfo{"rdzv-endpoint", "", "HOST[:PORT]", "where the hosts meet: host 0", kHosts,
+    FlagInfo{"rdzv-endpoint", "", "HOST[:PORT]", "the hosts' rendezvous, on host 0", kHosts,
              "PET_RDZV_ENDPOINT"},
     FlagInfo{"rdzv-id", "", "NAME", "name of the job; others are refused (default: none)", kHosts,
              "PET_RDZV_ID"},

@@ -187,7 +187,7 @@ AttemptResult run_attempt(const LaunchPlan& plan, const std::string& program, co
 }
 
 // "host 1 of 3, ranks 4 to 7 of 12".
-std::string place_of(const JobLayout& layout, int local_world_size) {
+std::string host_and_ranks(const JobLayout& layout, int local_world_size) {
   const int first = layout.first_rank();
   return fmt::format("host {} of {}, ranks {} to {} of {}", layout.node_rank, layout.hosts.size(),
                      first, first + local_world_size - 1, layout.world_size());
@@ -197,7 +197,7 @@ void announce(const LaunchPlan& plan, const Hosts& hosts, Console& console) {
   for (const auto& note : plan.notes) console.message("lockstep: " + note);
   if (plan.quiet) return;
   std::string line = start_line(plan);
-  if (hosts.link() != nullptr) line += "; " + place_of(hosts.layout(), plan.local_world_size);
+  if (hosts.link() != nullptr) line += "; " + host_and_ranks(hosts.layout(), plan.local_world_size);
   console.message(line);
 }
 
@@ -206,7 +206,7 @@ void announce_restart(const LaunchPlan& plan, const Hosts& hosts, Console& conso
   const JobLayout& layout = hosts.layout();
   console.message(fmt::format("lockstep: restart {} begins on {}; {}", layout.attempt,
                               fmt::join(layout.hosts, ", "),
-                              place_of(layout, plan.local_world_size)));
+                              host_and_ranks(layout, plan.local_world_size)));
 }
 
 // The job needed a further attempt, and there were not enough hosts for it.

@@ -6,9 +6,7 @@
 #include <filesystem>
 
 #include "base/counted.hpp"
-#include "base/number_list.hpp"
-#include "base/split_list.hpp"
-#include "launch/plan_hosts.hpp"
+#include "base/lists.hpp"
 #include "launch/plan_reader.hpp"
 #include "launch/signals.hpp"
 #include "lockstep/error.hpp"

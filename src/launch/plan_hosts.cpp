@@ -1,11 +1,10 @@
-#include "launch/plan_hosts.hpp"
+#include "launch/plan_reader.hpp"
 
 #include <fmt/format.h>
 
 #include <algorithm>
 
-#include "base/number_list.hpp"
-#include "base/split_list.hpp"
+#include "base/lists.hpp"
 #include "lockstep/error.hpp"
 #include "net/socket.hpp"
 
@@ -134,7 +133,7 @@ void plan_rendezvous(PlanReader& reader, LaunchPlan& plan) {
   const Setting* backend = reader.find("rdzv-backend");
   if (backend != nullptr && backend->text != "static" && backend->text != "c10d") {
     PlanReader::fail(*backend, "is not a rendezvous that lockstep knows",
-                     "leave it out: the launchers meet at --rdzv-endpoint anyway");
+                     "leave it out: the launchers rendezvous at --rdzv-endpoint anyway");
   }
   plan.job_id = reader.text("rdzv-id", "job", "none");
   const Setting* rank = reader.find("node-rank");

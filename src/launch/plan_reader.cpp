@@ -2,7 +2,7 @@
 
 #include <fmt/format.h>
 
-#include "base/number_list.hpp"
+#include "base/lists.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {

@@ -13,7 +13,7 @@ namespace lockstep {
 
 /// What one host's launcher contributes to a job of several hosts.
 struct NodeOffer {
-  int node_rank = -1;  ///< this host's place among the others; -1: by order of arrival
+  int node_rank = -1;  ///< this host's number; -1: by order of arrival
   int local_world_size = 1;
   std::string host;     ///< this host's name, for messages
   int master_port = 0;  ///< free on this host; node 0's becomes MASTER_PORT

@@ -56,7 +56,7 @@ struct RefusedMessage {
 /// From node 0, to hosts that wait for an attempt.
 struct StatusMessage {
   int running = 0;  ///< hosts of the running attempt; 0 between attempts
-  std::vector<std::pair<int, std::string>> present;  ///< waiting: place (-1: none yet) and host
+  std::vector<std::pair<int, std::string>> present;  ///< waiting: node rank (-1: none yet) and host
   std::vector<std::string> lost;                     ///< since the last attempt began: who, and why
   std::vector<std::string> turned_away;              ///< who, and why
 };

@@ -9,9 +9,9 @@
 #include <array>
 #include <set>
 
-#include "base/number_list.hpp"
+#include "base/lists.hpp"
 #include "launch/flags.hpp"
-#include "launch/stall.hpp"
+#include "launch/progress.hpp"
 #include "lockstep/detail/board.hpp"
 #include "lockstep/units.hpp"
 
@@ -72,10 +72,10 @@ Trail follow_blame(const std::vector<RankView>& views, const RankView& first) {
   while (ended_badly(*trail.last)) {
     const int blamed = blamed_by(*trail.last);
     if (blamed < 0) break;
-    const auto met = std::find_if(path.begin(), path.end(),
-                                  [blamed](const RankView* view) { return view->rank == blamed; });
-    if (met != path.end()) {
-      trail.cycle.assign(met, path.end());
+    const auto repeated = std::find_if(
+        path.begin(), path.end(), [blamed](const RankView* view) { return view->rank == blamed; });
+    if (repeated != path.end()) {
+      trail.cycle.assign(repeated, path.end());
       break;
     }
     trail.root = blamed;
@@ -323,7 +323,7 @@ RootCause find_root_cause(const std::vector<RankView>& views, bool out_of_memory
     root_cause.rank = trail.root;
     root_cause.cause = cause_of(*trail.last, out_of_memory);
     // A culprit that has not ended, or ended well, has no exit code that tells of the failure. Its
-    // victims exit with 2 if the ranks never met, which means a faulty request; this is none.
+    // victims exit with 2 if the rendezvous failed, which means a faulty request; this is none.
     if (root_cause.before_rendezvous) root_cause.exit_code = 1;
     if (ended_badly(*trail.last)) root_cause.exit_code = trail.last->end->exit_code();
   }

@@ -43,7 +43,7 @@ struct RootCause {
   Cause cause = Cause::kExit;
   int rank = -1;  ///< at fault, in the world; kDisagreement: the first of those that disagree
   int first_failure = -1;  ///< first rank of this host to end badly: at fault itself, or a victim
-  bool before_rendezvous = false;  ///< the ranks had not met yet
+  bool before_rendezvous = false;  ///< the rendezvous was not complete
   int exit_code = 1;
   std::vector<int> gave_up;  ///< other ranks that ended badly by themselves
   std::vector<int> running;  ///< other ranks that are still alive and must be stopped

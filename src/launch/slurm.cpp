@@ -4,14 +4,14 @@
 
 #include <algorithm>
 
-#include "base/number_list.hpp"
+#include "base/lists.hpp"
 #include "base/slurm_lists.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
 namespace {
 
-// Ranks of the same step meet at slurm_port(..., 0): see rank_environment.cpp.
+// The rendezvous of a step's ranks is at slurm_port(..., 0): see rank_environment.cpp.
 constexpr int kLaunchersOffset = 1;
 
 // The step of the shell that salloc starts on the first node if LaunchParameters contains

@@ -4,7 +4,7 @@
 
 #include <map>
 
-#include "base/number_list.hpp"
+#include "base/lists.hpp"
 #include "launch/flags.hpp"
 
 namespace lockstep {

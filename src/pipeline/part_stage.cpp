@@ -15,8 +15,8 @@
 namespace lockstep {
 namespace {
 
-/// Takes the gradients of each micro-batch away when its backward has ended, and puts back the mean
-/// of all parts after the last one: in every step, whether it is synchronised or not.
+/// Moves the gradients of each micro-batch away when its backward has ended, and puts back the mean
+/// of all parts after the last one, in every step, whether it is synchronised or not.
 class PartStage final : public ReplicatedStage {
  public:
   PartStage(int stage, torch::nn::Sequential module, const Communicator& comm,

@@ -50,7 +50,7 @@ double least_peak(const std::vector<double>& sums, size_t stages) {
     size_t cut = count - 1;
     for (size_t end = count; end < sums.size(); ++end) {
       // A later cut makes the stages before it cost more and the one after it less: the best cut is
-      // where the two meet, and it only moves forward as `end` does.
+      // where the two cross, and it only moves forward as `end` does.
       const auto peak = [&](size_t at) { return std::max(best[at], sums[end] - sums[at]); };
       while (cut + 1 < end && peak(cut + 1) <= peak(cut)) ++cut;
       next[end] = peak(cut);

@@ -211,11 +211,11 @@ void require_whole(const Schedule& schedule,
   if (rank == schedule.ranks()) return;
   // A rank that waits does so for one that waits too: following them leads into a cycle.
   std::vector<Wait> cycle;
-  const auto met = [&] {
+  const auto repeated = [&] {
     return std::find_if(cycle.begin(), cycle.end(), [&](const Wait& w) { return w.rank == rank; });
   };
-  for (; met() == cycle.end(); rank = cycle.back().on_rank) cycle.push_back(waits.of(rank));
-  cycle.erase(cycle.begin(), met());
+  for (; repeated() == cycle.end(); rank = cycle.back().on_rank) cycle.push_back(waits.of(rank));
+  cycle.erase(cycle.begin(), repeated());
   if (cycle.size() == 1) {
     refuse(schedule, describe(cycle.front()) + ", but its own list has them in the opposite order",
            "in a rank's list, put an action after those it needs");

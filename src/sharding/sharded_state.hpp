@@ -55,12 +55,12 @@ struct ShardedUnit {
 /// these, which no hook reports. So they count as stale after each averaged backward, in every
 /// evaluation until the next forward that trains, when that one begins (there may have been an
 /// evaluation before the update), and whenever a shard's version or first element has changed when
-/// a forward begins. All ranks run one program,
-/// so all come to the same decision; if they do not, their collectives differ, which is an Error.
+/// a forward begins. All ranks run one program, so all come to the same decision; if they do not,
+/// their collectives differ, which is an Error.
 ///
-/// Note [Evaluation before an update] Where ranks share parameters, one that has evaluated and goes
-/// on to the update would write what others still read. So evaluations that may be followed by an
-/// update end together.
+/// Note [Evaluation before an update] If ranks share parameters, a rank that has evaluated and then
+/// updates would write what others still read. So evaluations that may be followed by an update end
+/// together.
 ///
 /// Note [Which unit is released] When an operation uses a unit, all units of other groups are
 /// released, except those that the first step used next. Only an outermost operation does so: one

@@ -81,8 +81,8 @@ TEST_F(RefusalTest, AnotherOptimizerIsNamed) {
 
 TEST_F(RefusalTest, AParameterWithoutANameIsRefused) {
   auto net = two_layers();
-  auto stranger = two_layers();
-  Adam optimizer(stranger->parameters());
+  auto other = two_layers();
+  Adam optimizer(other->parameters());
   Checkpoint checkpoint(folder_);
   checkpoint.add("optimizer", optimizer, *net);
   expect_error(Code::kUsage, {"optimizer", "its module does not have"},

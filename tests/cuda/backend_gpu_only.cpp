@@ -60,7 +60,7 @@ using GpuBackends = BackendTest;
 
 // Inside registered memory, at offsets that are aligned, aligned alike on all ranks, and not alike;
 // what lies around stays as it was.
-TEST_P(GpuBackends, AllReduceWritesExactlyItsPartOfReachableMemory) {
+TEST_P(GpuBackends, AllReduceWritesExactlyItsPartOfRegisteredMemory) {
   const auto check = [](Rank& rank, int64_t count) {
     constexpr int64_t kRoom = 64;
     const auto memory = view_of(rank).gpu().allocate((count + 2 * kRoom) * 4, on_stream(rank));

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "base/number_list.hpp"
+#include "base/lists.hpp"
 #include "fuzz.hpp"
 #include "lockstep/device_plan.hpp"
 

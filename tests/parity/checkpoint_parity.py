@@ -11,15 +11,11 @@ import subprocess
 import sys
 import tempfile
 
-try:
-    import torch
-except ImportError:
-    print("SKIP: this python3 has no torch to compare with (apt-get install python3-torch)")
-    sys.exit(77)
+from oracle import torch
 
 TRAIN, LOCKSTEP, SOURCE = sys.argv[1:]
 sys.path.insert(0, os.path.join(SOURCE, "scripts"))
-import lockstep_checkpoint  # noqa: E402
+import lockstep_checkpoint
 
 OPTIMIZERS = {
     "Sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.01),

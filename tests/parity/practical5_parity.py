@@ -13,14 +13,8 @@ import subprocess
 import sys
 import tempfile
 
-try:
-    import torch
-except ImportError:
-    print("SKIP: this python3 has no torch to compare with (apt-get install python3-torch)")
-    sys.exit(77)
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import safetensors_io  # noqa: E402
+from oracle import torch
+import safetensors_io
 
 STEPS, DIM, HIDDEN, DEPTH, LR = 20, 24, 40, 2, 0.05
 SPECS = ("cpu:1", "cpu:2", "cpu:3", "cpu:5", "cpu:7")

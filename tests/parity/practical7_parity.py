@@ -10,14 +10,8 @@ import os
 import sys
 import tempfile
 
-try:
-    import torch  # noqa: F401
-except ImportError:
-    print("SKIP: this python3 has no torch to compare with (apt-get install python3-torch)")
-    sys.exit(77)
-
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from course_job import MLP, PEER, Job, check, require_trained  # noqa: E402
+import oracle  # noqa: F401
+from course_job import MLP, PEER, Job, check, require_trained
 
 BIN = sys.argv[1]
 CUDA = sys.argv[3:] == ["cuda"]

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lockstep/lockstep.hpp"
+#include "wave.hpp"
 
 namespace {
 
@@ -15,14 +16,6 @@ using lockstep::Communicator;
 using lockstep::TensorMap;
 
 constexpr int kRanks = 3;
-
-torch::Tensor wave(torch::IntArrayRef sizes, double phase) {
-  return torch::arange(c10::multiply_integers(sizes), torch::kDouble)
-      .mul(0.37)
-      .add(phase)
-      .sin()
-      .view(sizes);
-}
 
 // [rank][peer]: rows that go from one to the other.
 constexpr int64_t kRows[kRanks][kRanks] = {{2, 0, 1}, {1, 3, 0}, {0, 2, 2}};

@@ -7,16 +7,9 @@
 #include <string>
 
 #include "lockstep/lockstep.hpp"
+#include "wave.hpp"
 
 namespace {
-
-torch::Tensor wave(torch::IntArrayRef sizes, double phase) {
-  return torch::arange(c10::multiply_integers(sizes), torch::kDouble)
-      .mul(0.37)
-      .add(phase)
-      .sin()
-      .view(sizes);
-}
 
 std::unique_ptr<torch::optim::Optimizer> make_optimizer(const std::string& name,
                                                         std::vector<torch::Tensor> shards) {

@@ -113,7 +113,7 @@ class Installed(Scratch):
         self.assertIn("step 9: loss", self.done(run(self.lockstep, "run", "-n", "2", "--backend", "gloo", self.program)))
 
     def test_it_runs_on_two_hosts(self):
-        """Two launchers, as on two hosts, which meet at this one's loopback address."""
+        """Two launchers, as on two hosts, whose rendezvous is this one's loopback address."""
         self.need_gloo()
         endpoint = f"127.0.0.1:{free_port()}"
         environment = dict(os.environ, LOCKSTEP_TOKEN="0123456789abcdef")

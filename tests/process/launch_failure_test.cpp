@@ -180,7 +180,7 @@ TEST_F(LaunchBlame, ARankThatNeverComesToTheRendezvousIsNamed) {
     for (const int absent : backend == "shm" ? std::vector{0, 1, 2} : std::vector{1, 2}) {
       for (const std::string away : {"sleep:100", "kill:19"}) {
         SCOPED_TRACE(backend + ", " + of(absent, away));
-        const JobResult result = run_over(backend, 3, {of(absent, away), "meet", "barrier"});
+        const JobResult result = run_over(backend, 3, {of(absent, away), "rendezvous", "barrier"});
         EXPECT_EQ(result.exit_code, 1);
         EXPECT_TRUE(blames(result, absent)) << result.errors;
         expect_block(result,
@@ -198,8 +198,8 @@ TEST_F(LaunchBlame, ARankThatEndsWellBeforeTheRendezvousEndsTheJobAtOnce) {
     const int gone = ranks - 1;
     // The others come to the rendezvous after it has ended, or before.
     for (const std::string when : {"sleep:0", "sleep:0.2"}) {
-      const JobResult result =
-          run_over(backend, ranks, {of(gone, when), of(gone, "exit:0"), "meet", "barrier"}, "300");
+      const JobResult result = run_over(
+          backend, ranks, {of(gone, when), of(gone, "exit:0"), "rendezvous", "barrier"}, "300");
       EXPECT_EQ(result.exit_code, 1);
       expect_block(result, {"error[LS0022]: rank " + std::to_string(gone) +
                                 " ended with exit code 0 and never came to the rendezvous",
@@ -213,7 +213,7 @@ TEST_F(LaunchBlame, AReceiveAgainstAnAllReduceNamesBothSides) {
   everywhere([&](const std::string& backend, int ranks) {
     const int odd = ranks - 1;
     const JobResult result =
-        run_over(backend, ranks, {"meet", "barrier", of(odd, "recv:0"), "reduce"});
+        run_over(backend, ranks, {"rendezvous", "barrier", of(odd, "recv:0"), "reduce"});
     EXPECT_EQ(result.exit_code, 1);
     expect_block(result, {"error[LS0020]: ", "made different calls and wait for each other: ",
                           "rank " + std::to_string(odd) +
@@ -229,7 +229,7 @@ TEST_F(LaunchBlame, AReceiveAgainstAnAllReduceNamesBothSides) {
 TEST_F(LaunchBlame, ASendAgainstABroadcastNamesBothSides) {
   everywhere([&](const std::string& backend, int ranks) {
     const JobResult result =
-        run_over(backend, ranks, {"meet", "barrier", "0:send:1", "broadcast:0"});
+        run_over(backend, ranks, {"rendezvous", "barrier", "0:send:1", "broadcast:0"});
     expect_block(result, {"error[LS0020]: ", "rank 0 called send #1", ", to rank 1",
                           " called broadcast #2: 4194304 x F32, root 0"});
     EXPECT_EQ(blames(result, 0), ranks > 2) << result.errors;
@@ -239,9 +239,10 @@ TEST_F(LaunchBlame, ASendAgainstABroadcastNamesBothSides) {
 TEST_F(LaunchBlame, ARankThatLeavesBetweenTwoCollectivesIsNamed) {
   everywhere([&](const std::string& backend, int ranks) {
     const int gone = ranks - 1;
-    Texts returns = {"meet", "barrier"};
+    Texts returns = {"rendezvous", "barrier"};
     for (int rank = 0; rank < gone; ++rank) returns.push_back(of(rank, "barrier"));
-    for (const Texts& words : {returns, Texts{"meet", "barrier", of(gone, "exit:0"), "barrier"}}) {
+    for (const Texts& words :
+         {returns, Texts{"rendezvous", "barrier", of(gone, "exit:0"), "barrier"}}) {
       const JobResult result = run_over(backend, ranks, words, "300");
       EXPECT_EQ(result.exit_code, 1);
       expect_block(result, {"error[LS0022]: rank " + std::to_string(gone) +
@@ -255,8 +256,9 @@ TEST_F(LaunchBlame, AnExceptionBeforeTheFirstCollectiveIsTheCause) {
     const int odd = ranks - 1;
     const std::string cause =
         "rank " + std::to_string(odd) + ": the program threw std::runtime_error: no such data file";
-    for (const Texts& words : {Texts{of(odd, "throw:no such data file"), "meet", "barrier"},
-                               Texts{"meet", of(odd, "throw:no such data file"), "barrier"}}) {
+    for (const Texts& words :
+         {Texts{of(odd, "throw:no such data file"), "rendezvous", "barrier"},
+          Texts{"rendezvous", of(odd, "throw:no such data file"), "barrier"}}) {
       expect_block(run_over(backend, ranks, words, "300"), {cause});
     }
   });

@@ -90,8 +90,8 @@ int64_t deadline() {
   return running_ns() + static_cast<int64_t>(environment().timeout_s.value_or(20) * 1e9);
 }
 
-// The ranks meet over the backend that the launcher was given.
-std::unique_ptr<Backend> meet_over_backend() {
+// Connects the ranks over the backend that the launcher was given.
+std::unique_ptr<Backend> connect_ranks() {
   if (environment().backend != "gloo") {
     return make_shm_backend({.session = environment().session,
                              .rank = environment().rank,
@@ -116,16 +116,16 @@ std::unique_ptr<Backend> meet_over_backend() {
 }
 
 // As a World does.
-std::unique_ptr<Backend> meet() {
+std::unique_ptr<Backend> rendezvous() {
   BoardPage board = page();
   board.start("launch_worker");
   board.begin_collective(kRendezvousSequence, kRendezvousName, 0);
-  auto backend = meet_over_backend();
+  auto backend = connect_ranks();
   board.finish_collective(kRendezvousSequence);
   return backend;
 }
 
-std::unique_ptr<Backend> comm;  // from "meet" to the end of the body
+std::unique_ptr<Backend> comm;  // from "rendezvous" to the end of the body
 
 // Too large to be on its way before the other side comes.
 std::vector<float>& much() {
@@ -143,7 +143,7 @@ ConstBuffer read_all_of(const std::vector<float>& values) {
 
 // All-reduces without end, as training does.
 void reduce_forever(const std::string& list) {
-  const auto backend = meet();
+  const auto backend = rendezvous();
   BoardPage board = page();
   std::vector<float> values(1 << 16, 1.0F);
   std::ofstream(list, std::ios::app) << ::getpid() << std::endl;
@@ -222,10 +222,10 @@ const std::map<std::string, Action>& actions() {
          page().begin_collective(std::stoll(number), "all_reduce", 24 << 20, 3);
        }},
       {"all-reduce", reduce_forever},
-      {"meet",
+      {"rendezvous",
        [](const std::string&) {
          much();
-         comm = meet();
+         comm = rendezvous();
        }},
       {"reduce",
        [](const std::string&) {

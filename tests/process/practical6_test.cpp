@@ -338,7 +338,7 @@ TEST(Practical6Refuses, ABackendThatCannotReachAll) {
   expect_refusal(2, small({"--backend", "self"}), "LS0018", "self serves one rank");
 }
 
-// ---- Faults on purpose -----------------------------------------------------------------------
+// ---- Injected faults -------------------------------------------------------------------------
 
 ChildResult run_with_fault(const std::string& fault, const Arguments& flags = {}) {
   return run_ranks(3, small({"--quiet"}), join({"--inject", fault, "--timeout", "2"}, flags));

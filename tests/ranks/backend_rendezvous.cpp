@@ -13,7 +13,7 @@ namespace {
 
 using BackendRendezvous = BackendTest;
 
-std::unique_ptr<Backend> meet_alone(const WorldCase& world, int64_t deadline_ns) {
+std::unique_ptr<Backend> rendezvous_alone(const WorldCase& world, int64_t deadline_ns) {
   if (world.backend == "shm") {
     return make_shm_backend({.session = "lockstep-test-alone-" + std::to_string(::getpid()),
                              .rank = 0,
@@ -30,7 +30,8 @@ std::unique_ptr<Backend> meet_alone(const WorldCase& world, int64_t deadline_ns)
 }
 
 TEST_P(BackendRendezvous, RanksThatNeverStartAreNamed) {
-  const auto caught = catch_error([&] { meet_alone(GetParam(), monotonic_ns() + 300'000'000); });
+  const auto caught =
+      catch_error([&] { rendezvous_alone(GetParam(), monotonic_ns() + 300'000'000); });
   EXPECT_TRUE(caught.thrown);
   EXPECT_TRUE(caught.code == Code::kRendezvous || caught.code == Code::kRankAbsent) << caught.text;
   EXPECT_NE(caught.text.find("1, 2"), std::string::npos) << caught.text;

@@ -82,7 +82,7 @@ StoreAddress store_at(const std::string& session) {
   return address;
 }
 
-int64_t meeting_deadline() {
+int64_t rendezvous_deadline() {
   return monotonic_ns() + kPatienceNs;
 }
 
@@ -91,7 +91,7 @@ NetworkOptions network(std::shared_ptr<Store> store, int rank, int size) {
           .rank = rank,
           .size = size,
           .address = "127.0.0.1",
-          .deadline_ns = meeting_deadline()};
+          .deadline_ns = rendezvous_deadline()};
 }
 
 bool is_over_tcp(const std::string& host_backend) {
@@ -127,7 +127,7 @@ void run_threads(const WorldCase& world, SharedFacts* facts,
   for (int number = 0; number < world.size; ++number) {
     threads.emplace_back([&, number] {
       Rank rank{number, world.size, nullptr, facts};
-      rank.note("meets");
+      rank.note("rendezvous");
       try {
         auto backend = is_over_tcp(host) ? make_over_tcp(world, store, number)
                                          : std::move(made[static_cast<size_t>(number)]);
@@ -145,7 +145,7 @@ void run_threads(const WorldCase& world, SharedFacts* facts,
 // Of a rank that is a process.
 std::unique_ptr<Backend> make_host(const WorldCase& world, int number, const std::string& session) {
   const std::string host = suite_under_test().host(world.backend);
-  const int64_t deadline_ns = meeting_deadline();
+  const int64_t deadline_ns = rendezvous_deadline();
   if (host == "shm") {
     return make_shm_backend(
         {.session = session, .rank = number, .size = world.size, .deadline_ns = deadline_ns});
@@ -171,7 +171,7 @@ void begin_child() {
                             SharedFacts* facts, const std::function<void(Rank&)>& body) {
   begin_child();
   Rank rank{number, world.size, nullptr, facts};
-  rank.note("meets");
+  rank.note("rendezvous");
   try {
     rank.comm = suite_under_test().build(world, make_host(world, number, session));
   } catch (const std::exception& error) {
@@ -240,8 +240,8 @@ void run_started_rank(const WorldCase& world, const StartedRank& self,
     facts.processes[rank_number] = ::getpid();
     if (self.rank == 0) server.emplace(store_at(self.session));
     Rank rank{self.rank, world.size, nullptr, &facts};
-    rank.note("meets");
-    auto store = connect_store(store_at(self.session), meeting_deadline());
+    rank.note("rendezvous");
+    auto store = connect_store(store_at(self.session), rendezvous_deadline());
     rank.comm = make_mpi_backend(network(std::move(store), self.rank, world.size));
     if (self.rank == 0 && options.meanwhile) {
       meanwhile = std::thread([&] {

@@ -90,8 +90,9 @@ TEST(DataParallel, SplitsByChunksRule) {
 }
 
 // Remembers which device saw how many rows, from inside forward.
-struct WitnessImpl : torch::nn::Cloneable<WitnessImpl> {
-  explicit WitnessImpl(std::shared_ptr<std::vector<int64_t>> seen) : rows_seen(std::move(seen)) {
+struct RowRecorderImpl : torch::nn::Cloneable<RowRecorderImpl> {
+  explicit RowRecorderImpl(std::shared_ptr<std::vector<int64_t>> seen)
+      : rows_seen(std::move(seen)) {
     reset();
   }
   void reset() override { weight = register_parameter("weight", torch::ones({2})); }
@@ -102,14 +103,14 @@ struct WitnessImpl : torch::nn::Cloneable<WitnessImpl> {
   torch::Tensor weight;
   std::shared_ptr<std::vector<int64_t>> rows_seen;
 };
-TORCH_MODULE(Witness);
+TORCH_MODULE(RowRecorder);
 
 TEST(DataParallel, EachReplicaSeesItsRowsOnItsDeviceAndUnusedDevicesSeeNone) {
   const Devices devices("cpu:4");
   const UseDevice home(devices[0]);
   const auto seen = std::make_shared<std::vector<int64_t>>(4, -1);
-  Witness witness(seen);
-  DataParallel parallel(witness, devices);
+  RowRecorder recorder(seen);
+  DataParallel parallel(recorder, devices);
   const auto x = torch::arange(18, torch::kFloat32).reshape({9, 2});
   EXPECT_TRUE(torch::equal(parallel(x), x));
   EXPECT_EQ(*seen, (std::vector<int64_t>{3, 3, 3, -1}));

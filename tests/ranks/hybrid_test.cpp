@@ -19,12 +19,6 @@ namespace {
 constexpr int kPairs = 4;
 constexpr int64_t kInner = 16;
 
-// Ranks that are threads share libtorch's generator.
-std::mutex& seeding() {
-  static std::mutex mutex;
-  return mutex;
-}
-
 struct Pair {
   torch::nn::Linear up;
   torch::nn::Linear down;

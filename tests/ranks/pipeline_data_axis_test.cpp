@@ -16,12 +16,6 @@
 namespace lockstep::test::pipeline_data_axis_test {
 namespace {
 
-// Ranks that are threads share libtorch's generator.
-std::mutex& seeding() {
-  static std::mutex mutex;
-  return mutex;
-}
-
 torch::nn::Sequential make_net() {
   const std::lock_guard lock(seeding());
   return test::deep_mlp(4);

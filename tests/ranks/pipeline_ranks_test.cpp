@@ -17,29 +17,11 @@ using test::Trained;
 
 constexpr int kSteps = 10;
 
-// Nets are made one after the other: ranks that are threads share libtorch's generator.
-std::mutex& seeding() {
-  static std::mutex mutex;
-  return mutex;
-}
-
 /// This data rank's block of the rows; the first ranks take one more.
 test::Rows rows_of(const test::Rows& whole, const Communicator& data) {
   const auto xs = whole.x.tensor_split(data.size());
   const auto ys = whole.y.tensor_split(data.size());
   return {xs[static_cast<size_t>(data.rank())], ys[static_cast<size_t>(data.rank())]};
-}
-
-/// Compares every local weight with that of a training on one device.
-void expect_stage_weights(const Pipeline& pipeline, const torch::nn::Sequential& whole,
-                          const Trained& alone) {
-  std::map<std::string, size_t> index;  // among the whole model's parameters
-  for (const auto& item : whole->named_parameters()) index.emplace(item.key(), index.size());
-  for (const int stage : pipeline.local_stages()) {
-    for (const auto& item : pipeline.stage(stage)->named_parameters()) {
-      test::expect_close(item.value().detach(), alone.weights.at(index.at(item.key())), item.key());
-    }
-  }
 }
 
 struct Shape {

@@ -4,6 +4,8 @@
 
 #include <torch/torch.h>
 
+#include <map>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -14,6 +16,12 @@
 namespace lockstep::test {
 
 inline constexpr int64_t kWidth = 12;
+
+/// Nets are made one after the other: ranks that are threads share libtorch's generator.
+inline std::mutex& seeding() {
+  static std::mutex mutex;
+  return mutex;
+}
 
 /// `layers` times Linear and Tanh.
 inline torch::nn::Sequential deep_mlp(int64_t layers, uint64_t seed = 7) {
@@ -116,6 +124,18 @@ inline void expect_same(const Trained& actual, const Trained& expected, const st
   ASSERT_EQ(actual.weights.size(), expected.weights.size()) << what;
   for (size_t i = 0; i < expected.weights.size(); ++i) {
     expect_close(actual.weights[i], expected.weights[i], what + ", weight " + std::to_string(i));
+  }
+}
+
+/// Compares every local weight with that of a training on one device.
+inline void expect_stage_weights(const Pipeline& pipeline, const torch::nn::Sequential& whole,
+                                 const Trained& alone) {
+  std::map<std::string, size_t> index;  // among the whole model's parameters
+  for (const auto& item : whole->named_parameters()) index.emplace(item.key(), index.size());
+  for (const int stage : pipeline.local_stages()) {
+    for (const auto& item : pipeline.stage(stage)->named_parameters()) {
+      expect_close(item.value().detach(), alone.weights.at(index.at(item.key())), item.key());
+    }
   }
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "base/process.hpp"
 #include "lockstep/lockstep.hpp"
 #include "ranks/gloo_threads.hpp"
 #include "ranks/rank_threads.hpp"
@@ -160,6 +161,32 @@ inline Trained expect_same_on(const std::vector<int>& ranks,
                     what + " on " + std::to_string(count) + " ranks");
   }
   return alone;
+}
+
+/// Expects the bits of a run on one rank, which is never stopped, of runs that stop after `steps`
+/// on some ranks and go on with other ones. A recipe has `steps` and the `folder` of checkpoints.
+template <class Recipe>
+void expect_same_after_resume(const Recipe& recipe, int64_t steps,
+                              const std::vector<std::pair<int, int>>& before_and_after,
+                              Trained (*train_recipe)(const Recipe&, const Communicator&),
+                              const std::string& what) {
+  const auto train = [&](const Recipe& part, int ranks) {
+    torch::manual_seed(7);
+    return train_on(ranks, [&](const Communicator& comm) { return train_recipe(part, comm); });
+  };
+  const Trained whole = train(recipe, 1);
+  for (const auto& [before, after] : before_and_after) {
+    const ScratchFolder scratch;
+    Recipe part = recipe;
+    part.folder = scratch.file("run");
+    part.steps = steps;
+    train(part, before);
+    part.steps = recipe.steps;
+    Trained resumed = train(part, after);
+    resumed.continues(whole);
+    expect_same_run(resumed, whole, what + "resumed on " + std::to_string(after));
+  }
+  set_resumed_steps(0);
 }
 
 }  // namespace lockstep::test

@@ -1,6 +1,5 @@
 #include <gtest/gtest.h>
 
-#include "base/process.hpp"
 #include "comm/network/transport_loader.hpp"
 #include "same_bits_support.hpp"
 
@@ -151,24 +150,7 @@ TEST(SameBitsSharded, OverGloo) {
 
 TEST(SameBitsSharded, AfterAResumeWithAnotherNumberOfRanks) {
   const Recipe recipe{.model = "cnn", .scaled = true};
-  torch::manual_seed(7);
-  const Trained whole =
-      train_on(1, [&](const Communicator& comm) { return train_recipe(recipe, comm); });
-  for (const auto& [before, after] : {std::pair(4, 1), std::pair(1, 2)}) {
-    const ScratchFolder scratch;
-    Recipe part = recipe;
-    part.folder = scratch.file("run");
-    part.steps = 20;
-    torch::manual_seed(7);
-    train_on(before, [&](const Communicator& comm) { return train_recipe(part, comm); });
-    part.steps = recipe.steps;
-    torch::manual_seed(7);
-    Trained resumed =
-        train_on(after, [&](const Communicator& comm) { return train_recipe(part, comm); });
-    resumed.continues(whole);
-    expect_same_run(resumed, whole, "resumed on " + std::to_string(after));
-  }
-  set_resumed_steps(0);
+  expect_same_after_resume(recipe, 20, {{4, 1}, {1, 2}}, train_recipe, "");
 }
 
 // One batch, one update without a clip: what DistributedDataParallel computes.

@@ -136,7 +136,7 @@ class Starting(SlurmCase):
                 logs = sorted(path.name for path in (SCRATCH / f"logs-{job}").glob("*/0/rank?.out"))
                 self.assertEqual(logs, [f"rank{rank}.out" for rank in range(4)])
 
-    def test_jobs_of_an_array_never_meet(self):
+    def test_jobs_of_an_array_never_connect(self):
         words = "practical6_ddp --steps 6 --batch 12 --dim 16 --hidden 32 --json array-$SLURM_ARRAY_TASK_ID.json --seed $SLURM_ARRAY_TASK_ID"
         job = self.submit("#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --output=array-%a.log\n"
                           f"export LOCKSTEP_TOKEN=one-secret-for-both\nsrun lockstep run -n 1 {words}\n", "--array=3-4")

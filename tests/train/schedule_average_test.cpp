@@ -1,5 +1,5 @@
-// Learning-rate schedules and averages of weights against closed forms, in checkpoints, and beside
-// what they meet in a training. tests/parity/train_parity.py compares both with PyTorch.
+// Learning-rate schedules and averages of weights against closed forms, in checkpoints, and
+// together with other features. tests/parity/train_parity.py compares both with PyTorch.
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "base/stack.hpp"
-#include "launch/straggler.hpp"
+#include "launch/progress.hpp"
 #include "lockstep/error.hpp"
 #include "support.hpp"
 

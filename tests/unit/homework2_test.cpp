@@ -139,7 +139,7 @@ TEST(Homework2Tables, TableAHasTheColumnsAndUnitsOfTheCourse) {
   EXPECT_EQ(table.rows()[3][6], "—") << "it is the reference";
 }
 
-TEST(Homework2Tables, StabilityIsAVerdict) {
+TEST(Homework2Tables, StabilityIsJudged) {
   LabRuns results = results_of();
   for (auto& run : set_up(results, "amp").runs) {
     run.losses[2] = std::numeric_limits<double>::quiet_NaN();

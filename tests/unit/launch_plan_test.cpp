@@ -5,7 +5,7 @@
 
 #include <map>
 
-#include "base/number_list.hpp"
+#include "base/lists.hpp"
 #include "launch/attempt.hpp"
 #include "launch/flags.hpp"
 #include "launch/plan.hpp"

@@ -70,7 +70,7 @@ TEST(RankEnvironment, AloneIsAWorldOfOne) {
   EXPECT_TRUE(world.one_host());
   EXPECT_EQ(world.master_addr, "");
   EXPECT_EQ(world.session.size(), 32U);
-  EXPECT_NE(world.session, read({}).session) << "two programs that run alone do not meet";
+  EXPECT_NE(world.session, read({}).session) << "two programs that run alone do not connect";
 }
 
 TEST(RankEnvironment, ReadsTorchrun) {

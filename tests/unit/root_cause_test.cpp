@@ -6,8 +6,8 @@
 #include <algorithm>
 
 #include "launch/oom_watch.hpp"
+#include "launch/progress.hpp"
 #include "launch/root_cause.hpp"
-#include "launch/stall.hpp"
 
 namespace lockstep::test::root_cause_test {
 namespace {
@@ -222,9 +222,9 @@ TEST(RootCause, ARankThatEndedWellBeforeTheRendezvousIsTheCulprit) {
 
 TEST(RootCause, ARankMayEndWellWhereNobodyMissesIt) {
   EXPECT_FALSE(find_early_leaver({alive(0), ended(1, 0, exited(0))})) << "no rendezvous";
-  RankView met = in_rendezvous(alive(0));
-  met.board.collective.finished_ns = 6;
-  EXPECT_FALSE(find_early_leaver({met, ended(1, 0, exited(0))})) << "they have met";
+  RankView past = in_rendezvous(alive(0));
+  past.board.collective.finished_ns = 6;
+  EXPECT_FALSE(find_early_leaver({past, ended(1, 0, exited(0))})) << "the rendezvous is over";
   RankView came = in_rendezvous(ended(1, 0, exited(0)));
   EXPECT_FALSE(find_early_leaver({in_rendezvous(alive(0)), came}))
       << "it came, and its communicator tells the others that it left";

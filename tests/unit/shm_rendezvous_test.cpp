@@ -124,7 +124,7 @@ TEST(ShmRendezvous, WhoeverDoesNotFitIsRefusedAndTheJobGoesOn) {
   EXPECT_EQ(third.get(), "joined");
 }
 
-TEST(ShmRendezvous, StrangersDelayNobody) {
+TEST(ShmRendezvous, UnauthenticatedPeersDelayNobody) {
   const std::string session = fresh_session();
   auto first = join(session, 0, 2, 20);
   OwnedDescriptor silent;

@@ -57,7 +57,7 @@ inline void run_threads(int size, const RankBody& body) {
 /// A forked process for every rank; ends them all.
 class ForkedRanks {
  public:
-  ForkedRanks(int size, const RankBody& body, double meeting_s = 20) {
+  ForkedRanks(int size, const RankBody& body, double rendezvous_s = 20) {
     const std::string session = fresh_session();
     for (int rank = 0; rank < size; ++rank) {
       std::fflush(nullptr);
@@ -68,7 +68,7 @@ class ForkedRanks {
       }
       int code = 1;
       try {
-        const ShmOptions options{session, rank, size, in_seconds(meeting_s)};
+        const ShmOptions options{session, rank, size, in_seconds(rendezvous_s)};
         auto backend = make_shm_backend(options);
         const std::string wrong = body(*backend);
         backend.reset();

@@ -91,7 +91,7 @@ TEST_F(Token, ASessionsNameDependsOnTheSecretAndIsTheSameForAllRanks) {
   EXPECT_NE(private_session("cafe"), name);
   ::unsetenv("LOCKSTEP_TOKEN");
   ::setenv("HOME", "/proc/nobody", 1);
-  EXPECT_EQ(private_session("cafe"), "cafe") << "without a secret ranks still meet";
+  EXPECT_EQ(private_session("cafe"), "cafe") << "without a secret ranks still connect";
 }
 
 TEST_F(Token, AFileOthersMayReadIsRefused) {

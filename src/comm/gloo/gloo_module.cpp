@@ -74,7 +74,7 @@ class LoopCalls final : public gloo::transport::tcp::Handler {
   void handleEvents(int events) override;
 
  private:
-  struct Call {
+  struct Posted {
     WatchedBuffer* buffer;
     std::function<void()> run;
   };
@@ -83,7 +83,7 @@ class LoopCalls final : public gloo::transport::tcp::Handler {
   const int event_;
   std::mutex mutex_;  // guards what follows
   std::condition_variable made_;
-  std::deque<Call> calls_;
+  std::deque<Posted> calls_;
   const WatchedBuffer* now_ = nullptr;  // whose call is being made
   bool told_ = false;                   // the loop knows that there are calls
   bool stopped_ = false;
@@ -218,7 +218,7 @@ void LoopCalls::post(WatchedBuffer* buffer, std::function<void()> call) {
 
 void LoopCalls::drop(const WatchedBuffer* buffer) {
   std::unique_lock lock(mutex_);
-  std::erase_if(calls_, [&](const Call& call) { return call.buffer == buffer; });
+  std::erase_if(calls_, [&](const Posted& call) { return call.buffer == buffer; });
   made_.wait(lock, [&] { return now_ != buffer; });
 }
 
@@ -235,7 +235,7 @@ void LoopCalls::handleEvents(int) {
   std::unique_lock lock(mutex_);
   told_ = false;
   while (!calls_.empty()) {
-    const Call call = std::move(calls_.front());
+    const Posted call = std::move(calls_.front());
     calls_.pop_front();
     now_ = call.buffer;
     lock.unlock();

@@ -200,17 +200,17 @@ LockstepTransportStatus all_gather(LockstepTransportContext* context, const void
 void broadcast_by_tree(LockstepTransportContext& context, void* data, size_t bytes, int root,
                        int64_t deadline_ns) {
   const int size = context.size;
-  const int place = (context.rank + size - root) % size;
+  const int relative = (context.rank + size - root) % size;
   int distance = 1;
-  while (distance < size && (place & distance) == 0) distance *= 2;
-  if (place != 0) {
+  while (distance < size && (relative & distance) == 0) distance *= 2;
+  if (relative != 0) {
     Transfer transfer(context, deadline_ns);
     transfer.recv((context.rank + size - distance) % size, kCollective, data, bytes);
     transfer.wait();
   }
   Transfer transfer(context, deadline_ns);
   for (distance /= 2; distance > 0; distance /= 2) {
-    if (place + distance < size) {
+    if (relative + distance < size) {
       transfer.send((context.rank + distance) % size, kCollective, data, bytes);
     }
   }

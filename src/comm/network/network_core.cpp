@@ -15,7 +15,7 @@ namespace lockstep {
 
 namespace {
 
-// The module connects after the rendezvous: what takes longer than this will not come.
+// The module connects after the rendezvous: a peer that needs longer than this will not connect.
 constexpr int64_t kConnectTimeoutMs = 30'000;
 
 constexpr const char* kHelp =

@@ -5,7 +5,7 @@
 #include <stdint.h>
 
 /* All that crosses between lockstep and a module that moves data between hosts, Gloo's or MPI's:
- * plain C, so that the module's Gloo never meets another one in the process (libtorch 2.x exports
+ * plain C, so that the module's Gloo never mixes with another one in the process (libtorch 2.x exports
  * its own). No function throws, and none ends the process. Deadlines are times of the clock that
  * create() was given. */
 

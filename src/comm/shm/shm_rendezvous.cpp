@@ -27,16 +27,16 @@ constexpr size_t kNumbers = kShmRanks;
 constexpr size_t kTextBytes = 2048;
 constexpr size_t kDescriptors = kShmRanks + 1;
 
-struct WireHeader {
+struct DatagramHeader {
   uint32_t magic;
   MessageKind kind;
   uint32_t number_count;
   uint32_t text_bytes;
 };
 
-// As it travels: the header, the numbers, the text.
-struct WireMessage {
-  WireHeader header;
+// What is sent: the header, the numbers, the text.
+struct Datagram {
+  DatagramHeader header;
   char body[kNumbers * sizeof(int64_t) + kTextBytes];
 
   size_t number_bytes() const { return header.number_count * sizeof(int64_t); }
@@ -91,11 +91,11 @@ std::vector<OwnedDescriptor> take_descriptors(msghdr& header) {
   return descriptors;
 }
 
-bool well_formed(const WireMessage& wire, size_t bytes) {
-  const WireHeader& header = wire.header;
+bool well_formed(const Datagram& datagram, size_t bytes) {
+  const DatagramHeader& header = datagram.header;
   return bytes >= sizeof header && header.magic == kMagic && header.kind <= MessageKind::kGaveUp &&
          header.number_count <= kNumbers && header.text_bytes <= kTextBytes &&
-         bytes == wire.bytes();
+         bytes == datagram.bytes();
 }
 
 }  // namespace
@@ -110,14 +110,14 @@ std::pair<OwnedDescriptor, OwnedDescriptor> make_socket_pair() {
 
 bool send_message(int socket, MessageKind kind, const std::vector<int64_t>& numbers,
                   const std::string& text, const std::vector<int>& descriptors) {
-  WireMessage wire;
-  wire.header = {.magic = kMagic,
-                 .kind = kind,
-                 .number_count = static_cast<uint32_t>(std::min(numbers.size(), kNumbers)),
-                 .text_bytes = static_cast<uint32_t>(std::min(text.size(), kTextBytes))};
-  if (!numbers.empty()) std::memcpy(wire.body, numbers.data(), wire.number_bytes());
-  text.copy(wire.body + wire.number_bytes(), wire.header.text_bytes);
-  iovec part{.iov_base = &wire, .iov_len = wire.bytes()};
+  Datagram datagram;
+  datagram.header = {.magic = kMagic,
+                     .kind = kind,
+                     .number_count = static_cast<uint32_t>(std::min(numbers.size(), kNumbers)),
+                     .text_bytes = static_cast<uint32_t>(std::min(text.size(), kTextBytes))};
+  if (!numbers.empty()) std::memcpy(datagram.body, numbers.data(), datagram.number_bytes());
+  text.copy(datagram.body + datagram.number_bytes(), datagram.header.text_bytes);
+  iovec part{.iov_base = &datagram, .iov_len = datagram.bytes()};
   msghdr header{};
   header.msg_iov = &part;
   header.msg_iovlen = 1;
@@ -142,8 +142,8 @@ bool send_message(int socket, MessageKind kind, const std::vector<int64_t>& numb
 }
 
 Received receive_message(int socket, SocketMessage& message) {
-  WireMessage wire;
-  iovec part{.iov_base = &wire, .iov_len = sizeof wire};
+  Datagram datagram;
+  iovec part{.iov_base = &datagram, .iov_len = sizeof datagram};
   Ancillary ancillary{};
   msghdr header{};
   header.msg_iov = &part;
@@ -157,14 +157,14 @@ Received receive_message(int socket, SocketMessage& message) {
   if (bytes < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return Received::kNothing;
   if (bytes <= 0) return Received::kClosed;
   message.descriptors = take_descriptors(header);
-  if (!well_formed(wire, static_cast<size_t>(bytes)) || (header.msg_flags & MSG_CTRUNC) != 0)
+  if (!well_formed(datagram, static_cast<size_t>(bytes)) || (header.msg_flags & MSG_CTRUNC) != 0)
     return Received::kRubbish;
-  message.kind = wire.header.kind;
-  message.numbers.resize(wire.header.number_count);
+  message.kind = datagram.header.kind;
+  message.numbers.resize(datagram.header.number_count);
   if (!message.numbers.empty()) {
-    std::memcpy(message.numbers.data(), wire.body, wire.number_bytes());
+    std::memcpy(message.numbers.data(), datagram.body, datagram.number_bytes());
   }
-  message.text.assign(wire.body + wire.number_bytes(), wire.header.text_bytes);
+  message.text.assign(datagram.body + datagram.number_bytes(), datagram.header.text_bytes);
   return Received::kMessage;
 }
 

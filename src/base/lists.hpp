@@ -7,6 +7,9 @@
 
 namespace lockstep {
 
+/// The parts of "a,b,c"; an empty text is one empty part.
+std::vector<std::string_view> split_list(std::string_view text, char separator);
+
 /// A decimal integer; nullopt for anything else, including overflow.
 std::optional<int> parse_whole_number(std::string_view text);
 

@@ -1,4 +1,4 @@
-#include "launch/straggler.hpp"
+#include "launch/progress.hpp"
 
 #include <fmt/format.h>
 
@@ -59,6 +59,25 @@ std::string describe(const Straggler& straggler) {
       "rank {} is slow: {:.3g} ms of its own per step, {:.1f} times the median of the other ranks, "
       "which wait for it",
       straggler.rank, straggler.own_ms, straggler.ratio);
+}
+
+bool waits_for_others(const RankStatus& rank) {
+  return rank.collective.sequence != 0 && rank.collective.finished_ns == 0;
+}
+
+bool StallWatch::look(const std::vector<RankStatus>& ranks, int64_t now_ns) {
+  std::vector<Reading> now;
+  for (const RankStatus& rank : ranks) {
+    now.push_back({rank.step, rank.collective.sequence, rank.collective.finished_ns});
+  }
+  last_.resize(now.size());
+  if (now != last_) {
+    last_ = std::move(now);
+    progressed_ns_ = now_ns;
+    return false;
+  }
+  return progressed_ns_ >= 0 && now_ns - progressed_ns_ >= longest_ns_ &&
+         !std::all_of(ranks.begin(), ranks.end(), waits_for_others);
 }
 
 }  // namespace lockstep

@@ -1,12 +1,11 @@
-#include "base/number_list.hpp"
+#include "base/lists.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <charconv>
 #include <set>
-
-#include "base/split_list.hpp"
 
 namespace lockstep {
 namespace {
@@ -14,6 +13,16 @@ namespace {
 constexpr int64_t kMostNumbers = 1 << 16;
 
 }  // namespace
+
+std::vector<std::string_view> split_list(std::string_view text, char separator) {
+  std::vector<std::string_view> parts;
+  for (size_t begin = 0; begin <= text.size();) {
+    const size_t end = std::min(text.find(separator, begin), text.size());
+    parts.push_back(text.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return parts;
+}
 
 std::optional<int> parse_whole_number(std::string_view text) {
   int value = 0;

@@ -18,11 +18,11 @@
 #include "lockstep/tensor_parallel.hpp"
 #include "rank_threads.hpp"
 
-namespace lockstep::test::features_meet_test {
+namespace lockstep::test::feature_interactions_test {
 namespace {
 
-class FeaturesMeet : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, FeaturesMeet, testing::Values(1, 2, 3, 5),
+class FeatureInteractions : public testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, FeatureInteractions, testing::Values(1, 2, 3, 5),
                          [](const auto& ranks) { return std::to_string(ranks.param); });
 
 // Weights that differ between ranks, as in programs that seed by rank.
@@ -44,7 +44,7 @@ std::vector<torch::Tensor> masters_of(const torch::nn::Module& module,
 
 // ---- MasterWeights ---------------------------------------------------------------------------
 
-TEST_P(FeaturesMeet, DdpBroadcastsMasterWeightsToo) {
+TEST_P(FeatureInteractions, DdpBroadcastsMasterWeightsToo) {
   run_ranks(GetParam(), [](const Communicator& comm) {
     TwoLayers net;
     const auto expected = flat_weights(net->parameters()).clone();
@@ -64,7 +64,7 @@ TEST_P(FeaturesMeet, DdpBroadcastsMasterWeightsToo) {
   });
 }
 
-TEST_P(FeaturesMeet, JoinBroadcastsMasterWeightsToo) {
+TEST_P(FeatureInteractions, JoinBroadcastsMasterWeightsToo) {
   run_ranks(GetParam(), [](const Communicator& comm) {
     TwoLayers net;
     MasterWeights masters(*net);
@@ -84,7 +84,7 @@ TEST_P(FeaturesMeet, JoinBroadcastsMasterWeightsToo) {
 
 // The last step of the rank that trains longest overflows: it is skipped, and the weights that all
 // ranks end with are those before it.
-TEST_P(FeaturesMeet, AScalerSkipsAStepInsideAJoin) {
+TEST_P(FeatureInteractions, AScalerSkipsAStepInsideAJoin) {
   run_ranks(GetParam(), [](const Communicator& comm) {
     TwoLayers net;
     DistributedDataParallel ddp(net, comm, {.nonfinite = Nonfinite::kIgnore});
@@ -111,7 +111,7 @@ TEST_P(FeaturesMeet, AScalerSkipsAStepInsideAJoin) {
 }
 
 // Replicas get the rounded weights, the home device updates the float32 ones.
-TEST_P(FeaturesMeet, DataParallelTrainsMasterWeightsWithAScaler) {
+TEST_P(FeatureInteractions, DataParallelTrainsMasterWeightsWithAScaler) {
   const auto train = [](const std::string& spec) {
     Devices devices(spec);
     const UseDevice home(devices[0]);
@@ -138,7 +138,7 @@ TEST_P(FeaturesMeet, DataParallelTrainsMasterWeightsWithAScaler) {
       << "off by " << (weights - expected).abs().max().item<double>();
 }
 
-TEST_P(FeaturesMeet, APipelinesDataAxisBroadcastsMasterWeightsToo) {
+TEST_P(FeatureInteractions, APipelinesDataAxisBroadcastsMasterWeightsToo) {
   run_ranks(GetParam(), [](const Communicator& comm) {
     TwoLayers net;
     make_different(*net, comm);
@@ -235,7 +235,7 @@ torch::Tensor trunk_gradient(int ranks) {
   return trunk->weight.grad().clone();
 }
 
-TEST_P(FeaturesMeet, ASharedParameterIsAveragedByBothOfItsWrappers) {
+TEST_P(FeatureInteractions, ASharedParameterIsAveragedByBothOfItsWrappers) {
   const auto expected = trunk_gradient(GetParam());
   for (const auto backwards : {Backwards::kOne, Backwards::kOneEach, Backwards::kForwardsFirst}) {
     run_ranks(GetParam(), [&](const Communicator& comm) {
@@ -277,7 +277,7 @@ TEST_P(FeaturesMeet, ASharedParameterIsAveragedByBothOfItsWrappers) {
   }
 }
 
-TEST_P(FeaturesMeet, ASharedParameterIsUpdatedWithoutComplaint) {
+TEST_P(FeatureInteractions, ASharedParameterIsUpdatedWithoutComplaint) {
   run_ranks(GetParam(), [](const Communicator& comm) {
     const auto trunk = make_trunk();
     Head left(trunk);
@@ -300,7 +300,7 @@ TEST_P(FeaturesMeet, ASharedParameterIsUpdatedWithoutComplaint) {
 }
 
 // One wrapper is constructed, and one destroyed, while the other's gradients accumulate.
-TEST_P(FeaturesMeet, AParameterMayBecomeSharedAndStopBeingSo) {
+TEST_P(FeatureInteractions, AParameterMayBecomeSharedAndStopBeingSo) {
   run_ranks(GetParam(), [](const Communicator& comm) {
     const auto mean = static_cast<float>(1 + comm.size()) / 2;
     Scale net;
@@ -322,7 +322,7 @@ TEST_P(FeaturesMeet, AParameterMayBecomeSharedAndStopBeingSo) {
 
 // Trains generator and discriminator as a GAN's loop does; the generator's step goes through the
 // bare discriminator.
-TEST_P(FeaturesMeet, AGeneratorTrainsThroughTheBareDiscriminator) {
+TEST_P(FeatureInteractions, AGeneratorTrainsThroughTheBareDiscriminator) {
   const auto train = [](const Communicator& comm) {
     TwoLayers generator;
     torch::nn::Sequential discriminator(torch::nn::Linear(3, 4), torch::nn::Tanh(),
@@ -358,7 +358,7 @@ TEST_P(FeaturesMeet, AGeneratorTrainsThroughTheBareDiscriminator) {
             [&](const Communicator& comm) { expect_close(train(comm), expected, "weights"); });
 }
 
-TEST(FeaturesMeeting, AnUpdateFromGradientsOfTheBareModuleIsRefused) {
+TEST(FeatureInteractionErrors, AnUpdateFromGradientsOfTheBareModuleIsRefused) {
   for (const auto& outcome : outcomes_of_ranks(2, [](const Communicator& comm) {
          Scale net;
          DistributedDataParallel ddp(net, comm);
@@ -372,7 +372,7 @@ TEST(FeaturesMeeting, AnUpdateFromGradientsOfTheBareModuleIsRefused) {
 }
 
 // BatchNorm's forward saves its buffers, which a broadcast before the second forward would change.
-TEST_P(FeaturesMeet, TwoForwardsAndOneBackwardWorkWithBatchNorm) {
+TEST_P(FeatureInteractions, TwoForwardsAndOneBackwardWorkWithBatchNorm) {
   run_ranks(GetParam(), [](const Communicator& comm) {
     torch::nn::Sequential net(torch::nn::Linear(6, 4), torch::nn::BatchNorm1d(4));
     DistributedDataParallel ddp(net, comm);
@@ -390,7 +390,7 @@ TEST_P(FeaturesMeet, TwoForwardsAndOneBackwardWorkWithBatchNorm) {
 
 // ---- Other data in a parameter, parameters as outputs ----------------------------------------
 
-TEST_P(FeaturesMeet, AWrappedModuleLoadsWeights) {
+TEST_P(FeatureInteractions, AWrappedModuleLoadsWeights) {
   TwoLayers other;
   {
     const torch::NoGradGuard no_grad;
@@ -415,7 +415,7 @@ TEST_P(FeaturesMeet, AWrappedModuleLoadsWeights) {
   });
 }
 
-TEST(FeaturesMeeting, TheWrapperHasTheModulesEverydayCalls) {
+TEST(FeatureInteractionErrors, TheWrapperHasTheModulesEverydayCalls) {
   run_ranks(2, [](const Communicator& comm) {
     TwoLayers net;
     DistributedDataParallel ddp(net, comm);
@@ -441,7 +441,7 @@ struct ReturnsParameterImpl : torch::nn::Module {
 };
 TORCH_MODULE(ReturnsParameter);
 
-TEST_P(FeaturesMeet, AParameterThatIsReturnedGathersNoHooks) {
+TEST_P(FeatureInteractions, AParameterThatIsReturnedGathersNoHooks) {
   run_ranks(GetParam(), [](const Communicator& comm) {
     ReturnsParameter net;
     DistributedDataParallel ddp(net, comm);
@@ -462,4 +462,4 @@ TEST_P(FeaturesMeet, AParameterThatIsReturnedGathersNoHooks) {
 }
 
 }  // namespace
-}  // namespace lockstep::test::features_meet_test
+}  // namespace lockstep::test::feature_interactions_test
