@@ -16,7 +16,8 @@ class PreemptionSignals {
   /// The signal that came while a guard existed; 0 if none did.
   static int received();
 
-  /// Another rank was asked to stop and this process ends with it: its own signal may be on the way.
+  /// Another rank was asked to stop and this process ends with it: its own signal may be on the
+  /// way.
   static void expect();
 };
 

@@ -281,11 +281,13 @@ TEST(Checkpoint, ASignalSavesAndStops) {
       checkpoint.add("model", *net);
       EXPECT_TRUE(checkpoint.step(1));
       std::raise(signal);
-      std::raise(signal);  // as SLURM and the launcher send it, one after the other: the same request
+      std::raise(
+          signal);  // as SLURM and the launcher send it, one after the other: the same request
       EXPECT_FALSE(checkpoint.step(2));
       EXPECT_EQ(test::list_steps(scratch.file("a")), (std::vector<int64_t>{2}));
     }
-    std::raise(late);  // a first signal, to a rank that has stopped with the others and is about to end
+    std::raise(
+        late);  // a first signal, to a rank that has stopped with the others and is about to end
   }
 }
 

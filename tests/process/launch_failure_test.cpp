@@ -152,7 +152,7 @@ TEST_F(LaunchFailure, AStoppedRankIsNamedAtTheDeadline) {
 class LaunchBlame : public LaunchFailure {
  protected:
   JobResult run_over(const std::string& backend, int ranks, const Texts& words,
-                     const std::string& timeout = "4") {
+                     const std::string& timeout = "2") {
     Texts all = {"-n", std::to_string(ranks), "--timeout", timeout, "--backend", backend, worker()};
     all.insert(all.end(), words.begin(), words.end());
     return run(all, {{"LOCKSTEP_MODULE_PATH", std::string(LOCKSTEP_BIN) + "/../lib/lockstep"}});
