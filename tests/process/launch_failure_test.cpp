@@ -213,7 +213,7 @@ TEST_F(LaunchBlame, AReceiveAgainstAnAllReduceNamesBothSides) {
   everywhere([&](const std::string& backend, int ranks) {
     const int odd = ranks - 1;
     const JobResult result =
-        run_over(backend, ranks, {"rendezvous", "barrier", of(odd, "recv:0"), "reduce"});
+        run_over(backend, ranks, {"rendezvous", "barrier", of(odd, "recv:0"), "reduce"}, "4");
     EXPECT_EQ(result.exit_code, 1);
     expect_block(result, {"error[LS0020]: ", "made different calls and wait for each other: ",
                           "rank " + std::to_string(odd) +
@@ -229,7 +229,7 @@ TEST_F(LaunchBlame, AReceiveAgainstAnAllReduceNamesBothSides) {
 TEST_F(LaunchBlame, ASendAgainstABroadcastNamesBothSides) {
   everywhere([&](const std::string& backend, int ranks) {
     const JobResult result =
-        run_over(backend, ranks, {"rendezvous", "barrier", "0:send:1", "broadcast:0"});
+        run_over(backend, ranks, {"rendezvous", "barrier", "0:send:1", "broadcast:0"}, "4");
     expect_block(result, {"error[LS0020]: ", "rank 0 called send #1", ", to rank 1",
                           " called broadcast #2: 4194304 x F32, root 0"});
     EXPECT_EQ(blames(result, 0), ranks > 2) << result.errors;
