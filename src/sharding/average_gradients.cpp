@@ -144,6 +144,14 @@ void ShardedModel::State::keep_local_gradients() {
   shown_nonzero = !window->gradients_cleared();
 }
 
+// Those that were accumulated and not averaged.
+void ShardedModel::State::drop_gradients() {
+  for (const auto& unit : units) {
+    if (unit->gradients) unit->gradients->drop();
+  }
+  window->close();
+}
+
 void ShardedModel::State::end_step() {
   release_unused();
   marks->add_micro_step();
@@ -246,11 +254,7 @@ void ShardedModel::State::check_window() {
         "run the last micro-step before each update outside NoSync, also in a last, shorter "
         "window"));
   }
-  if (!window_was_dropped()) return;
-  for (const auto& unit : units) {
-    if (unit->gradients) unit->gradients->drop();
-  }
-  window->close();
+  if (window_was_dropped()) drop_gradients();
 }
 
 // An optimizer's zero_grad() reaches the shards' grads only, which say so for the whole gradients

@@ -209,6 +209,18 @@ void ShardedModel::State::require_unchanged() {
   }
 }
 
+// What a backward that ended with an error has left is in whole gradients, which no optimizer sees,
+// and some units may be averaged already. One that had not reached a parameter has left nothing.
+// A layer that is computed again inside backward may be the whole wrapper.
+void ShardedModel::State::require_ended() {
+  if (inside_backward()) return;
+  end_is_queued = false;
+  if (phase != Phase::kBackward) return;
+  fail(sharding_misuse("forward was called although the last backward did not end",
+                       "an exception left it half done; end the program, or construct "
+                       "FullyShardedDataParallel and its communicator again"));
+}
+
 void ShardedModel::State::share_buffers() const {
   broadcast_tensors(*comm, buffers_of(*module), 0, "buffers");
 }
@@ -241,6 +253,7 @@ void ShardedModel::before_forward() {
     return;
   }
   if (state.parts) state.parts->shards().require_inside("a forward");
+  state.require_ended();
   if (first) state.expect_update();
   if (first) state.check_window();
   const bool averages = state.no_sync_depth == 0;
@@ -288,6 +301,7 @@ void ShardedModel::begin_step(bool share_buffers) {
   if (state.comm->size() > 1) watch_this_thread();
   state.notice_changes();
   state.expect_update();
+  if (state.phase == State::Phase::kStepping) state.drop_gradients();  // that step failed
   state.check_window();
   if (share_buffers) state.share_buffers();
   for (const auto& unit : state.units) {
@@ -362,10 +376,7 @@ void ShardedModel::set_weight(double weight) {
 }
 
 void ShardedModel::zero_grad(bool set_to_none) {
-  for (const auto& unit : state_->units) {
-    if (unit->gradients) unit->gradients->drop();
-  }
-  state_->window->close();
+  state_->drop_gradients();
   for (const auto& [name, shard] : named_shards()) {
     torch::Tensor& gradient = shard.mutable_grad();
     if (!gradient.defined()) continue;

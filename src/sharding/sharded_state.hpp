@@ -98,6 +98,7 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   class Parts;  // with virtual shards
 
   // Forward.
+  void require_ended();
   void require_unchanged();
   void share_buffers() const;
   void end_evaluation();
@@ -112,6 +113,7 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   void begin_average();
   void end_average();
   void keep_local_gradients();
+  void drop_gradients();
   void end_step();
   void settle_missing();
   [[noreturn]] void refuse_missing(std::vector<std::string> missing);

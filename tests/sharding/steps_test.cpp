@@ -400,6 +400,58 @@ TEST_P(ShardedSteps, UpdateInsideAWindowIsRefused) {
   }
 }
 
+// Gradients of a backward that ended with an error would be lost, or added to the next ones.
+TEST_P(ShardedSteps, AStepAfterAHalfBackwardIsRefused) {
+  for (const bool accumulates : {false, true}) {
+    const auto outcomes = outcomes_of_ranks(ranks(), [&](const Communicator& comm) {
+      auto net = three_layers();
+      FullyShardedDataParallel fsdp(net, comm, options());
+      Sgd optimizer(fsdp.parameters(), {.lr = 1});
+      const auto x = own_rows(wave({kRows, 6}, 0), comm);
+      {
+        std::optional<NoSync> no_sync;
+        if (accumulates) no_sync.emplace(fsdp);
+        const auto input = x.clone().set_requires_grad(true);
+        input.register_hook([](const torch::Tensor&) -> torch::Tensor {
+          throw std::runtime_error("the loss fell over");
+        });
+        EXPECT_THROW(fsdp(input).pow(2).mean().backward(), std::exception);
+      }
+      optimizer.zero_grad();
+      fsdp(x).pow(2).mean().backward();
+      optimizer.step();
+    });
+    for (const auto& outcome : outcomes) {
+      ASSERT_TRUE(outcome.failed());
+      EXPECT_NE(outcome.text().find("the last backward did not end"), std::string::npos)
+          << outcome.text();
+    }
+  }
+}
+
+// An error in the loss itself comes before any gradient: training goes on.
+TEST_P(ShardedSteps, ABackwardThatReachedNoParameterIsForgotten) {
+  const auto wanted = alone(1, 2);
+  run_ranks(ranks(), [&](const Communicator& comm) {
+    auto net = three_layers();
+    FullyShardedDataParallel fsdp(net, comm, options());
+    Sgd optimizer(fsdp.parameters(), {.lr = 0.1, .momentum = 0.9});
+    const auto y = own_rows(wave({kRows, 3}, 1), comm);
+    for (int step = 0; step < 2; ++step) {
+      const auto x = own_rows(wave({kRows, 6}, step), comm);
+      const auto output = fsdp(x);
+      output.register_hook([](const torch::Tensor&) -> torch::Tensor {
+        throw std::runtime_error("the loss fell over");
+      });
+      EXPECT_THROW(torch::mse_loss(output, y).backward(), std::exception);
+      torch::mse_loss(fsdp(x), y).backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    expect_near_all(whole_weights(fsdp), wanted, "weights");
+  });
+}
+
 // Autograd refuses a graph that was recorded with other weights.
 TEST_P(ShardedSteps, OldGraphIsRefused) {
   const auto outcomes = outcomes_of_ranks(ranks(), [&](const Communicator& comm) {
