@@ -255,7 +255,8 @@ void ShardedModel::before_forward() {
   if (state.parts) state.parts->shards().require_inside("a forward");
   state.require_ended();
   if (first) state.expect_update();
-  if (first) state.check_window();
+  // A forward before may have had no backward, and gradients may have been dropped since then.
+  if (first || !inside_backward()) state.check_window();
   const bool averages = state.no_sync_depth == 0;
   if (state.options.broadcast_buffers && state.last_forward_averaged && first && !state.parts &&
       state.module->is_training()) {

@@ -362,6 +362,28 @@ TEST_P(ShardedSteps, DroppedWindow) {
   }
 }
 
+// Nor does it matter that a forward without a backward came between.
+TEST_P(ShardedSteps, DroppedWindowAfterAForward) {
+  run_ranks(ranks(), [&](const Communicator& comm) {
+    auto net = three_layers();
+    FullyShardedDataParallel fsdp(net, comm, options());
+    Sgd optimizer(fsdp.parameters(), {.lr = 1});
+    const auto x = own_rows(wave({kRows, 6}, 0), comm);
+    {
+      const NoSync no_sync(fsdp);
+      fsdp(x + 3).pow(2).mean().backward();
+      fsdp(x + 4);
+    }
+    optimizer.zero_grad();
+    fsdp(x).pow(2).mean().backward();
+    optimizer.step();
+    auto one = three_layers();
+    one->forward(wave({kRows, 6}, 0)).pow(2).mean().backward();
+    Sgd(one->parameters(), {.lr = 1}).step();
+    expect_near_all(whole_weights(fsdp), weights_of(*one), "weights");
+  });
+}
+
 // A gradient that is kept while the next backward writes another keeps its values.
 TEST_P(ShardedSteps, KeptGradients) {
   run_ranks(ranks(), [&](const Communicator& comm) {
