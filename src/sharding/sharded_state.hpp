@@ -55,8 +55,9 @@ struct ShardedUnit {
 /// these, which no hook reports. So they count as stale after each averaged backward, in every
 /// evaluation until the next forward that trains, when that one begins (there may have been an
 /// evaluation before the update), and whenever a shard's version or first element has changed when
-/// a forward begins. All ranks run one program,
-/// so all come to the same decision; if they do not, their collectives differ, which is an Error.
+/// a forward begins. All ranks run one program, so all come to the same decision; if they do not,
+/// their collectives differ, which is an Error. An evaluation may have gradients enabled: the
+/// module's mode tells it.
 ///
 /// Note [Evaluation before an update] Where ranks share parameters, one that has evaluated and goes
 /// on to the update would write what others still read. So evaluations that may be followed by an
@@ -90,7 +91,7 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   void release_unused();
   void mark_stale(bool frozen_too = false);
   void notice_changes();
-  void expect_update();
+  void expect_update(bool trains);
   void note_whole(bool whole) const;
   void poison(std::span<const size_t> used) noexcept;
   void rethrow_failure();
@@ -145,7 +146,8 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   enum class Phase { kIdle, kForwarded, kBackward, kStepping } phase = Phase::kIdle;
   int no_sync_depth = 0;
   bool backward_averages = true;
-  bool last_forward_averaged = true;  // only then are buffers sent before the next forward
+  bool last_forward_averaged = true;      // only then are buffers sent before the next forward
+  bool awaits_training_backward = false;  // a forward that trains waits for its backward
   bool end_is_queued = false;
 
   // The unit whose last gradient was the last to arrive. It is averaged when the next one arrives:
@@ -155,7 +157,7 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   double weight = 1;
   bool shown = false;  // gradients of the open window, as grads of this rank's shards
   bool shown_nonzero = false;
-  bool update_follows = true;  // since the last average no forward that trains has begun
+  bool update_follows = true;  // since the last average no step has begun
   std::exception_ptr failure;  // of an operation that could not say so
 
   static constexpr size_t kNoGroup = std::numeric_limits<size_t>::max();

@@ -248,23 +248,34 @@ TEST_P(ShardedSteps, UnusedParametersKeepTheirWeights) {
 }
 
 // Buffers of rank 0 go to all before each averaged forward, as in DistributedDataParallel.
+// An evaluation does not count, even if gradients are enabled in it.
 TEST_P(ShardedSteps, BatchNormFollowsRankZero) {
-  run_ranks(ranks(), [&](const Communicator& comm) {
-    torch::nn::Sequential net(torch::nn::Linear(6, 8), torch::nn::BatchNorm1d(8),
-                              torch::nn::Linear(8, 3));
-    net->to(torch::kDouble);
-    fill_weights(*net);
-    FullyShardedDataParallel fsdp(net, comm, options());
-    Sgd optimizer(fsdp.parameters(), {.lr = 0.1});
-    for (int step = 0; step < 2; ++step) {
-      optimizer.zero_grad();
-      fsdp(own_rows(wave({kRows, 6}, step), comm)).pow(2).mean().backward();
-      optimizer.step();
-    }
-    fsdp(own_rows(wave({kRows, 6}, 9), comm) * 0);  // the same rows: sends buffers first
-    expect_same_on_all(comm, net->named_buffers()["1.running_var"], "running_var");
-    expect_same_on_all(comm, whole_weights(fsdp), "weights");
-  });
+  for (const bool evaluates : {false, true}) {
+    run_ranks(ranks(), [&](const Communicator& comm) {
+      torch::nn::Sequential net(torch::nn::Linear(6, 8), torch::nn::BatchNorm1d(8),
+                                torch::nn::Linear(8, 3));
+      net->to(torch::kDouble);
+      fill_weights(*net);
+      FullyShardedDataParallel fsdp(net, comm, options());
+      Sgd optimizer(fsdp.parameters(), {.lr = 0.1});
+      const auto evaluate = [&] {
+        if (!evaluates) return;
+        net->eval();
+        fsdp(wave({4, 6}, 0));
+        net->train();
+      };
+      for (int step = 0; step < 2; ++step) {
+        optimizer.zero_grad();
+        evaluate();
+        fsdp(own_rows(wave({kRows, 6}, step), comm)).pow(2).mean().backward();
+        optimizer.step();
+      }
+      evaluate();
+      fsdp(own_rows(wave({kRows, 6}, 9), comm) * 0);  // the same rows: sends buffers first
+      expect_same_on_all(comm, net->named_buffers()["1.running_var"], "running_var");
+      expect_same_on_all(comm, whole_weights(fsdp), "weights");
+    });
+  }
 }
 
 // Evaluation through the wrapper, and through the module on every rank, use the weights of now.
