@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -110,6 +111,10 @@ std::vector<bool> GradientHooks::reachable_from(const std::vector<torch::Tensor>
   std::vector<bool> reachable;
   for (const auto& each : accumulators_) reachable.push_back(seen.contains(each.get()));
   return reachable;
+}
+
+bool inside_backward() {
+  return torch::autograd::get_current_graph_task_exec_info() != nullptr;
 }
 
 void at_end_of_backward(std::function<void()> callback) {

@@ -62,6 +62,9 @@ class GradientHooks {
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;  // [parameter]
 };
 
+/// Whether this thread is in a backward pass.
+bool inside_backward();
+
 /// Runs `callback` when the current backward pass has ended.
 void at_end_of_backward(std::function<void()> callback);
 

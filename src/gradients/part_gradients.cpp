@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "lockstep/error.hpp"
 
@@ -50,6 +51,13 @@ void PartGradients::begin_step() {
     torch::Tensor& grad = parameters_[i].tensor.mutable_grad();
     accumulated_[i] = grad;
     grad = torch::Tensor();
+  }
+}
+
+void PartGradients::give_back() {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    parameters_[i].tensor.mutable_grad() = std::exchange(accumulated_[i], torch::Tensor());
+    taken_[i] = torch::Tensor();
   }
 }
 

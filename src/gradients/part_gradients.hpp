@@ -27,6 +27,9 @@ class PartGradients {
   /// Lays aside what was accumulated.
   void begin_step();
 
+  /// The step has ended with an error: parameters have again what begin_step() laid aside.
+  void give_back();
+
   /// Takes the gradients of a part, each multiplied by `weight`. Parts may come in any order. A
   /// parameter without one counts as zeros.
   void take(int64_t part, double weight);

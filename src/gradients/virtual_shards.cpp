@@ -199,7 +199,9 @@ VirtualShards::Sums VirtualShards::exchange(const PartTree& tree, const Communic
     }
     every_weight.insert(every_weight.end(), said + header, said + header + weights.size());
     for (size_t i = 0; i < weights.size(); ++i) {
-      every_loss.push_back(said[header + i] * said[header + weights.size() + i]);
+      const double weight = said[header + i];
+      // The mean over no rows is not a number.
+      every_loss.push_back(weight > 0 ? weight * said[header + weights.size() + i] : 0);
     }
   }
   return {sum_in_tree(tree, every_weight), sum_in_tree(tree, every_loss)};

@@ -186,9 +186,15 @@ torch::Tensor GradientSync::State::Parts::step(const PartLoss& loss_of, const Pa
   accumulates_ = state_.no_sync_depth > 0;
   if (state_.options.broadcast_buffers && state_.module->is_training()) state_.share_buffers(0);
   gradients_.begin_step();
-  const torch::Tensor loss = shards_.step(*state_.module, *this, loss_of, how, continues);
-  state_.reducer->set_synchronise(state_.no_sync_depth == 0);
-  return loss;
+  try {
+    const torch::Tensor loss = shards_.step(*state_.module, *this, loss_of, how, continues);
+    state_.reducer->set_synchronise(state_.no_sync_depth == 0);
+    return loss;
+  } catch (...) {
+    gradients_.give_back();
+    state_.reducer->drop_window();  // of parts that had ended
+    throw;
+  }
 }
 
 void GradientSync::State::Parts::begin_part(bool last) {

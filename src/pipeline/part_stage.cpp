@@ -57,7 +57,8 @@ PartStage::PartStage(int stage, torch::nn::Sequential module, const Communicator
       gradients_(parameters_, tree_, comm_, options.bucket_cap_bytes),
       nonfinite_(parameters_, comm_, options.nonfinite, stats_, fmt::format("stage {}: ", stage)) {
   require_same_in_parts(*module_, options.broadcast_buffers, "Pipeline");
-  for (const auto& [name, tensor] : parameters_) note_same_bits(tensor);
+  // An optimizer may have those that are not trained: its norm is the others' too.
+  for (const auto& parameter : module_->parameters()) note_same_bits(parameter);
 }
 
 void PartStage::begin_step(const StepPlan& plan) {

@@ -76,6 +76,7 @@ void ShardedModel::State::finish_reduce(ShardedUnit& unit) {
 
 void ShardedModel::State::begin_backward() {
   phase = Phase::kBackward;
+  if (gathered_guards == 0) update_follows = false;  // also where the model trains in eval mode
   backward_averages = no_sync_depth == 0 && !parts;
   complete = nullptr;
   if (!end_is_queued) at_end_of_backward([this] { end_backward(); });
@@ -142,6 +143,14 @@ void ShardedModel::State::keep_local_gradients() {
   window->add_micro_step();
   shown = !window->gradients_dropped();
   shown_nonzero = !window->gradients_cleared();
+}
+
+// Those that were accumulated and not averaged.
+void ShardedModel::State::drop_gradients() {
+  for (const auto& unit : units) {
+    if (unit->gradients) unit->gradients->drop();
+  }
+  window->close();
 }
 
 void ShardedModel::State::end_step() {
@@ -246,11 +255,7 @@ void ShardedModel::State::check_window() {
         "run the last micro-step before each update outside NoSync, also in a last, shorter "
         "window"));
   }
-  if (!window_was_dropped()) return;
-  for (const auto& unit : units) {
-    if (unit->gradients) unit->gradients->drop();
-  }
-  window->close();
+  if (window_was_dropped()) drop_gradients();
 }
 
 // An optimizer's zero_grad() reaches the shards' grads only, which say so for the whole gradients

@@ -166,10 +166,12 @@ void ShardedModel::State::notice_changes() {
   for (const auto& [name, tensor] : trained) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-// Before a forward that trains: an optimizer may have changed shards, maybe in other elements than
-// the first, after an evaluation has gathered them.
-void ShardedModel::State::expect_update() {
-  if (gathered_guards == 0 && std::exchange(update_follows, false)) mark_stale();
+// Before a forward: an optimizer may have changed shards, maybe in other elements than the first,
+// after an evaluation has gathered them. Without `trains` an update may follow still.
+void ShardedModel::State::expect_update(bool trains) {
+  if (gathered_guards > 0 || !update_follows) return;
+  mark_stale();
+  if (trains) update_follows = false;
 }
 
 }  // namespace lockstep

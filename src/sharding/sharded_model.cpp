@@ -209,13 +209,24 @@ void ShardedModel::State::require_unchanged() {
   }
 }
 
+// What a backward that ended with an error has left is in whole gradients, which no optimizer sees,
+// and some units may be averaged already. One that had not reached a parameter has left nothing.
+// A layer that is computed again inside backward may be the whole wrapper.
+void ShardedModel::State::require_ended() {
+  if (inside_backward()) return;
+  end_is_queued = false;
+  if (phase != Phase::kBackward) return;
+  fail(sharding_misuse("forward was called although the last backward did not end",
+                       "an exception left it half done; end the program, or construct "
+                       "FullyShardedDataParallel and its communicator again"));
+}
+
 void ShardedModel::State::share_buffers() const {
   broadcast_tensors(*comm, buffers_of(*module), 0, "buffers");
 }
 
 // See Note [Evaluation before an update].
 void ShardedModel::State::end_evaluation() {
-  release_unused();
   const bool may_be_updated = update_follows && gathered_guards == 0;
   if (may_be_updated && shares_memory()) comm->barrier({.label = "end of an evaluation"});
 }
@@ -234,21 +245,27 @@ void ShardedModel::before_forward() {
   if (first && !state.order_known) state.order.clear();
   if (first) state.order_next = 0;
   if (first) state.last_group = State::kNoGroup;
+  if (first) state.awaits_training_backward = false;
+  // A forward before may have been an evaluation with gradients enabled.
+  const bool begins =
+      first || (state.phase == State::Phase::kForwarded && !state.awaits_training_backward);
   if (!torch::GradMode::is_enabled()) {
     if (first) state.order_next = state.order.size();
-    // The update may have come since the evaluation before, and have changed no first element.
-    if (first && state.update_follows && state.gathered_guards == 0) state.mark_stale();
+    if (begins) state.expect_update(/*trains=*/false);
     return;
   }
   if (state.parts) state.parts->shards().require_inside("a forward");
-  if (first) state.expect_update();
-  if (first) state.check_window();
-  const bool averages = state.no_sync_depth == 0;
-  if (state.options.broadcast_buffers && state.last_forward_averaged && first && !state.parts &&
-      state.module->is_training()) {
-    state.share_buffers();
+  state.require_ended();
+  const bool trains = state.module->is_training();
+  if (begins) state.expect_update(trains);
+  // A forward before may have had no backward, and gradients may have been dropped since then.
+  if (first || !inside_backward()) state.check_window();
+  if (trains) {
+    const bool shares = state.options.broadcast_buffers && state.last_forward_averaged;
+    if (shares && begins && !state.parts) state.share_buffers();
+    state.last_forward_averaged = state.no_sync_depth == 0;
+    state.awaits_training_backward = true;
   }
-  state.last_forward_averaged = averages;
   state.phase = State::Phase::kForwarded;
 }
 
@@ -258,10 +275,11 @@ void ShardedModel::after_forward(const std::vector<torch::Tensor>& outputs) {
   const WithoutWatching own_work;
   state.window->forward_ended();
   if (!torch::GradMode::is_enabled()) {
-    if (state.phase == State::Phase::kIdle) state.end_evaluation();
-    return;
+    if (state.phase == State::Phase::kIdle) state.release_unused();
+  } else {
+    state.hooks->watch(outputs);
   }
-  state.hooks->watch(outputs);
+  if (!state.awaits_training_backward) state.end_evaluation();
 }
 
 torch::Tensor ShardedModel::backward_parts(const PartLoss& loss_of, const PartStep& how) {
@@ -287,7 +305,8 @@ void ShardedModel::begin_step(bool share_buffers) {
   state.streams->follow_current();
   if (state.comm->size() > 1) watch_this_thread();
   state.notice_changes();
-  state.expect_update();
+  state.expect_update(/*trains=*/true);
+  if (state.phase == State::Phase::kStepping) state.drop_gradients();  // that step failed
   state.check_window();
   if (share_buffers) state.share_buffers();
   for (const auto& unit : state.units) {
@@ -332,6 +351,7 @@ void ShardedModel::begin_evaluation() {
 void ShardedModel::end_evaluation() {
   state_->rethrow_failure();
   const WithoutWatching own_work;
+  state_->release_unused();
   state_->end_evaluation();
 }
 
@@ -362,10 +382,7 @@ void ShardedModel::set_weight(double weight) {
 }
 
 void ShardedModel::zero_grad(bool set_to_none) {
-  for (const auto& unit : state_->units) {
-    if (unit->gradients) unit->gradients->drop();
-  }
-  state_->window->close();
+  state_->drop_gradients();
   for (const auto& [name, shard] : named_shards()) {
     torch::Tensor& gradient = shard.mutable_grad();
     if (!gradient.defined()) continue;

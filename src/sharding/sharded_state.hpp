@@ -56,7 +56,8 @@ struct ShardedUnit {
 /// evaluation until the next forward that trains, when that one begins (there may have been an
 /// evaluation before the update), and whenever a shard's version or first element has changed when
 /// a forward begins. All ranks run one program, so all come to the same decision; if they do not,
-/// their collectives differ, which is an Error.
+/// their collectives differ, which is an Error. A forward in eval mode is an evaluation
+/// even if gradients are enabled.
 ///
 /// Note [Evaluation before an update] If ranks share parameters, a rank that has evaluated and then
 /// updates would write what others still read. So evaluations that may be followed by an update end
@@ -90,7 +91,7 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   void release_unused();
   void mark_stale(bool frozen_too = false);
   void notice_changes();
-  void expect_update();
+  void expect_update(bool trains);
   void note_whole(bool whole) const;
   void poison(std::span<const size_t> used) noexcept;
   void rethrow_failure();
@@ -98,6 +99,7 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   class Parts;  // with virtual shards
 
   // Forward.
+  void require_ended();
   void require_unchanged();
   void share_buffers() const;
   void end_evaluation();
@@ -112,6 +114,7 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   void begin_average();
   void end_average();
   void keep_local_gradients();
+  void drop_gradients();
   void end_step();
   void settle_missing();
   [[noreturn]] void refuse_missing(std::vector<std::string> missing);
@@ -143,7 +146,8 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   enum class Phase { kIdle, kForwarded, kBackward, kStepping } phase = Phase::kIdle;
   int no_sync_depth = 0;
   bool backward_averages = true;
-  bool last_forward_averaged = true;  // only then are buffers sent before the next forward
+  bool last_forward_averaged = true;      // only then are buffers sent before the next forward
+  bool awaits_training_backward = false;  // a forward that trains waits for its backward
   bool end_is_queued = false;
 
   // The unit whose last gradient was the last to arrive. It is averaged when the next one arrives:
@@ -153,7 +157,7 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   double weight = 1;
   bool shown = false;  // gradients of the open window, as grads of this rank's shards
   bool shown_nonzero = false;
-  bool update_follows = true;  // since the last average no forward that trains has begun
+  bool update_follows = true;  // since the last average no step has begun
   std::exception_ptr failure;  // of an operation that could not say so
 
   static constexpr size_t kNoGroup = std::numeric_limits<size_t>::max();

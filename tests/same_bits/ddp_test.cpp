@@ -216,6 +216,54 @@ TEST(SameBits, GradientsAddToThoseThatAreThere) {
   });
 }
 
+// A micro-step that ends with an error leaves what the one before it has accumulated.
+TEST(SameBits, AMicroStepThatFailsTakesNoGradientsAway) {
+  for (const bool in_backward : {false, true}) {
+    run_ranks(2, [&](const Communicator& comm) {
+      torch::nn::Linear net(2, 2);
+      DistributedDataParallel ddp(net, comm, {.virtual_shards = 4});
+      const auto step = [&](bool fails) {
+        ddp.backward_parts([&](const BatchPart& part) {
+          const auto loss = ddp(torch::ones({3, 2})).sum() * static_cast<double>(part.index + 1);
+          if (fails && part.local_index == 0) {
+            if (in_backward) loss.backward();
+            throw Error(Code::kUsage, "planted", "none");
+          }
+          return loss;
+        });
+      };
+      step(false);
+      const auto once = net->weight.grad().clone();
+      expect_error(Code::kUsage, {"planted"}, [&] { step(true); });
+      ASSERT_TRUE(net->weight.grad().defined());
+      EXPECT_TRUE(torch::equal(net->weight.grad(), once));
+      step(false);
+      EXPECT_TRUE(torch::equal(net->weight.grad(), once * 2));
+    });
+  }
+}
+
+// A part without rows has the weight 0, and its loss, a mean over nothing, does not count.
+TEST(SameBits, APartWithoutRowsDoesNotCount) {
+  run_ranks(2, [](const Communicator& comm) {
+    torch::nn::Linear net(6, 3);
+    DistributedDataParallel ddp(net, comm, {.virtual_shards = 4});
+    const auto [all_x, all_y] = global_batch(0, 9);
+    const auto loss = ddp.backward_parts([&, x = all_x, y = all_y](const BatchPart& part) {
+      const int64_t rows = part.index < 3 ? 3 : 0;
+      ddp.set_weight(static_cast<double>(rows));
+      return torch::mse_loss(ddp(x.narrow(0, 3 * part.index, rows)),
+                             y.narrow(0, 3 * part.index, rows));
+    });
+    const auto gradient = net->weight.grad().clone();
+    net->zero_grad();
+    const auto whole = torch::mse_loss(net->forward(all_x), all_y);
+    whole.backward();
+    EXPECT_NEAR(loss.item<double>(), whole.item<double>(), 1e-6);
+    EXPECT_TRUE(torch::allclose(gradient, net->weight.grad(), 1e-5, 1e-6));
+  });
+}
+
 // Running means are those of part 0, each time from those that the step began with.
 TEST(SameBits, BuffersAreThoseOfTheFirstPart) {
   auto alone = net_of("cnn");

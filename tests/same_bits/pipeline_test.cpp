@@ -182,6 +182,34 @@ TEST(SameBitsPipeline, OverGloo) {
   expect_same_on_ranks({.buffers = true, .scaled = true}, {2, 4}, "over Gloo", run_gloo_ranks);
 }
 
+// The rank of a frozen stage takes part in the norm of the others, where its optimizer was given
+// that stage's parameters.
+TEST(SameBitsPipeline, AFrozenStageIsClippedWithTheOthers) {
+  const Recipe recipe{.over_ranks = true, .dropout = 0};
+  const auto train = [&](const Communicator& axis) {
+    auto net = net_of(recipe);
+    for (auto& each : net[0]->parameters()) each.set_requires_grad(false);
+    PipelineOptions options = options_of(recipe, Communicator::self());
+    const auto stages =
+        split_stages(net, std::vector<int64_t>{1, static_cast<int64_t>(net->size()) - 1});
+    const auto schedule = one_f_one_b(2, static_cast<int>(recipe.shards));
+    const Devices devices(axis.size() == 1 ? "cpu:2" : "cpu:1");
+    auto pipeline = axis.size() == 1
+                        ? std::make_unique<Pipeline>(stages, devices, schedule, options)
+                        : std::make_unique<Pipeline>(stages, axis, devices[0], schedule, options);
+    std::vector<torch::Tensor> parameters;
+    for (const int stage : pipeline->local_stages()) {
+      for (const auto& each : pipeline->stage(stage)->parameters()) parameters.push_back(each);
+    }
+    Sgd optimizer(parameters, {.lr = 0.1});
+    const auto [x, y] = global_batch(0, recipe.rows);
+    pipeline->step(x, y);
+    return optimizer.step({.max_norm = 1e-3}).item<double>();
+  };
+  const double alone = train(Communicator::self());
+  run_ranks(2, [&](const Communicator& axis) { EXPECT_EQ(train(axis), alone); });
+}
+
 // Without random numbers, which depend on the stage, cuts and places make no difference either, nor
 // does it whether the stages are devices or ranks.
 TEST(SameBitsPipeline, CutsAndPlaces) {

@@ -151,30 +151,36 @@ TEST_P(ShardedFeatures, AnUpdateAfterAnEvaluationIsSeen) {
   });
 }
 
-// An evaluation before and one after an update that changes no first element of a rank's shards.
+// An evaluation before and one after an update that changes no first element of a rank's shards; in
+// a program that forgets to disable gradients, too.
 TEST_P(ShardedFeatures, AnEvaluationAfterAnUpdateSeesIt) {
-  run_ranks(ranks(), [&](const Communicator& comm) {
-    torch::nn::Sequential net(torch::nn::Linear(torch::nn::LinearOptions(8, 15).bias(false)));
-    net->to(torch::kDouble);
-    fill_weights(*net);
-    FullyShardedDataParallel fsdp(net, comm, options());
-    torch::optim::SGD optimizer(fsdp.parameters(), 0.5);
-    auto x = wave({4, 8}, 0).clone();
-    x.select(1, 0).zero_();
-    const auto evaluate = [&] {
-      const torch::NoGradGuard no_grad;
-      return fsdp(x).clone();
-    };
-    for (int step = 0; step < 2; ++step) {
-      fsdp.zero_grad();
-      fsdp(x).pow(2).mean().backward();
-      evaluate();
-      optimizer.step();
-      const auto result = evaluate();
-      const GatheredParameters gathered(fsdp);
-      expect_near_all(result, net->forward(x).detach(), "an evaluation");
-    }
-  });
+  for (const bool gradients : {false, true}) {
+    run_ranks(ranks(), [&](const Communicator& comm) {
+      torch::nn::Sequential net(torch::nn::Linear(torch::nn::LinearOptions(8, 15).bias(false)));
+      net->to(torch::kDouble);
+      fill_weights(*net);
+      FullyShardedDataParallel fsdp(net, comm, options());
+      torch::optim::SGD optimizer(fsdp.parameters(), 0.5);
+      auto x = wave({4, 8}, 0).clone();
+      x.select(1, 0).zero_();
+      const auto evaluate = [&] {
+        const torch::AutoGradMode mode(gradients);
+        net->eval();
+        const auto output = fsdp(x).detach().clone();
+        net->train();
+        return output;
+      };
+      for (int step = 0; step < 2; ++step) {
+        fsdp.zero_grad();
+        fsdp(x).pow(2).mean().backward();
+        evaluate();
+        optimizer.step();
+        const auto result = evaluate();
+        const GatheredParameters gathered(fsdp);
+        expect_near_all(result, net->forward(x).detach(), "an evaluation");
+      }
+    });
+  }
 }
 
 torch::nn::Sequential small_net(int64_t in, int64_t out, double phase) {

@@ -343,6 +343,36 @@ TEST(ShardedPipelines, RefuseWhatTheyCannotDo) {
   expect_error(Code::kUsage, {"check_unaveraged_updates"}, [&] { make(options); });
 }
 
+// A step that ends with an error has gradients of some micro-batches, in units that no optimizer
+// sees. After it and zero_grad() training goes on as if it had not been made.
+TEST(ShardedPipelines, AStepAfterAnErrorBeginsAnew) {
+  const Alone alone = train_alone(eight_layers(), 12, 2);
+  for (const ShardStage stage : kStages) {
+    int calls_of_loss = 0;
+    int fails_at = 0;
+    PipelineOptions options;
+    options.loss = [&](const torch::Tensor& out, const torch::Tensor& y) {
+      if (++calls_of_loss == fails_at) throw std::runtime_error("the loss fell over");
+      return mse(out, y);
+    };
+    options.data = Communicator::self();
+    options.shard = {.stage = stage, .min_unit_bytes = 0};
+    auto net = eight_layers();
+    Pipeline pipeline(cut(net, 2), Devices("cpu:2"), one_f_one_b(2, 4), options);
+    Sgd optimizer(pipeline.parameters(), {.lr = 0.1, .momentum = 0.9});
+    for (const bool accumulates : {true, false}) {
+      const auto x = wave({12, kFeatures}, 9);
+      fails_at = 0;
+      if (accumulates) pipeline.step(x, target_of(x), {.synchronise = false});
+      fails_at = calls_of_loss + 3;
+      EXPECT_THROW(pipeline.step(x, target_of(x)), std::exception);
+      optimizer.zero_grad();
+    }
+    train(pipeline, Communicator::self(), 12, 2, alone);
+    expect_weights(pipeline, alone, "stage " + std::to_string(static_cast<int>(stage)) + ", ");
+  }
+}
+
 TEST(ShardedPipelines, AnUpdateInsideAWindowAndALateFreezeAreRefused) {
   for (const bool freezes : {false, true}) {
     const auto outcomes = outcomes_of_ranks(2, [&](const Communicator& data) {

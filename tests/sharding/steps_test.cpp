@@ -248,23 +248,34 @@ TEST_P(ShardedSteps, UnusedParametersKeepTheirWeights) {
 }
 
 // Buffers of rank 0 go to all before each averaged forward, as in DistributedDataParallel.
+// An evaluation does not count, even if gradients are enabled in it.
 TEST_P(ShardedSteps, BatchNormFollowsRankZero) {
-  run_ranks(ranks(), [&](const Communicator& comm) {
-    torch::nn::Sequential net(torch::nn::Linear(6, 8), torch::nn::BatchNorm1d(8),
-                              torch::nn::Linear(8, 3));
-    net->to(torch::kDouble);
-    fill_weights(*net);
-    FullyShardedDataParallel fsdp(net, comm, options());
-    Sgd optimizer(fsdp.parameters(), {.lr = 0.1});
-    for (int step = 0; step < 2; ++step) {
-      optimizer.zero_grad();
-      fsdp(own_rows(wave({kRows, 6}, step), comm)).pow(2).mean().backward();
-      optimizer.step();
-    }
-    fsdp(own_rows(wave({kRows, 6}, 9), comm) * 0);  // the same rows: sends buffers first
-    expect_same_on_all(comm, net->named_buffers()["1.running_var"], "running_var");
-    expect_same_on_all(comm, whole_weights(fsdp), "weights");
-  });
+  for (const bool evaluates : {false, true}) {
+    run_ranks(ranks(), [&](const Communicator& comm) {
+      torch::nn::Sequential net(torch::nn::Linear(6, 8), torch::nn::BatchNorm1d(8),
+                                torch::nn::Linear(8, 3));
+      net->to(torch::kDouble);
+      fill_weights(*net);
+      FullyShardedDataParallel fsdp(net, comm, options());
+      Sgd optimizer(fsdp.parameters(), {.lr = 0.1});
+      const auto evaluate = [&] {
+        if (!evaluates) return;
+        net->eval();
+        fsdp(wave({4, 6}, 0));
+        net->train();
+      };
+      for (int step = 0; step < 2; ++step) {
+        optimizer.zero_grad();
+        evaluate();
+        fsdp(own_rows(wave({kRows, 6}, step), comm)).pow(2).mean().backward();
+        optimizer.step();
+      }
+      evaluate();
+      fsdp(own_rows(wave({kRows, 6}, 9), comm) * 0);  // the same rows: sends buffers first
+      expect_same_on_all(comm, net->named_buffers()["1.running_var"], "running_var");
+      expect_same_on_all(comm, whole_weights(fsdp), "weights");
+    });
+  }
 }
 
 // Evaluation through the wrapper, and through the module on every rank, use the weights of now.
@@ -362,6 +373,28 @@ TEST_P(ShardedSteps, DroppedWindow) {
   }
 }
 
+// Nor does it matter that a forward without a backward came between.
+TEST_P(ShardedSteps, DroppedWindowAfterAForward) {
+  run_ranks(ranks(), [&](const Communicator& comm) {
+    auto net = three_layers();
+    FullyShardedDataParallel fsdp(net, comm, options());
+    Sgd optimizer(fsdp.parameters(), {.lr = 1});
+    const auto x = own_rows(wave({kRows, 6}, 0), comm);
+    {
+      const NoSync no_sync(fsdp);
+      fsdp(x + 3).pow(2).mean().backward();
+      fsdp(x + 4);
+    }
+    optimizer.zero_grad();
+    fsdp(x).pow(2).mean().backward();
+    optimizer.step();
+    auto one = three_layers();
+    one->forward(wave({kRows, 6}, 0)).pow(2).mean().backward();
+    Sgd(one->parameters(), {.lr = 1}).step();
+    expect_near_all(whole_weights(fsdp), weights_of(*one), "weights");
+  });
+}
+
 // A gradient that is kept while the next backward writes another keeps its values.
 TEST_P(ShardedSteps, KeptGradients) {
   run_ranks(ranks(), [&](const Communicator& comm) {
@@ -398,6 +431,58 @@ TEST_P(ShardedSteps, UpdateInsideAWindowIsRefused) {
     ASSERT_TRUE(outcome.failed());
     EXPECT_NE(outcome.text().find("not averaged"), std::string::npos) << outcome.text();
   }
+}
+
+// Gradients of a backward that ended with an error would be lost, or added to the next ones.
+TEST_P(ShardedSteps, AStepAfterAHalfBackwardIsRefused) {
+  for (const bool accumulates : {false, true}) {
+    const auto outcomes = outcomes_of_ranks(ranks(), [&](const Communicator& comm) {
+      auto net = three_layers();
+      FullyShardedDataParallel fsdp(net, comm, options());
+      Sgd optimizer(fsdp.parameters(), {.lr = 1});
+      const auto x = own_rows(wave({kRows, 6}, 0), comm);
+      {
+        std::optional<NoSync> no_sync;
+        if (accumulates) no_sync.emplace(fsdp);
+        const auto input = x.clone().set_requires_grad(true);
+        input.register_hook([](const torch::Tensor&) -> torch::Tensor {
+          throw std::runtime_error("the loss fell over");
+        });
+        EXPECT_THROW(fsdp(input).pow(2).mean().backward(), std::exception);
+      }
+      optimizer.zero_grad();
+      fsdp(x).pow(2).mean().backward();
+      optimizer.step();
+    });
+    for (const auto& outcome : outcomes) {
+      ASSERT_TRUE(outcome.failed());
+      EXPECT_NE(outcome.text().find("the last backward did not end"), std::string::npos)
+          << outcome.text();
+    }
+  }
+}
+
+// An error in the loss itself comes before any gradient: training goes on.
+TEST_P(ShardedSteps, ABackwardThatReachedNoParameterIsForgotten) {
+  const auto wanted = alone(1, 2);
+  run_ranks(ranks(), [&](const Communicator& comm) {
+    auto net = three_layers();
+    FullyShardedDataParallel fsdp(net, comm, options());
+    Sgd optimizer(fsdp.parameters(), {.lr = 0.1, .momentum = 0.9});
+    const auto y = own_rows(wave({kRows, 3}, 1), comm);
+    for (int step = 0; step < 2; ++step) {
+      const auto x = own_rows(wave({kRows, 6}, step), comm);
+      const auto output = fsdp(x);
+      output.register_hook([](const torch::Tensor&) -> torch::Tensor {
+        throw std::runtime_error("the loss fell over");
+      });
+      EXPECT_THROW(torch::mse_loss(output, y).backward(), std::exception);
+      torch::mse_loss(fsdp(x), y).backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    expect_near_all(whole_weights(fsdp), wanted, "weights");
+  });
 }
 
 // Autograd refuses a graph that was recorded with other weights.
