@@ -4,6 +4,7 @@
 
 #include <torch/torch.h>
 
+#include <mutex>
 #include <numeric>
 
 #include "lockstep/autocast.hpp"
@@ -163,7 +164,10 @@ struct BlockImpl : torch::nn::Module {
 };
 TORCH_MODULE(Block);
 
+// All ranks' threads draw from one generator: none may seed it while another one draws.
 torch::nn::Sequential net_with_norms() {
+  static std::mutex drawing;
+  const std::lock_guard lock(drawing);
   torch::manual_seed(3);
   torch::nn::Sequential net(torch::nn::Linear(5, 6), torch::nn::BatchNorm1d(6), Block(),
                             torch::nn::Linear(6, 2));
