@@ -47,7 +47,7 @@ ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Commu
   require_same_model(*comm, model_tensors(*module));
   broadcast_model(*comm, *module, 0, "initial model");
   auto* recorder = StepRecorder::of_process();
-  if (recorder != nullptr) recorder->learn(*module, "sharded");
+  if (recorder != nullptr) recorder->learn(*module, parts ? "virtual_shards" : "sharded");
   const WithoutWatching own_work;
   for (auto& plan : plan_units(*module, options, comm->rank(), comm->size())) {
     units.push_back(std::make_unique<ShardedUnit>(std::move(plan), *comm, options));
@@ -62,7 +62,7 @@ ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Commu
     for (size_t p = 0; p < unit.plan.parameters.size(); ++p) {
       const UnitParameter& at = unit.plan.parameters[p];
       shard_of[at.whole.unsafeGetTensorImpl()] = at.shard;
-      if (recorder != nullptr) recorder->name(at.shard, at.name);
+      if (recorder != nullptr) recorder->name(at.shard, recorder->name_of(at.whole));
       found[at.whole.unsafeGetTensorImpl()] = {i, p};
     }
     if (comm->size() > 1) {
@@ -248,6 +248,8 @@ void ShardedModel::before_forward() {
       state.module->is_training()) {
     state.share_buffers();
   }
+  auto* recorder = StepRecorder::of_process();
+  if (recorder != nullptr && averages) recorder->note_synchronised_forward();
   state.last_forward_averaged = averages;
   state.phase = State::Phase::kForwarded;
 }
