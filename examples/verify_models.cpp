@@ -228,8 +228,8 @@ Options read_options(int argc, char** argv) {
       ->type_name("off|optimizer|gradients|parameters")
       ->capture_default_str();
   app.add_option("--feature", options.feature, "what else a program may do with a wrapper")
-      ->check(one_of({"off", "uneven", "surgery", "evaluation", "halved"}).description(""))
-      ->type_name("off|uneven|surgery|evaluation|halved")
+      ->check(one_of({"off", "uneven", "surgery", "evaluation", "halved", "task"}).description(""))
+      ->type_name("off|uneven|surgery|evaluation|halved|task")
       ->capture_default_str();
   app.add_option("--stages", options.stages, "ranks of a pipeline, of --model stages")
       ->capture_default_str();
@@ -490,7 +490,14 @@ int train(int argc, char** argv) {
                                       options.batch, kRows, parts),
                           "give --batch 60 and 1, 2, 3 or 5 ranks");
   }
-  if (options.model == "stages") return train_stages(world, options);
+  if (options.model == "stages") {
+    if (options.accum_steps > 1 || options.sharding != "off" || !options.checkpoint.empty()) {
+      throw lockstep::Error(lockstep::Code::kUsage,
+                            "a pipeline here neither accumulates, nor is sharded, nor is saved",
+                            "leave --accum-steps, --sharding and --checkpoint out");
+    }
+    return train_stages(world, options);
+  }
   if (options.stages > 1 || options.tensor_parallel > 1) {
     throw lockstep::Error(lockstep::Code::kUsage, options.model + " cannot be cut into stages",
                           "give --model stages");
@@ -526,7 +533,8 @@ int train(int argc, char** argv) {
     return train_on(world, options, *net, wrapped(fsdp), masters);
   }
   lockstep::DistributedDataParallel<Net> ddp(net, world.comm(), in_buckets);
-  return train_on(world, options, *net, wrapped(ddp), masters);
+  const auto train_ddp = [&] { return train_on(world, options, *net, wrapped(ddp), masters); };
+  return options.feature == "task" ? world.device().run("train", train_ddp) : train_ddp();
 }
 
 }  // namespace

@@ -45,6 +45,9 @@ Excuse excuse_of(const TracedStep& step, const TracedStep& reference, const RunF
   const auto kinds = kinds_of(step);
   if (kinds.contains("dropout")) return {"dropout: each rank draws masks of its own"};
   if (kinds.contains("batch_norm")) return {"BatchNorm: each rank normalises by its own rows"};
+  if (kinds.contains("sync_batch_norm") && facts.micro_steps > 1) {
+    return {"SyncBatchNorm: each micro-step normalises by its own rows"};
+  }
   return {};
 }
 
@@ -73,8 +76,9 @@ std::optional<Divergence> unusable(const TracedStep& step, const TracedStep& ref
   return std::nullopt;
 }
 
-// Virtual shards promise every bit, so the first tensor that differs is the finding.
-Divergence differing_bits(int64_t step, const std::vector<WrongTensor>& wrong) {
+// Every bit was promised, so the first tensor that differs is the finding.
+Divergence differing_bits(int64_t step, const std::vector<WrongTensor>& wrong,
+                          const RunFacts& facts) {
   const WrongTensor& first = wrong.front();
   size_t count = 0;
   for (size_t i = 0; i < first.got.size(); ++i) count += first.got[i] != first.expected[i] ? 1 : 0;
@@ -82,10 +86,12 @@ Divergence differing_bits(int64_t step, const std::vector<WrongTensor>& wrong) {
           parameter_of(first.key),
           {},
           "bits-differ",
-          first.missing ? fmt::format("{} was not recorded", first.key)
-                        : fmt::format("{} of {} elements of {} differ from one rank's: with "
-                                      "virtual shards none may",
-                                      count, first.got.size(), first.key)};
+          first.missing
+              ? fmt::format("{} was not recorded", first.key)
+              : fmt::format("{} of {} elements of {} differ from {} may", count, first.got.size(),
+                            first.key,
+                            facts.resumed_after > 0 ? "the run that was not killed: none"
+                                                    : "one rank's: with virtual shards none")};
 }
 
 }  // namespace
@@ -219,7 +225,7 @@ Judgement judge(const TracedRun& reference, const RoundingGrowth& growth, const 
         input.reference_loss = reference_losses.at(number);
       }
       result.verdict = Verdict::kWrong;
-      result.finding = facts.same_bits ? differing_bits(number, wrong) : diagnose(input);
+      result.finding = facts.same_bits ? differing_bits(number, wrong, facts) : diagnose(input);
       return result;
     }
     before = std::move(step);

@@ -44,7 +44,7 @@ class RoundingGrowth {
 /// What a run is, besides what it recorded.
 struct RunFacts {
   bool divides_rows = false;  ///< over ranks, devices, micro-steps or micro-batches
-  bool same_bits = false;     ///< it has virtual shards, as its reference: nothing may differ
+  bool same_bits = false;     ///< nothing may differ: both have virtual shards, or are one layout
   int64_t resumed_after = 0;  ///< the step of the checkpoint it was resumed from; 0: none
   int64_t micro_steps = 1;    ///< of an update
   int ranks = 1;

@@ -119,7 +119,7 @@ std::vector<MutationCase> mutation_cases() {
       {kReplicaForgotten, replicas, devices, three, 1, weighed},
       {kReplicaStale, replicas, devices, three, 1, "stale-weights"},
       {kMastersKeepStart, models, plus(masters), {}, 2, "replicas-differ"},
-      {kMastersKeepStart, models, with(pipe, masters), {}, 2, "replicas-differ"},
+      {kMastersKeepStart, models, with(pipe, masters), {}, 2, "master-not-written"},
       {kCastsKept, models, with(bf16, {"--lr", "2"}), {}, 2, "stale-weights"},
       {kKeptGradientOverwritten, models, plus({"--feature", "surgery"}), {}, 2, weighed},
       {kWrappersOverlap, models, model("twins"), {}, 2, weighed},

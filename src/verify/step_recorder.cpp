@@ -20,6 +20,7 @@
 #include "device/slice_map.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/rank_environment.hpp"
+#include "lockstep/sync_batch_norm.hpp"
 #include "lockstep/verify.hpp"
 #include "torch_compat.hpp"
 
@@ -74,6 +75,7 @@ std::optional<std::string> kind_of(const torch::nn::Module& module) {
   if (batch_norm1 != nullptr || batch_norm2 != nullptr || batch_norm3 != nullptr) {
     return "batch_norm";
   }
+  if (module.as<SyncBatchNorm>() != nullptr) return "sync_batch_norm";
   const auto drops = [](const auto* layer) { return layer != nullptr && layer->options.p() > 0; };
   if (drops(module.as<torch::nn::Dropout>()) || drops(module.as<torch::nn::Dropout2d>()) ||
       drops(module.as<torch::nn::Dropout3d>()) || drops(module.as<torch::nn::AlphaDropout>())) {
