@@ -27,6 +27,11 @@ std::set<std::string> kinds_of(const TracedStep& step) {
   return step.facts.begin()->second.at("kinds").get<std::set<std::string>>();
 }
 
+bool has_wrapper(const TracedStep& step, const char* name) {
+  return !step.facts.empty() &&
+         step.facts.begin()->second.at("wrappers").get<std::set<std::string>>().contains(name);
+}
+
 // Why a correct run may differ from the reference by more than rounding.
 struct Excuse {
   std::string text;                // "": it may not
@@ -180,6 +185,8 @@ Judgement judge(const TracedRun& reference, const RoundingGrowth& growth, const 
     if (!excuse.empty()) result.explanation = excuse;
     is_other_training = is_other_training || is_other;
     result.inside = result.inside || step.facts.size() > 1;
+    result.is_parallel = result.is_parallel || result.inside || facts.micro_steps > 1 ||
+                         has_wrapper(step, "data_parallel") || has_wrapper(step, "pipeline");
     auto found = unusable(step, wanted, facts);
     if (!found) found = broken_invariant(step, before ? &*before : nullptr, &wanted);
     if (!found && !excuse.empty() && !is_other) found = differing_rates(step, wanted);

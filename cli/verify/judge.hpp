@@ -60,6 +60,7 @@ struct Judgement {
   int64_t tensors = 0;           ///< compared with the reference
   int64_t loose = 0;             ///< of these, with a tolerance of more than half their norm
   bool inside = false;           ///< several ranks recorded it, so that they could be compared
+  bool is_parallel = false;      ///< it divided something: else it is the reference once more
   double largest = 0;            ///< difference, relative to the tensor's norm
   double largest_tolerance = 0;  ///< that this tensor had, relative likewise
   std::string largest_at;        ///< its key

@@ -204,6 +204,9 @@ VerifiedRun verify_variant(const VerifyRunner& runner, const Baseline& baseline,
   } else {
     judgement = judge_failed(baseline, outcome, variant);
   }
+  if (judgement.tensors > 0 && !judgement.is_parallel && judgement.verdict != Verdict::kWrong) {
+    run.refusal = "it is one process without DataParallel or stages, and divided nothing";
+  }
   const bool resumed = run.refusal.empty() && variant.facts.resumed_after > 0;
   if (resumed && judgement.verdict != Verdict::kWrong) {
     judge_resumed(runner, outcome, family, recorded, variables, judgement);

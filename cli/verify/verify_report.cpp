@@ -97,7 +97,9 @@ std::string conclusion(const std::vector<VerifiedRun>& runs) {
   }
   if (refused > 0) parts.push_back(fmt::format("{} not offered by the program", refused));
   const std::string sum = fmt::format("{}", fmt::join(parts, ", "));
-  if (!any_compared(runs)) return fmt::format("Nothing could be compared: {}.", sum);
+  if (!any_wrong(runs) && !any_compared(runs)) {
+    return fmt::format("Nothing could be compared: {}.", sum);
+  }
   return any_wrong(runs) ? fmt::format(
                                "No. {}. The table says where each wrong run leaves the serial one "
                                "first, and what the difference looks like.",

@@ -258,6 +258,13 @@ TEST(Verify, RanksThatTrainAloneAreNoOtherTraining) {
   EXPECT_EQ(judged(run).finding.value().cause, "rows-repeated");
 }
 
+TEST(Verify, TheReferenceOnceMoreIsNoParallelRun) {
+  const Recording one = serial();
+  const Recording again = serial();
+  EXPECT_FALSE(judge(one.read(), {}, again.read(), {.divides_rows = true}).is_parallel);
+  EXPECT_TRUE(judged(parallel(kMean, kMean)).is_parallel);
+}
+
 TEST(Verify, AMeanNeedsAPartOfEachRank) {
   Recording nobody(2);
   for (const int rank : {0, 1}) {
