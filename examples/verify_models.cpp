@@ -6,6 +6,7 @@
 #include <torch/torch.h>
 
 #include <CLI/CLI.hpp>
+#include <functional>
 #include <optional>
 #include <string>
 
@@ -34,6 +35,10 @@ struct Options {
   bool master_weights = false;
   int64_t overflow_at = 0;
   std::string sharding = "off";
+  std::string feature = "off";
+  int64_t stages = 1;
+  int64_t tensor_parallel = 1;
+  int64_t micro_batches = 1;
   int64_t seed = 0;
   std::string checkpoint;
 };
@@ -122,6 +127,35 @@ struct TransformerImpl : nn::Module {
 };
 TORCH_MODULE(Transformer);
 
+// Half of a model of two towers, whose first layer is both's.
+struct TowerImpl : nn::Module {
+  explicit TowerImpl(const nn::Linear& shared)
+      : first(register_module("first", shared)),
+        last(register_module("last", nn::Linear(24, kClasses))) {}
+  Tensor forward(const Tensor& x) { return last(torch::relu(first(x))); }
+  nn::Linear first, last;
+};
+TORCH_MODULE(Tower);
+
+struct TwinsImpl : nn::Module {
+  TwinsImpl() {
+    const nn::Linear shared(12, 24);
+    left = register_module("left", Tower(shared));
+    right = register_module("right", Tower(shared));
+  }
+  Tensor forward(const Tensor& x) { return left(x) + right(x); }
+  Tower left = nullptr, right = nullptr;
+};
+TORCH_MODULE(Twins);
+
+// The last layer of a pipeline, with the weight of the first.
+struct OutputImpl : nn::Module {
+  explicit OutputImpl(const Tensor& shared) : weight(register_parameter("weight", shared)) {}
+  Tensor forward(const Tensor& x) { return torch::linear(x, weight); }
+  Tensor weight;
+};
+TORCH_MODULE(Output);
+
 // A model, and rows for it.
 struct Net : nn::Module {
   explicit Net(const std::string& model) {
@@ -134,6 +168,15 @@ struct Net : nn::Module {
     };
     if (model == "mlp") use("mlp", Mlp(), torch::randn({kRows, 12}));
     if (model == "cnn") use("cnn", Cnn(), torch::randn({kRows, 1, 8, 8}));
+    if (model == "synced") {
+      const nn::Sequential net(nn::Conv2d(1, 6, 3), nn::BatchNorm2d(6), nn::ReLU(), nn::Flatten(),
+                               nn::Linear(6 * 6 * 6, kClasses));
+      use("synced", net, torch::randn({kRows, 1, 8, 8}));
+    }
+    if (model == "twins") {
+      twins = Twins();
+      use("twins", twins, torch::randn({kRows, 12}));
+    }
     if (model == "lstm") use("lstm", Lstm(), torch::randn({kRows, kPositions, 4}));
     if (model == "transformer" || model == "tied") {
       use("transformer", Transformer(model == "tied" ? 0.0 : 0.1),
@@ -142,6 +185,7 @@ struct Net : nn::Module {
   }
   Tensor forward(const Tensor& batch) { return run(batch); }
   std::function<Tensor(const Tensor&)> run;
+  Twins twins = nullptr;
   Tensor x, y;
 };
 
@@ -156,8 +200,9 @@ Options read_options(int argc, char** argv) {
     return CLI::IsMember(std::move(words));
   };
   app.add_option("--model", options.model, "what is trained")
-      ->check(one_of({"mlp", "cnn", "lstm", "transformer", "tied"}).description(""))
-      ->type_name("mlp|cnn|lstm|transformer|tied")
+      ->check(one_of({"mlp", "cnn", "synced", "lstm", "transformer", "tied", "twins", "stages"})
+                  .description(""))
+      ->type_name("mlp|cnn|synced|lstm|transformer|tied|twins|stages")
       ->capture_default_str();
   app.add_option("--steps", options.steps, "optimizer updates")->capture_default_str();
   app.add_option("--batch", options.batch, "rows of one micro-step over all ranks")
@@ -182,6 +227,16 @@ Options read_options(int argc, char** argv) {
       ->check(one_of({"off", "optimizer", "gradients", "parameters"}).description(""))
       ->type_name("off|optimizer|gradients|parameters")
       ->capture_default_str();
+  app.add_option("--feature", options.feature, "what else a program may do with a wrapper")
+      ->check(one_of({"off", "uneven", "surgery", "evaluation", "halved", "task"}).description(""))
+      ->type_name("off|uneven|surgery|evaluation|halved|task")
+      ->capture_default_str();
+  app.add_option("--stages", options.stages, "ranks of a pipeline, of --model stages")
+      ->capture_default_str();
+  app.add_option("--tensor-parallel", options.tensor_parallel,
+                 "ranks that share matrices, of --model stages")
+      ->capture_default_str();
+  app.add_option("--micro-batches", options.micro_batches, "of a pipeline")->capture_default_str();
   app.add_option("--seed", options.seed, "of initial weights and dropout")->capture_default_str();
   app.add_option("--checkpoint", options.checkpoint, "folder to save to, and to resume from")
       ->type_name("DIR");
@@ -212,46 +267,137 @@ void plant_overflow(const Tensor& out) {
   });
 }
 
-// The loop, for a DistributedDataParallel or a FullyShardedDataParallel.
-template <class Wrapper>
-int train_on(const lockstep::World& world, const Options& options, Net& net, Wrapper& wrapper,
+// What the loop needs of a wrapper, or of two.
+struct Wrapped {
+  std::function<Tensor(const Tensor&)> forward;
+  std::vector<Tensor> parameters;
+  lockstep::Accumulating* accumulating = nullptr;
+  std::function<void(double)> set_weight;
+  std::function<void()> halve;
+  std::function<void(lockstep::Checkpoint&, torch::optim::Optimizer&)> save_with;
+};
+
+void halve_all(const nn::Module& module) {
+  const torch::NoGradGuard no_grad;
+  for (auto& parameter : module.parameters()) parameter.mul_(0.5);
+}
+
+Wrapped wrapped(lockstep::DistributedDataParallel<Net>& ddp) {
+  return {.forward = [&](const Tensor& x) { return ddp(x); },
+          .parameters = ddp.parameters(),
+          .accumulating = &ddp.sync(),
+          .set_weight = [&](double weight) { ddp.set_weight(weight); },
+          .halve = [&] { halve_all(*ddp.module()); },
+          .save_with =
+              [&](auto& checkpoint, auto& optimizer) {
+                checkpoint.add("model", *ddp.module()).add("optimizer", optimizer, *ddp.module());
+              }};
+}
+
+Wrapped wrapped(lockstep::FullyShardedDataParallel<Net>& fsdp) {
+  return {.forward = [&](const Tensor& x) { return fsdp(x); },
+          .parameters = fsdp.parameters(),
+          .accumulating = &fsdp.sharded(),
+          .set_weight = [&](double weight) { fsdp.set_weight(weight); },
+          .halve =
+              [&] {
+                const lockstep::GatheredParameters whole(fsdp);
+                halve_all(*fsdp.module());
+              },
+          .save_with =
+              [&](auto& checkpoint, auto& optimizer) {
+                checkpoint.add("model", fsdp).add("optimizer", optimizer, fsdp);
+              }};
+}
+
+using TowerDdp = lockstep::DistributedDataParallel<TowerImpl>;
+
+Wrapped wrapped(TowerDdp& left, TowerDdp& right) {
+  std::vector<Tensor> parameters = left.parameters();
+  for (auto& each : right.module()->last->parameters()) parameters.push_back(each);
+  return {.forward = [&](const Tensor& x) { return left(x) + right(x); },
+          .parameters = std::move(parameters)};
+}
+
+// The rows of this rank, of a batch over all ranks. Uneven: the first rank has twice as many.
+Tensor own_rows(const lockstep::World& world, const Options& options,
+                lockstep::DistributedSampler& sampler) {
+  if (options.feature != "uneven") {
+    return torch::tensor(sampler.next_batch(options.batch / world.size()));
+  }
+  const int64_t unit = options.batch / (world.size() + 1);
+  const int64_t begin = world.rank() == 0 ? 0 : (world.rank() + 1) * unit;
+  return torch::tensor(sampler.next_batch(options.batch))
+      .narrow(0, begin, world.rank() == 0 ? 2 * unit : unit);
+}
+
+// Gradients of both halves of the rows, which the program adds up itself.
+double backward_by_surgery(const Wrapped& model, const Net& net, const Tensor& rows) {
+  double losses = 0;
+  std::vector<Tensor> kept;
+  for (const Tensor& half : rows.chunk(2)) {
+    kept.clear();
+    for (auto parameter : model.parameters) {
+      kept.push_back(parameter.grad());
+      parameter.mutable_grad() = Tensor();
+    }
+    const auto loss = torch::cross_entropy_loss(model.forward(net.x.index_select(0, half)),
+                                                net.y.index_select(0, half)) /
+                      2;
+    loss.backward();
+    losses += loss.item<double>();
+  }
+  const torch::NoGradGuard no_grad;
+  for (size_t i = 0; i < kept.size(); ++i) {
+    if (kept[i].defined()) model.parameters[i].grad().add_(kept[i]);
+  }
+  return losses;
+}
+
+int train_on(const lockstep::World& world, const Options& options, Net& net, const Wrapped& model,
              const std::optional<lockstep::MasterWeights>& masters) {
-  const auto optimizer = make_optimizer(wrapper.parameters(), options, masters);
+  const auto optimizer = make_optimizer(model.parameters, options, masters);
   lockstep::GradScaler scaler({.enabled = options.amp != "off"});
   lockstep::LrScheduler scheduler(*optimizer, lockstep::cosine_lr(4 * options.steps));
-  lockstep::DistributedSampler sampler(kRows, world.size(), world.rank());
+  const bool uneven = options.feature == "uneven";
+  lockstep::DistributedSampler sampler(kRows, uneven ? 1 : world.size(), uneven ? 0 : world.rank());
   std::optional<lockstep::Checkpoint> checkpoint;
   int64_t step = 0;
   if (!options.checkpoint.empty()) {
     checkpoint.emplace(options.checkpoint, world.comm(),
                        lockstep::CheckpointOptions{.every = 2, .asynchronous = false});
-    if constexpr (std::is_same_v<Wrapper, lockstep::DistributedDataParallel<Net>>) {
-      checkpoint->add("model", net).add("optimizer", *optimizer, net);
-    } else {
-      checkpoint->add("model", wrapper).add("optimizer", *optimizer, wrapper);
-    }
+    model.save_with(*checkpoint, *optimizer);
     checkpoint->add("scaler", scaler).add("scheduler", scheduler).add("sampler", sampler);
     step = checkpoint->resume();
   }
-  const int64_t own_rows = options.batch / world.size();
   while (step < options.steps) {
     step += 1;
+    if (options.feature == "halved" && step == 2) model.halve();
     std::vector<Tensor> micro_batches;
     for (int64_t micro = 0; micro < options.accum_steps; ++micro) {
-      micro_batches.push_back(torch::tensor(sampler.next_batch(own_rows)));
+      micro_batches.push_back(own_rows(world, options, sampler));
     }
+    if (uneven) model.set_weight(static_cast<double>(micro_batches.front().size(0)));
     double losses = 0;
-    for (auto [rows, micro_steps, is_last] :
-         lockstep::accumulate(micro_batches, options.accum_steps, wrapper)) {
+    if (options.feature == "surgery") {
+      losses = backward_by_surgery(model, net, micro_batches.front());
+      micro_batches.clear();
+    }
+    for (auto [rows, micro_steps, is_last] : lockstep::MicroSteps<std::vector<Tensor>&>(
+             micro_batches, options.accum_steps, model.accumulating)) {
       Tensor loss;
       {
         const lockstep::Autocast amp(world.device(), torch::kBFloat16, options.amp != "off");
-        const auto out = wrapper(net.x.index_select(0, rows));
+        const auto out = model.forward(net.x.index_select(0, rows));
         if (step == options.overflow_at && world.rank() + 1 == world.size()) plant_overflow(out);
         loss = torch::cross_entropy_loss(out.to(torch::kFloat), net.y.index_select(0, rows));
       }
       scaler.scale(loss / micro_steps).backward();
       losses += loss.template item<double>() / static_cast<double>(micro_steps);
+    }
+    if (options.feature == "evaluation") {
+      const torch::NoGradGuard no_grad;
+      model.forward(net.x.narrow(0, 0, 4));
     }
     lockstep::StepExtras extras{.zero_grad = true};
     if (options.clip > 0) extras.max_norm = options.clip;
@@ -266,15 +412,95 @@ int train_on(const lockstep::World& world, const Options& options, Net& net, Wra
   return 0;
 }
 
+// --model stages: a pipeline of one or two stages, with matrices over ranks and data parallel. The
+// first and the last layer have one weight, some rows have no target, and a bias is frozen when all
+// is made.
+int train_stages(const lockstep::World& world, const Options& options) {
+  const auto model_ranks = static_cast<int>(options.stages * options.tensor_parallel);
+  if (options.stages > 2 || world.size() % model_ranks != 0) {
+    throw lockstep::Error(
+        lockstep::Code::kUsage,
+        fmt::format("{} ranks cannot have {} stages", world.size(), options.stages),
+        "give one or two stages, and a multiple of their ranks");
+  }
+  const lockstep::Mesh mesh(world.comm(), {{"dp", world.size() / model_ranks},
+                                           {"pp", static_cast<int>(options.stages)},
+                                           {"tp", static_cast<int>(options.tensor_parallel)}});
+  torch::manual_seed(1);  // of the rows: the same on every rank
+  const Tensor x = torch::randn({kRows, 12});
+  const Tensor y = torch::randint(0, kClasses, {kRows});
+  y.masked_fill_(torch::rand({kRows}) < 0.4, -100);
+  // Other weights on each data rank until the first one's are sent.
+  const int data_rank = mesh.coordinate("dp");
+  torch::manual_seed(static_cast<uint64_t>(100 * options.seed + data_rank + 1));
+  const nn::Linear first(12, 12), up(12, 24), down(24, 12);
+  // Each stage has a copy of the weight, of other values until they are tied.
+  const Output last(options.stages == 1 ? first->weight : first->weight.detach() + 0.1);
+  nn::Sequential net(first, nn::ReLU(), lockstep::ColumnLinear(up, mesh.axis("tp")), nn::ReLU(),
+                     lockstep::RowLinear(down, mesh.axis("tp")), nn::ReLU(), last);
+  std::optional<lockstep::MasterWeights> masters;
+  if (options.master_weights) masters.emplace(*net);
+  const auto cut = options.stages == 1 ? std::vector<int64_t>{7} : std::vector<int64_t>{2, 5};
+  lockstep::Pipeline pipeline(lockstep::split_stages(net, cut), mesh.axis("pp"), world.device(),
+                              lockstep::one_f_one_b(static_cast<int>(options.stages),
+                                                    static_cast<int>(options.micro_batches)),
+                              {.loss =
+                                   [](const Tensor& out, const Tensor& target) {
+                                     return torch::cross_entropy_loss(out.to(torch::kFloat),
+                                                                      target);
+                                   },
+                               .loss_weight = lockstep::count_targets(),
+                               .data = mesh.axis("dp")});
+  std::optional<lockstep::TiedWeight> tied;
+  if (options.stages == 2) {
+    tied.emplace(mesh.axis("pp"), 0, 1, mesh.coordinate("pp") == 0 ? first->weight : last->weight);
+  }
+  const auto optimizer = make_optimizer(pipeline.parameters(), options, masters);
+  for (auto& item : net->named_parameters()) {
+    if (item.key() == "4.bias") item.value().set_requires_grad(false);
+  }
+  lockstep::GradScaler scaler(
+      {.enabled = options.amp != "off", .model_parallel = mesh.plane({"pp", "tp"})});
+  lockstep::DistributedSampler sampler(kRows, mesh.axis("dp").size(), data_rank);
+  for (int64_t step = 1; step <= options.steps; ++step) {
+    const auto rows = torch::tensor(sampler.next_batch(options.batch / mesh.axis("dp").size()));
+    Tensor loss;
+    {
+      const lockstep::Autocast amp(world.device(), torch::kBFloat16, options.amp != "off");
+      loss = pipeline.step(x.index_select(0, rows), y.index_select(0, rows), {.scaler = &scaler});
+    }
+    if (tied) tied->sum_gradients();
+    lockstep::StepExtras extras{.zero_grad = true};
+    if (options.clip > 0) extras.max_norm = options.clip;
+    scaler.step(*optimizer, extras);
+    scaler.update();
+    lockstep::verify_loss(loss);
+  }
+  return 0;
+}
+
 int train(int argc, char** argv) {
   const Options options = read_options(argc, argv);
   const auto world = lockstep::World::from_env();
   const lockstep::UseDevice home(world.device());
-  if (options.batch % world.size() != 0 || kRows % options.batch != 0) {
+  const int64_t parts = options.feature == "uneven" ? world.size() + 1 : world.size();
+  if (options.batch % parts != 0 || kRows % options.batch != 0) {
     throw lockstep::Error(lockstep::Code::kSplit,
-                          fmt::format("--batch {} must divide {} rows, and {} ranks must divide it",
-                                      options.batch, kRows, world.size()),
+                          fmt::format("--batch {} must divide {} rows, and {} must divide it",
+                                      options.batch, kRows, parts),
                           "give --batch 60 and 1, 2, 3 or 5 ranks");
+  }
+  if (options.model == "stages") {
+    if (options.accum_steps > 1 || options.sharding != "off" || !options.checkpoint.empty()) {
+      throw lockstep::Error(lockstep::Code::kUsage,
+                            "a pipeline here neither accumulates, nor is sharded, nor is saved",
+                            "leave --accum-steps, --sharding and --checkpoint out");
+    }
+    return train_stages(world, options);
+  }
+  if (options.stages > 1 || options.tensor_parallel > 1) {
+    throw lockstep::Error(lockstep::Code::kUsage, options.model + " cannot be cut into stages",
+                          "give --model stages");
   }
   auto net = std::make_shared<Net>(options.model);
   // Other weights on each rank until rank 0's are sent, and other dropout afterwards.
@@ -285,19 +511,30 @@ int train(int argc, char** argv) {
       if (parameter.requires_grad()) parameter.add_(0.02 * torch::randn_like(parameter));
     }
   }
+  if (options.model == "synced") {
+    lockstep::convert_sync_batchnorm(*net, world.comm().split(0, world.rank(), "batch norm"));
+  }
   std::optional<lockstep::MasterWeights> masters;
   if (options.master_weights) masters.emplace(*net);
+  const lockstep::DdpOptions in_buckets{.first_bucket_bytes = 1024, .bucket_cap_bytes = 2048};
+  if (options.model == "twins") {
+    lockstep::verify_model(*net);  // a tower's wrapper knows only its own names
+    TowerDdp left(net->twins->left, world.comm(), in_buckets);
+    TowerDdp right(net->twins->right, world.comm(), in_buckets);
+    return train_on(world, options, *net, wrapped(left, right), masters);
+  }
   if (options.sharding != "off") {
     const auto stage = options.sharding == "optimizer"   ? lockstep::ShardStage::kOptimizer
                        : options.sharding == "gradients" ? lockstep::ShardStage::kGradients
                                                          : lockstep::ShardStage::kParameters;
     lockstep::FullyShardedDataParallel<Net> fsdp(
-        net, world.comm(), {.stage = stage, .min_unit_bytes = 1024, .share_on_host = false});
-    return train_on(world, options, *net, fsdp, masters);
+        net, world.comm(),
+        {.stage = stage, .min_unit_bytes = 1024, .share_on_host = options.feature == "halved"});
+    return train_on(world, options, *net, wrapped(fsdp), masters);
   }
-  lockstep::DistributedDataParallel<Net> ddp(
-      net, world.comm(), {.first_bucket_bytes = 1024, .bucket_cap_bytes = 2048});
-  return train_on(world, options, *net, ddp, masters);
+  lockstep::DistributedDataParallel<Net> ddp(net, world.comm(), in_buckets);
+  const auto train_ddp = [&] { return train_on(world, options, *net, wrapped(ddp), masters); };
+  return options.feature == "task" ? world.device().run("train", train_ddp) : train_ddp();
 }
 
 }  // namespace

@@ -169,14 +169,6 @@ std::vector<double> minus(const std::vector<double>& a, const std::vector<double
   return difference;
 }
 
-// The learning rates of a step differ from the reference's.
-bool rates_differ(const DiagnosisInput& input) {
-  if (input.step.updates.empty() || input.reference.updates.empty()) return false;
-  const auto& ours = input.step.updates.begin()->second.front();
-  const auto& theirs = input.reference.updates.begin()->second.front();
-  return ours.contains("lr") && theirs.contains("lr") && ours.at("lr") != theirs.at("lr");
-}
-
 Divergence diagnose_update(const DiagnosisInput& input,
                            const std::vector<const WrongTensor*>& wrong) {
   const WrongTensor& worst = worst_of(wrong);
@@ -188,14 +180,10 @@ Divergence diagnose_update(const DiagnosisInput& input,
     return found_at(input, worst, "frozen-changed",
                     "it has no gradient and must not change, and it did" + of_all);
   }
-  if (rates_differ(input)) {
-    const auto rate = [](const TracedStep& step) {
-      return step.updates.begin()->second.front().at("lr").at(0).get<double>();
-    };
-    return found_at(input, worst, "rate-differs",
-                    fmt::format("gradients are right; the learning rate is {:.6g} and should be "
-                                "{:.6g}{}",
-                                rate(input.step), rate(input.reference), of_all));
+  if (auto rate = differing_rates(input.step, input.reference)) {
+    rate->where = name;
+    rate->text += of_all;
+    return *rate;
   }
   // What was added to the right update, as a multiple of the gradient's error or of the weight.
   const auto extra = minus(worst.got, worst.expected);
@@ -242,6 +230,22 @@ double distance_of(const std::vector<double>& a, const std::vector<double>& b) {
     sum += difference * difference;
   }
   return std::sqrt(sum);
+}
+
+std::optional<Divergence> differing_rates(const TracedStep& step, const TracedStep& reference) {
+  if (step.updates.empty() || reference.updates.empty()) return std::nullopt;
+  const auto& ours = step.updates.begin()->second.front();
+  const auto& theirs = reference.updates.begin()->second.front();
+  if (!ours.contains("lr") || !theirs.contains("lr") || ours.at("lr") == theirs.at("lr")) {
+    return std::nullopt;
+  }
+  return Divergence{
+      step.step,
+      "",
+      {},
+      "rate-differs",
+      fmt::format("the learning rate is {:.6g} and should be {:.6g}",
+                  ours.at("lr").at(0).get<double>(), theirs.at("lr").at(0).get<double>())};
 }
 
 Divergence diagnose(const DiagnosisInput& input) {

@@ -32,6 +32,9 @@ struct DiagnosisInput {
   std::optional<double> reference_loss = {};
 };
 
+/// The learning rates of a step, where they are not the reference's.
+std::optional<Divergence> differing_rates(const TracedStep& step, const TracedStep& reference);
+
 /// Names the first wrong tensor and a likely cause, by what the difference looks like.
 Divergence diagnose(const DiagnosisInput& input);
 

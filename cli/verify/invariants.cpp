@@ -51,8 +51,9 @@ std::optional<Divergence> check_rows(const TracedStep& step, const TracedStep* r
   const auto rows = rows_by_rank(step);
   const auto wanted = counted(rows_by_rank(*reference));
   const auto given = counted(rows);
-  if (rows.empty() || wanted.empty() || rows_of(step) != rows_of(*reference)) return std::nullopt;
-  if (given == wanted) return std::nullopt;
+  if (rows.empty() || wanted.empty() || given == wanted) return std::nullopt;
+  // A program may give each rank as many rows as one rank has alone, but not the same rows.
+  const bool is_other_training = rows_of(step) > rows_of(*reference);
   // A rank that repeats another's rows, and one that has rows of no rank in the reference.
   std::map<int64_t, int> owner;
   for (const auto& [rank, own] : rows) {
@@ -82,6 +83,7 @@ std::optional<Divergence> check_rows(const TracedStep& step, const TracedStep* r
                       "step are computed by nobody: both take the same shard",
                       rank, other, missing)};
     }
+    if (is_other_training) continue;
     if (foreign > 0 || repeated > 0) {
       return Divergence{
           step.step,
@@ -94,7 +96,13 @@ std::optional<Divergence> check_rows(const TracedStep& step, const TracedStep* r
                       own.size(), rank, foreign, repeated, missing)};
     }
   }
-  return Divergence{step.step, "", {}, "rows-missing", "rows of the step are computed by nobody"};
+  if (is_other_training) return std::nullopt;
+  return Divergence{step.step,
+                    "",
+                    {},
+                    "rows-missing",
+                    fmt::format("{} rows of the step are computed by nobody",
+                                rows_of(*reference) - rows_of(step))};
 }
 
 // The first of some ranks' facts that differs from rank 0's.
@@ -173,12 +181,19 @@ std::optional<Divergence> check_buffers(const TracedStep& step) {
                   *rank)};
 }
 
+// How often a rank's gradient of a parameter was averaged in this step.
+int64_t averages_of(const TracedStep& step, int rank, const std::string& name) {
+  return step.facts.at(rank).at("averages").value(name, int64_t{0});
+}
+
 std::optional<Divergence> check_averages(const TracedStep& step) {
   for (const auto& [rank, facts] : step.facts) {
+    // More than one where a program makes its update from several gradients, each of them averaged.
+    const auto wanted = std::max<int64_t>(1, facts.value("synchronised_forwards", int64_t{1}));
     for (const auto& [name, count] : facts.at("averages").items()) {
       const auto times = count.get<int64_t>();
       const auto forwards = facts.value("forwards", int64_t{0});
-      if (times <= 1) continue;
+      if (times <= wanted) continue;
       if (times < forwards) {
         return Divergence{
             step.step,
@@ -199,6 +214,17 @@ std::optional<Divergence> check_averages(const TracedStep& step) {
                       times, facts.at("sent_bytes").get<int64_t>(),
                       facts.at("sent_bytes").get<int64_t>() / times)};
     }
+  }
+  const bool wrapped = has(step, "wrappers", "ddp") || has(step, "wrappers", "sharded");
+  const bool none = std::all_of(step.facts.begin(), step.facts.end(), [](const auto& each) {
+    return each.second.at("averages").empty();
+  });
+  const bool has_gradients =
+      std::any_of(step.pieces.begin(), step.pieces.end(),
+                  [](const auto& each) { return each.first.starts_with("gradient/"); });
+  if (wrapped && none && has_gradients && rows_by_rank(step).size() > 1) {
+    return Divergence{
+        step.step, "", {}, "not-averaged", "ranks have rows of their own, and averaged nothing"};
   }
   const auto rank = first_different(step, "sent_bytes");
   if (!rank || has(step, "wrappers", "pipeline")) return std::nullopt;
@@ -399,6 +425,31 @@ Divergence explain_mean(const TracedStep& step, const TracedStep* before, const 
   return finding;
 }
 
+// Its gradient is a sum over two stages that have a copy each.
+bool is_tied(const TracedStep& step, const std::string& name) {
+  return std::any_of(step.facts.begin(), step.facts.end(), [&](const auto& each) {
+    return each.second.value("tied", std::set<std::string>{}).contains(name);
+  });
+}
+
+// A rank that uses a mean and put nothing into it.
+std::optional<Divergence> absent_share(const TracedStep& step, const std::string& name,
+                                       const std::vector<TracedPiece>& local,
+                                       const std::vector<TracedPiece>& gradient) {
+  for (const auto& piece : gradient) {
+    const bool took_part = std::any_of(local.begin(), local.end(),
+                                       [&](const auto& each) { return each.rank == piece.rank; });
+    if (took_part) continue;
+    return Divergence{step.step,
+                      name,
+                      {piece.rank},
+                      "not-averaged",
+                      fmt::format("rank {} put nothing into its mean, and rank {} did", piece.rank,
+                                  local.front().rank)};
+  }
+  return std::nullopt;
+}
+
 std::optional<Divergence> check_mean(const TracedStep& step, const TracedStep* before) {
   std::optional<Divergence> worst;
   size_t wrong = 0;
@@ -408,7 +459,10 @@ std::optional<Divergence> check_mean(const TracedStep& step, const TracedStep* b
     const std::string name = parameter_of(key);
     const auto gradient = step.pieces.find("gradient/" + name);
     if (gradient == step.pieces.end()) continue;
+    // An update that is made from several averages is no mean of the last one.
+    if (averages_of(step, local.front().rank, name) > 1 || is_tied(step, name)) continue;
     ++looked_at;
+    if (auto absent = absent_share(step, name, local, gradient->second)) return absent;
     const double unit = rounding_of(step, local.front().dtype);
     for (const auto& [slice, shares] : shares_of(step, local)) {
       if (shares.size() < 2) continue;

@@ -13,8 +13,9 @@ namespace {
 
 using Values = std::vector<double>;
 
+// "gradient", "weight", "buffer", or a state's name.
 std::string kind_of(const std::string& key) {
-  return key.substr(0, key.find('/'));
+  return key.starts_with("state/") ? key.substr(key.rfind('/')) : key.substr(0, key.find('/'));
 }
 
 bool is_compared(const std::string& key) {
@@ -26,23 +27,63 @@ std::set<std::string> kinds_of(const TracedStep& step) {
   return step.facts.begin()->second.at("kinds").get<std::set<std::string>>();
 }
 
-// Why a correct run may differ from the reference by more than rounding; "": it may not.
-std::string excuse_of(const TracedStep& step, const TracedStep& reference, const RunFacts& facts) {
-  if (!facts.divides_rows || facts.same_bits) return "";
-  const size_t rows = rows_of(step);
-  const size_t wanted = rows_of(reference);
-  if (rows > 0 && wanted > 0 && rows != wanted) {
-    return fmt::format("an update has {} rows, and one of the reference {}: another training", rows,
-                       wanted);
-  }
-  const auto kinds = kinds_of(step);
-  if (kinds.contains("dropout")) return "dropout: each rank draws masks of its own";
-  if (kinds.contains("batch_norm")) return "BatchNorm: each rank normalises by its own rows";
-  return "";
+bool has_wrapper(const TracedStep& step, const char* name) {
+  return !step.facts.empty() &&
+         step.facts.begin()->second.at("wrappers").get<std::set<std::string>>().contains(name);
 }
 
-// Virtual shards promise every bit, so the first tensor that differs is the finding.
-Divergence differing_bits(int64_t step, const std::vector<WrongTensor>& wrong) {
+// Why a correct run may differ from the reference by more than rounding.
+struct Excuse {
+  std::string text;                // "": it may not
+  bool is_other_training = false;  // with steps and rates of its own
+};
+
+Excuse excuse_of(const TracedStep& step, const TracedStep& reference, const RunFacts& facts) {
+  if (!facts.divides_rows || facts.same_bits) return {};
+  const size_t rows = rows_of(step);
+  const size_t wanted = rows_of(reference);
+  if (wanted > 0 && rows > wanted) {
+    return {fmt::format("an update has {} rows, and one of the reference {}: another training",
+                        rows, wanted),
+            true};
+  }
+  const auto kinds = kinds_of(step);
+  if (kinds.contains("dropout")) return {"dropout: each rank draws masks of its own"};
+  if (kinds.contains("batch_norm")) return {"BatchNorm: each rank normalises by its own rows"};
+  if (kinds.contains("sync_batch_norm") && facts.micro_steps > 1) {
+    return {"SyncBatchNorm: each micro-step normalises by its own rows"};
+  }
+  return {};
+}
+
+// A check that looks at too few ranks, or at parameters under other names, would pass for nothing.
+std::optional<Divergence> unusable(const TracedStep& step, const TracedStep& reference,
+                                   const RunFacts& facts) {
+  const auto recorded = static_cast<int>(step.facts.size());
+  if (facts.processes > 0 && recorded != facts.processes) {
+    return Divergence{step.step,
+                      "",
+                      {},
+                      "rank-missing",
+                      fmt::format("{} of {} processes recorded it: each must be a rank of the job, "
+                                  "and make every update",
+                                  recorded, facts.processes)};
+  }
+  for (const auto& [key, pieces] : step.pieces) {
+    if (!key.starts_with("weight/") || reference.pieces.contains(key)) continue;
+    return Divergence{step.step,
+                      parameter_of(key),
+                      {pieces.front().rank},
+                      "name-unknown",
+                      "the reference has no parameter of this name: give it its name in the whole "
+                      "model by lockstep::verify_name"};
+  }
+  return std::nullopt;
+}
+
+// Every bit was promised, so the first tensor that differs is the finding.
+Divergence differing_bits(int64_t step, const std::vector<WrongTensor>& wrong,
+                          const RunFacts& facts) {
   const WrongTensor& first = wrong.front();
   size_t count = 0;
   for (size_t i = 0; i < first.got.size(); ++i) count += first.got[i] != first.expected[i] ? 1 : 0;
@@ -50,10 +91,12 @@ Divergence differing_bits(int64_t step, const std::vector<WrongTensor>& wrong) {
           parameter_of(first.key),
           {},
           "bits-differ",
-          first.missing ? fmt::format("{} was not recorded", first.key)
-                        : fmt::format("{} of {} elements of {} differ from one rank's: with "
-                                      "virtual shards none may",
-                                      count, first.got.size(), first.key)};
+          first.missing
+              ? fmt::format("{} was not recorded", first.key)
+              : fmt::format("{} of {} elements of {} differ from {} may", count, first.got.size(),
+                            first.key,
+                            facts.resumed_after > 0 ? "the run that was not killed: none"
+                                                    : "one rank's: with virtual shards none")};
 }
 
 }  // namespace
@@ -99,25 +142,35 @@ void RoundingGrowth::add(const TracedRun& reference, const TracedRun& perturbed)
       if (!std::isfinite(far)) continue;
       double& known = distances_[{number, key}];
       known = std::max(known, far);
-      double& relative = relative_[{number, kind_of(key)}];
-      if (norm > 0) relative = std::max(relative, far / norm);
+      const StepKey kind(number, kind_of(key));
+      if (norm > 0) relative_[kind].push_back(far / norm);
+      largest_norm_[kind] = std::max(largest_norm_[kind], norm);
     }
   }
 }
 
 double RoundingGrowth::tolerance(int64_t step, const std::string& key, double norm) const {
-  // A tensor that the perturbation happens to leave alone moves as others of its kind do.
+  const StepKey kind(step, kind_of(key));
   const auto own = distances_.find({step, key});
-  const auto kind = relative_.find({step, kind_of(key)});
   const double far = own == distances_.end() ? 0 : own->second;
-  const double of_kind = kind == relative_.end() ? 0 : kind->second * norm;
-  return kSafety * std::max({far, of_kind, 0x1p-23 * norm}) + 1e-30;
+  double of_kind = 0;
+  if (const auto found = relative_.find(kind); found != relative_.end()) {
+    auto all = found->second;
+    const auto middle = all.begin() + static_cast<std::ptrdiff_t>(all.size() / 2);
+    std::nth_element(all.begin(), middle, all.end());
+    of_kind = *middle * norm;
+  }
+  // A gradient that cancels out is rounded in the size of its terms, not in its own.
+  double size = norm;
+  if (key.starts_with("gradient/") && largest_norm_.contains(kind)) size = largest_norm_.at(kind);
+  return kSafety * std::max({far, of_kind, 0x1p-23 * size}) + 1e-30;
 }
 
 Judgement judge(const TracedRun& reference, const RoundingGrowth& growth, const TracedRun& run,
                 const RunFacts& facts) {
   Judgement result;
   bool same_bits = true;
+  bool is_other_training = false;
   std::optional<TracedStep> before;
   std::optional<TracedStep> reference_before;
   const auto reference_losses = reference.losses();
@@ -128,9 +181,16 @@ Judgement judge(const TracedRun& reference, const RoundingGrowth& growth, const 
     TracedStep step = run.read(number);
     TracedStep wanted = reference.read(number);
     ++result.steps;
-    const std::string excuse = excuse_of(step, wanted, facts);
+    const auto [excuse, is_other] = excuse_of(step, wanted, facts);
     if (!excuse.empty()) result.explanation = excuse;
-    if (auto found = broken_invariant(step, before ? &*before : nullptr, &wanted)) {
+    is_other_training = is_other_training || is_other;
+    result.inside = result.inside || step.facts.size() > 1;
+    result.is_parallel = result.is_parallel || result.inside || facts.micro_steps > 1 ||
+                         has_wrapper(step, "data_parallel") || has_wrapper(step, "pipeline");
+    auto found = unusable(step, wanted, facts);
+    if (!found) found = broken_invariant(step, before ? &*before : nullptr, &wanted);
+    if (!found && !excuse.empty() && !is_other) found = differing_rates(step, wanted);
+    if (found) {
       result.verdict = Verdict::kWrong;
       result.finding = std::move(found);
       return result;
@@ -151,6 +211,7 @@ Judgement judge(const TracedRun& reference, const RoundingGrowth& growth, const 
       same_bits = false;
       const double norm = norm_of(*expected);
       const double tolerance = facts.same_bits ? 0 : growth.tolerance(number, key, norm);
+      if (tolerance > norm / 2) ++result.loose;
       const double relative = norm > 0 ? far / norm : INFINITY;
       if (excuse.empty() && norm > 0 && relative > result.largest) {
         result.largest = relative;
@@ -171,7 +232,7 @@ Judgement judge(const TracedRun& reference, const RoundingGrowth& growth, const 
         input.reference_loss = reference_losses.at(number);
       }
       result.verdict = Verdict::kWrong;
-      result.finding = facts.same_bits ? differing_bits(number, wrong) : diagnose(input);
+      result.finding = facts.same_bits ? differing_bits(number, wrong, facts) : diagnose(input);
       return result;
     }
     before = std::move(step);
@@ -180,14 +241,18 @@ Judgement judge(const TracedRun& reference, const RoundingGrowth& growth, const 
   if (result.steps == 0) {
     result.verdict = Verdict::kWrong;
     result.finding = Divergence{0, "", {}, "nothing-recorded", "no step of it is in the reference"};
-  } else if (result.explanation.empty() && run.steps().back() < reference.steps().back()) {
+  } else if (!is_other_training && run.steps() != reference.steps()) {
+    const auto [ours, theirs] = std::mismatch(run.steps().begin(), run.steps().end(),
+                                              reference.steps().begin(), reference.steps().end());
     result.verdict = Verdict::kWrong;
-    result.finding = Divergence{run.steps().back() + 1,
-                                "",
-                                {},
-                                "steps-missing",
-                                fmt::format("it ended after update {}, and the reference made {}",
-                                            run.steps().back(), reference.steps().back())};
+    result.finding =
+        Divergence{theirs == reference.steps().end() ? *ours : *theirs,
+                   "",
+                   {},
+                   "steps-missing",
+                   fmt::format("it made {} updates, up to {}, and the reference {}, up to {}",
+                               run.steps().size(), run.steps().back(), reference.steps().size(),
+                               reference.steps().back())};
   } else if (!result.explanation.empty()) {
     result.verdict = Verdict::kExplained;
   } else if (!same_bits) {

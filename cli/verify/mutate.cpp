@@ -35,8 +35,10 @@ struct MutationCase {
   int ranks = 2;
   const char* cause = "";  // the word that must be found
   Words launch = {};
-  bool saves = false;
-  int64_t micro_steps = 1;
+
+  bool is_killed() const {
+    return std::find(launch.begin(), launch.end(), "--max-restarts") != launch.end();
+  }
 };
 
 const Words kCourse = {"--steps", "4", "--dim", "32", "--hidden", "48", "--quiet"};
@@ -47,137 +49,103 @@ Words with(Words words, const Words& more) {
 }
 
 std::vector<MutationCase> mutation_cases() {
-  const Words three = {"--steps", "4"};
-  const Words windows = with(three, {"--batch", "60", "--accum-steps", "1"});
+  const char* models = "verify_models";
+  const char* hybrid = "practical10_hybrid";
+  const char* replicas = "practical5_dp";
+  const Words four = {"--steps", "4"};
+  const auto plus = [&](const Words& more) { return with(four, more); };
+  const auto model = [&](const char* name) { return plus({"--model", name}); };
+  const Words windows = plus({"--batch", "60", "--accum-steps", "1"});
   const Words in_windows = {"--batch", "20", "--accum-steps", "3"};
-  const Words bf16 = with(three, {"--amp", "bf16"});
-  const Words adamw = with(three, {"--optimizer", "adamw", "--lr", "0.01"});
+  const Words bf16 = plus({"--amp", "bf16"});
+  const Words overflowing = with(bf16, {"--overflow-at", "3"});
+  const Words masters = {"--amp", "bf16", "--master-weights"};
+  const Words adamw = {"--optimizer", "adamw", "--lr", "0.01"};
+  const Words clipped = {"--clip", "0.05"};
+  const Words in_units = {"--sharding", "gradients"};
+  const Words in_parts = {"--sharding", "parameters"};
+  const Words two_stages = {"--stages", "2"};
+  const Words two_slices = {"--tensor-parallel", "2"};
   const Words staged = with(kCourse, {"--stages", "1", "--micro-batches", "1", "--schedule",
                                       "gpipe", "--place", "same", "--accum-steps", "1"});
-  const Words stages = {"--stages", "2", "--micro-batches", "4"};
+  const Words staged_windows = with(staged, {"--batch", "64"});
+  const Words staged_bf16 = with(staged, {"--amp", "bf16"});
+  const Words staged_uneven = with(staged, {"--batch", "22"});
+  const Words stages = with(two_stages, {"--micro-batches", "4"});
+  const Words stages_windows = with(stages, {"--batch", "32", "--accum-steps", "2"});
   const Words on_ranks = with(stages, {"--place", "ranks"});
-  const char* pipeline = "practical10_hybrid";
+  const Words on_four = with(on_ranks, two_slices);
+  const Words devices = with(kCourse, {"--devices", "cpu:1"});
+  const Words three = {"--devices", "cpu:3"};
+  const Words killed = {"--max-restarts", "1", "--inject", "kill@rank=1,step=4"};
+  const Words nan = {"--inject", "nan@rank=1,step=3"};
+  const Words pipe = model("stages");
+  const Words clipped_pipe = with(pipe, clipped);
+  const Words uneven_norms = with(model("synced"), {"--feature", "uneven"});
+  const char* weighed = "rows-weighted-wrongly";
   return {
-      {kMeanNotDivided, "verify_models", three, {}, 2, "summed"},
-      {kMeanDividedTwice, "verify_models", three, {}, 3, "divided-twice"},
-      {kParameterNotAveraged, "verify_models", three, {}, 2, "not-averaged"},
+      {kMeanNotDivided, models, four, {}, 2, "summed"},
+      {kMeanDividedTwice, models, four, {}, 3, "divided-twice"},
+      {kParameterNotAveraged, models, four, {}, 2, "not-averaged"},
       {kRanksCountedAlike, "practical6_ddp", kCourse, {}, 3, "counted-alike"},
-      {kBucketTailDropped, "verify_models", three, {}, 2, "tail-dropped"},
-      {kBucketLagsOneStep, "verify_models", three, {}, 2, "lags-one-step"},
-      {kMicroBatchTwice,
-       "verify_models",
-       windows,
-       in_windows,
-       2,
-       "rows-weighted-wrongly",
-       {},
-       false,
-       3},
-      {kNoSyncIgnored, "verify_models", windows, in_windows, 2, "averaged-too-often", {}, false, 3},
-      {kSyncBoundaryOff, "verify_models", windows, in_windows, 2, "sync-boundary", {}, false, 3},
-      {kInitialBroadcastMissing, "verify_models", three, {}, 2, "initial-weights"},
-      {kBuffersNotShared,
-       "verify_models",
-       with(three, {"--model", "cnn"}),
-       {},
-       2,
-       "buffers-differ"},
-      {kTiedDividedTwice,
-       "verify_models",
-       with(three, {"--model", "tied"}),
-       {},
-       2,
-       "divided-twice"},
-      {kFrozenUpdated, "verify_models", three, {}, 2, "frozen-changed"},
-      {kDropoutOneSeed,
-       "verify_models",
-       with(three, {"--model", "transformer"}),
-       {},
-       2,
-       "one-seed"},
-      {kShardShifted, "verify_models", three, {}, 3, "rows-shifted"},
-      {kSamplesDuplicated, "verify_models", three, {}, 2, "rows-repeated"},
-      {kLossNotDivided,
-       pipeline,
-       with(staged, {"--batch", "64"}),
-       with(stages, {"--batch", "32", "--accum-steps", "2"}),
-       1,
-       "scaled",
-       {},
-       false,
-       2},
-      {kGradientsNotUnscaled, "verify_models", bf16, {}, 2, "scaled"},
-      {kOverflowNotSkipped,
-       "verify_models",
-       with(bf16, {"--overflow-at", "3"}),
-       {},
-       2,
-       "overflow-not-skipped"},
-      {kSkipNotAgreed,
-       pipeline,
-       with(staged, {"--amp", "bf16"}),
-       on_ranks,
-       2,
-       "skip-not-agreed",
-       {"--inject", "nan@rank=1,step=3"}},
-      {kMasterNotWritten,
-       "verify_models",
-       with(bf16, {"--master-weights"}),
-       {},
-       2,
-       "master-not-written"},
-      {kWeightDecayTwice, "verify_models", adamw, {}, 2, "weight-decay"},
-      {kRateAhead, "verify_models", three, {}, 2, "rate-differs"},
-      {kClippedByLocalNorm,
-       "verify_models",
-       with(three, {"--clip", "0.05"}),
-       {"--sharding", "gradients"},
-       2,
-       "factor-differs"},
-      {kStateNotRestored,
-       "verify_models",
-       with({"--steps", "6"}, {}),
-       {},
-       2,
-       "state-not-restored",
-       {"--max-restarts", "1", "--inject", "kill@rank=1,step=4"},
-       true},
-      {kShardsStale, "verify_models", three, {"--sharding", "gradients"}, 2, "stale-weights"},
-      {kShardsSummed, "verify_models", three, {"--sharding", "parameters"}, 2, "summed"},
-      {kMicroBatchesCountedAlike, pipeline, with(staged, {"--batch", "22"}),
-       with(stages, {"--batch", "22"}), 1, "counted-alike"},
-      {kPipelineRanksCountedAlike, pipeline, with(staged, {"--batch", "22"}),
-       with(stages, {"--batch", "22"}), 3, "counted-alike"},
-      {kBiasOnEveryRank, pipeline, staged,
-       with(stages, {"--place", "ranks", "--tensor-parallel", "2"}), 4, "forward-wrong"},
-      {kReplicaForgotten,
-       "practical5_dp",
-       with(kCourse, {"--devices", "cpu:1"}),
-       {"--devices", "cpu:3"},
-       1,
-       "rows-weighted-wrongly"},
-      {kReplicaStale,
-       "practical5_dp",
-       with(kCourse, {"--devices", "cpu:1"}),
-       {"--devices", "cpu:3"},
-       1,
+      {kBucketTailDropped, models, four, {}, 2, "tail-dropped"},
+      {kBucketLagsOneStep, models, four, {}, 2, "lags-one-step"},
+      {kMicroBatchTwice, models, windows, in_windows, 2, weighed},
+      {kNoSyncIgnored, models, windows, in_windows, 2, "averaged-too-often"},
+      {kSyncBoundaryOff, models, windows, in_windows, 2, "sync-boundary"},
+      {kInitialBroadcastMissing, models, four, {}, 2, "initial-weights"},
+      {kBuffersNotShared, models, model("cnn"), {}, 2, "buffers-differ"},
+      {kTiedDividedTwice, models, model("tied"), {}, 2, "divided-twice"},
+      {kFrozenUpdated, models, four, {}, 2, "frozen-changed"},
+      {kDropoutOneSeed, models, model("transformer"), {}, 2, "one-seed"},
+      {kShardShifted, models, four, {}, 3, "rows-shifted"},
+      {kSamplesDuplicated, models, four, {}, 2, "rows-repeated"},
+      {kLossNotDivided, hybrid, staged_windows, stages_windows, 1, "scaled"},
+      {kGradientsNotUnscaled, models, bf16, {}, 2, "scaled"},
+      {kOverflowNotSkipped, models, overflowing, {}, 2, "overflow-not-skipped"},
+      {kSkipNotAgreed, hybrid, staged_bf16, on_ranks, 2, "skip-not-agreed", nan},
+      {kMasterNotWritten, models, plus(masters), {}, 2, "master-not-written"},
+      {kWeightDecayTwice, models, plus(adamw), {}, 2, "weight-decay"},
+      {kRateAhead, models, four, {}, 2, "rate-differs"},
+      {kClippedByLocalNorm, models, plus(clipped), in_units, 2, "factor-differs"},
+      {kClippedByLocalNorm, models, clipped_pipe, two_stages, 2, "factor-differs"},
+      {kClippedByLocalNorm, models, clipped_pipe, two_slices, 2, "factor-differs"},
+      {kStateNotRestored, models, {"--steps", "6"}, {}, 2, "state-not-restored", killed},
+      {kShardsStale, models, four, in_units, 2, "stale-weights"},
+      {kShardsSummed, models, four, in_parts, 2, "summed"},
+      {kMicroBatchesCountedAlike, hybrid, staged_uneven, stages, 1, "counted-alike"},
+      {kPipelineRanksCountedAlike, hybrid, staged_uneven, stages, 3, "counted-alike"},
+      {kBiasOnEveryRank, hybrid, staged, on_four, 4, "forward-wrong"},
+      {kReplicaForgotten, replicas, devices, three, 1, weighed},
+      {kReplicaStale, replicas, devices, three, 1, "stale-weights"},
+      {kMastersKeepStart, models, plus(masters), {}, 2, "replicas-differ"},
+      {kMastersKeepStart, models, with(pipe, masters), {}, 2, "master-not-written"},
+      {kCastsKept, models, with(bf16, {"--lr", "2"}), {}, 2, "stale-weights"},
+      {kKeptGradientOverwritten, models, plus({"--feature", "surgery"}), {}, 2, weighed},
+      {kWrappersOverlap, models, model("twins"), {}, 2, weighed},
+      {kSyncNormUnweighted, models, uneven_norms, {}, 2, weighed},
+      {kEvaluationStale, models, plus({"--feature", "evaluation"}), in_units, 2, "stale-weights"},
+      {kGatheredChangeRepeated, models, plus({"--feature", "halved"}), in_parts, 2,
        "stale-weights"},
-      {kMastersKeepStart,
-       "verify_models",
-       with(bf16, {"--master-weights"}),
-       {},
-       2,
-       "replicas-differ"},
-      {kCastsKept, "verify_models", with(bf16, {"--lr", "2"}), {}, 2, "stale-weights"}};
+      {kFrozenGetsZeros, models, with(pipe, adamw), {}, 2, "frozen-changed"},
+      {kMeanOfMeans, models, pipe, stages, 2, "forward-wrong"},
+      {kNormCountedPerRank, models, clipped_pipe, two_stages, 2, "scaled"},
+      {kTiedMastersKeepStart, models, with(pipe, masters), two_stages, 2, "replicas-differ"}};
+}
+
+// The number after a flag; 1 without it.
+int64_t count_after(const Words& words, const std::string& flag) {
+  const auto found = std::find(words.begin(), words.end(), flag);
+  return found == words.end() ? 1 : std::stoll(*std::next(found));
 }
 
 Variant variant_of(const MutationCase& each) {
   Variant variant{.name = "spoiled", .ranks = each.ranks, .arguments = each.variant};
   variant.launch = each.launch;
-  variant.saves = each.saves;
+  variant.saves = each.is_killed();
   variant.facts = {.divides_rows = true,
-                   .resumed_after = each.saves ? 2 : 0,
-                   .micro_steps = each.micro_steps,
+                   .resumed_after = each.is_killed() ? 2 : 0,
+                   .micro_steps = count_after(each.variant, "--accum-steps"),
                    .ranks = each.ranks};
   return variant;
 }
@@ -193,6 +161,12 @@ class Baselines {
     auto found = baselines_.find(key);
     if (found == baselines_.end()) {
       found = baselines_.emplace(key, make_baseline(runner(program), arguments, 1)).first;
+      if (const auto& flaw = found->second.flaw) {
+        throw Error(Code::kInternal,
+                    fmt::format("nothing can be compared with {} {}: {}", program,
+                                fmt::join(arguments, " "), flaw->text),
+                    "mend the program first");
+      }
     }
     return found->second;
   }
@@ -221,18 +195,21 @@ const MutationInfo& info_of(Mutation mutation) {
                        [mutation](const MutationInfo& each) { return each.mutation == mutation; });
 }
 
-MutationCase case_of(const MutationInfo& info) {
-  for (auto& each : mutation_cases()) {
-    if (each.mutation == info.mutation) return each;
-  }
+std::vector<MutationCase> cases_of(const MutationInfo& info) {
+  auto cases = mutation_cases();
+  std::erase_if(cases, [&](const MutationCase& each) { return each.mutation != info.mutation; });
+  if (!cases.empty()) return cases;
   throw Error(Code::kInternal, fmt::format("no run shows the mutation {}", info.name),
               "add one to mutation_cases()");
 }
 
 std::vector<MutationCase> chosen_cases(const std::string& names) {
   std::vector<MutationCase> chosen;
+  const auto add = [&](const MutationInfo& info) {
+    for (auto& each : cases_of(info)) chosen.push_back(std::move(each));
+  };
   if (names == "all") {
-    for (const auto& each : all_mutations()) chosen.push_back(case_of(each));
+    for (const auto& each : all_mutations()) add(each);
     return chosen;
   }
   std::vector<std::string> known = {"all"};
@@ -245,7 +222,7 @@ std::vector<MutationCase> chosen_cases(const std::string& names) {
                   near.empty() ? fmt::format("write one of {}", fmt::join(known, ", "))
                                : fmt::format("did you mean {}?", near));
     }
-    chosen.push_back(case_of(info_of(*mutation)));
+    add(info_of(*mutation));
   }
   return chosen;
 }
@@ -263,6 +240,56 @@ LabReport own_report(const std::string& title, std::vector<NamedTable> tables,
 
 }  // namespace
 
+namespace {
+
+// "verify_models on 2 ranks --model cnn"
+std::string run_text(const MutationCase& each) {
+  Words words = with(each.arguments, each.variant);
+  if (each.program == std::string("verify_models")) {
+    words.erase(words.begin(), words.begin() + 2);  // the steps
+  } else {
+    words = each.variant;
+  }
+  return fmt::format("{} on {} rank{} {}", each.program, each.ranks, each.ranks == 1 ? "" : "s",
+                     fmt::join(words, " "));
+}
+
+std::string finding_text(const Divergence& finding) {
+  return fmt::format(" {} at step {}, {}: {}", finding.cause, finding.step, finding.where,
+                     finding.text);
+}
+
+// Models without a bug, and ways to run each. The last ones do what a wrapper allows besides.
+std::vector<std::pair<const char*, std::vector<MutationCase>>> clean_cases(int seed) {
+  std::vector<std::pair<const char*, std::vector<MutationCase>>> all;
+  const Words common = {"--steps", "4", "--seed", std::to_string(seed)};
+  for (const char* model : {"mlp", "cnn", "lstm", "transformer", "tied"}) {
+    const Words own = with(common, {"--model", model});
+    const Words in_windows = {"--batch", "30", "--accum-steps", "2"};
+    all.push_back({model,
+                   {{.arguments = own, .ranks = 2},
+                    {.arguments = own, .ranks = 3},
+                    {.arguments = own, .variant = in_windows, .ranks = 2},
+                    {.arguments = own, .variant = {"--sharding", "parameters"}, .ranks = 2}}});
+  }
+  const Words pipe = with(common, {"--model", "stages"});
+  all.push_back({"stages",
+                 {{.arguments = pipe, .ranks = 2},
+                  {.arguments = pipe, .variant = {"--stages", "2", "--micro-batches", "3"}},
+                  {.arguments = pipe, .variant = {"--tensor-parallel", "2"}},
+                  {.arguments = pipe, .variant = {"--stages", "2"}, .ranks = 4}}});
+  const auto feature = [&](const char* name) { return with(common, {"--feature", name}); };
+  const Words uneven = with(feature("uneven"), {"--model", "synced"});
+  all.push_back({"features",
+                 {{.arguments = with(common, {"--model", "twins"}), .ranks = 2},
+                  {.arguments = uneven, .ranks = 3},
+                  {.arguments = feature("surgery"), .ranks = 2},
+                  {.arguments = feature("halved"), .variant = {"--sharding", "gradients"}}}});
+  return all;
+}
+
+}  // namespace
+
 int run_mutations(const VerifyOptions& options, const std::string& command) {
   const auto cases = chosen_cases(options.mutate);
   require_font();
@@ -272,6 +299,7 @@ int run_mutations(const VerifyOptions& options, const std::string& command) {
   const FolderLock lock(folder.string());
   Baselines baselines(folder / "recordings", interrupts);
   Table table("Planted bugs", {{"bug"},
+                               {"run"},
                                {"what was planted"},
                                {"caught"},
                                {"step", Align::kRight},
@@ -287,9 +315,13 @@ int run_mutations(const VerifyOptions& options, const std::string& command) {
     const Family family{"", each.arguments, {}};
     const Variant variant = variant_of(each);
     VerifyRunner& runner = baselines.runner(each.program);
-    // An injected fault changes the run by itself: its reference has none.
-    const bool injected = !each.launch.empty() && !each.saves;
-    const bool clean = injected || !any_wrong({verify_variant(runner, baseline, family, variant)});
+    const VerifiedRun unspoiled = verify_variant(runner, baseline, family, variant);
+    // An injected fault is wrong by itself, but must not be taken for the bug.
+    const bool injected = !each.launch.empty() && !each.is_killed();
+    const bool clean =
+        unspoiled.refusal.empty() &&
+        (injected ? unspoiled.judgement.finding && unspoiled.judgement.finding->cause != each.cause
+                  : !any_wrong({unspoiled}));
     const VerifiedRun spoiled = verify_variant(runner, baseline, family, variant,
                                                {{kMutateVariable, std::string(info.name)}});
     const auto& finding = spoiled.judgement.finding;
@@ -301,8 +333,11 @@ int run_mutations(const VerifyOptions& options, const std::string& command) {
                             : finding ? "caught under another name, " + finding->cause
                                       : "escaped",
                             clean ? "" : "; and an alarm without the bug"));
+    if (!clean && unspoiled.judgement.finding) {
+      print_error(finding_text(*unspoiled.judgement.finding) + "\n");
+    }
     const Divergence shown = finding.value_or(Divergence{});
-    table.add_row({std::string(info.name), std::string(info.bug),
+    table.add_row({std::string(info.name), run_text(each), std::string(info.bug),
                    named     ? "yes"
                    : finding ? "wrong name"
                              : "NO",
@@ -332,23 +367,16 @@ int run_clean(const VerifyOptions& options, const std::string& command) {
   std::vector<VerifiedRun> alarms;
   int runs = 0;
   for (int seed = 0; runs < options.clean; ++seed) {
-    for (const char* model : {"mlp", "cnn", "lstm", "transformer", "tied"}) {
-      const Words arguments = {"--model", model, "--seed", std::to_string(seed), "--steps", "4"};
-      const Family family{model, arguments, {}};
-      const Words in_windows = {"--batch", "30", "--accum-steps", "2"};
-      const std::vector<MutationCase> cases = {
-          {.arguments = arguments, .ranks = 2},
-          {.arguments = arguments, .ranks = 3},
-          {.arguments = arguments, .variant = in_windows, .ranks = 2, .micro_steps = 2},
-          {.arguments = arguments, .variant = {"--sharding", "parameters"}, .ranks = 2}};
+    for (const auto& [model, cases] : clean_cases(seed)) {
       for (const auto& each : cases) {
         if (runs == options.clean) break;
-        const Baseline& baseline = baselines.of(each.program, arguments);
+        const Baseline& baseline = baselines.of(each.program, each.arguments);
+        const Family family{model, each.arguments, {}};
         VerifiedRun run =
             verify_variant(baselines.runner(each.program), baseline, family, variant_of(each));
         ++runs;
         ++counts[model][run.judgement.verdict];
-        if (any_wrong({run})) alarms.push_back(std::move(run));
+        if (any_wrong({run}) || !run.refusal.empty()) alarms.push_back(std::move(run));
       }
       print_error(fmt::format("{} of {} runs, {} alarms\n", runs, options.clean, alarms.size()));
     }
@@ -365,9 +393,9 @@ int run_clean(const VerifyOptions& options, const std::string& command) {
                    count(Verdict::kExplained), count(Verdict::kWrong)});
   }
   for (const auto& alarm : alarms) {
-    table.add_note(fmt::format("{}: {} at step {}: {}", alarm.family,
-                               alarm.judgement.finding->cause, alarm.judgement.finding->step,
-                               alarm.judgement.finding->text));
+    table.add_note(alarm.family + ":" +
+                   (alarm.judgement.finding ? finding_text(*alarm.judgement.finding)
+                                            : " it did not run: " + alarm.refusal));
   }
   publish_report(
       own_report("False alarms", {{"clean", table}}, "Is there a false alarm?",

@@ -3,6 +3,8 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cmath>
 #include <ctime>
 #include <filesystem>
 #include <regex>
@@ -66,6 +68,30 @@ Judgement judge_failed(const Baseline& baseline, const VerifyRunner::Outcome& ou
   return judgement;
 }
 
+bool has_steps(const fs::path& recording) {
+  return std::any_of(fs::directory_iterator(recording), fs::directory_iterator(),
+                     [](const fs::directory_entry& entry) {
+                       return entry.path().filename().string().starts_with("step-");
+                     });
+}
+
+// A run that went on from a checkpoint has every bit of the same run without a kill, with dropout
+// and in bf16 too, where one rank alone tells little.
+void judge_resumed(const VerifyRunner& runner, const VerifyRunner::Outcome& resumed,
+                   const Family& family, const Variant& variant,
+                   const std::map<std::string, std::string>& variables, Judgement& judgement) {
+  Variant whole = variant;
+  whole.launch.clear();
+  const auto outcome = runner.run(whole, family.arguments, variables);
+  if (outcome.exit_code != 0) return;
+  RunFacts facts = variant.facts;
+  facts.same_bits = true;
+  const Judgement same =
+      judge(TracedRun(outcome.recording), {}, TracedRun(resumed.recording), facts);
+  if (same.verdict == Verdict::kWrong) judgement = same;
+  fs::remove_all(outcome.recording);
+}
+
 void tell(const std::string& line) {
   print_error(line + "\n");
 }
@@ -87,15 +113,8 @@ int verify_program(const VerifyOptions& options, const Words& program, const std
     const Baseline baseline = make_baseline(runner, family.arguments, options.quick ? 1 : 2);
     VerifiedRun repeated{.family = family.name, .name = "1 rank, twice"};
     repeated.judgement.steps = static_cast<int64_t>(baseline.reference->steps().size());
-    if (!baseline.repeats) {
-      repeated.judgement.verdict = Verdict::kWrong;
-      repeated.judgement.finding = Divergence{
-          0,
-          "",
-          {},
-          "not-repeatable",
-          "the same run twice differs: seed its random numbers, and draw rows by number"};
-    }
+    repeated.judgement.finding = baseline.flaw;
+    if (baseline.flaw) repeated.judgement.verdict = Verdict::kWrong;
     repeated.seconds = baseline.seconds;
     runs.push_back(std::move(repeated));
     tell(fmt::format("{}: {}", title_of(family.name, "1 rank"), format_seconds(baseline.seconds)));
@@ -109,7 +128,24 @@ int verify_program(const VerifyOptions& options, const Words& program, const std
     if (!options.keep) fs::remove_all(folder / "recordings");
   }
   publish_report(verify_report(program, runs), {command, std::time(nullptr), {}}, {}, folder);
-  return any_wrong(runs) ? 1 : 0;
+  return any_wrong(runs) || !any_compared(runs) ? 1 : 0;
+}
+
+// NaN equals NaN in every run, and says nothing.
+std::optional<Divergence> not_finite(const TracedRun& reference) {
+  const TracedStep last = reference.read(reference.steps().back());
+  for (const auto& [key, pieces] : last.pieces) {
+    if (!key.starts_with("weight/")) continue;
+    for (const double each : pieces.front().values()) {
+      if (std::isfinite(each)) continue;
+      return Divergence{last.step,
+                        parameter_of(key),
+                        {},
+                        "not-finite",
+                        "the run on one rank ends with weights that are infinite or NaN"};
+    }
+  }
+  return std::nullopt;
 }
 
 }  // namespace
@@ -137,7 +173,15 @@ Baseline make_baseline(const VerifyRunner& runner, const Words& arguments, int p
   }
   const auto again = run({});
   const Judgement same = judge(reference, baseline.growth, TracedRun(again.recording), {});
-  baseline.repeats = same.verdict == Verdict::kSameBits;
+  baseline.flaw = not_finite(reference);
+  if (!baseline.flaw && same.verdict != Verdict::kSameBits) {
+    baseline.flaw =
+        Divergence{0,
+                   "",
+                   {},
+                   "not-repeatable",
+                   "the same run twice differs: seed its random numbers, and draw rows by number"};
+  }
   fs::remove_all(again.recording);
   return baseline;
 }
@@ -149,16 +193,32 @@ VerifiedRun verify_variant(const VerifyRunner& runner, const Baseline& baseline,
   const auto outcome = runner.run(variant, family.arguments, variables);
   run.seconds = outcome.seconds;
   Judgement& judgement = run.judgement;
-  if (outcome.exit_code == 2) {
+  Variant recorded = variant;
+  recorded.facts.processes = variant.ranks;
+  // A program that has begun to train has not refused to.
+  if (outcome.exit_code == 2 && !has_steps(outcome.recording)) {
     run.refusal = first_error(outcome.errors);
   } else if (outcome.exit_code == 0) {
     judgement =
-        judge(*baseline.reference, baseline.growth, TracedRun(outcome.recording), variant.facts);
+        judge(*baseline.reference, baseline.growth, TracedRun(outcome.recording), recorded.facts);
   } else {
     judgement = judge_failed(baseline, outcome, variant);
   }
+  if (judgement.tensors > 0 && !judgement.is_parallel && judgement.verdict != Verdict::kWrong) {
+    run.refusal = "it is one process without DataParallel or stages, and divided nothing";
+  }
+  const bool resumed = run.refusal.empty() && variant.facts.resumed_after > 0;
+  if (resumed && judgement.verdict != Verdict::kWrong) {
+    judge_resumed(runner, outcome, family, recorded, variables, judgement);
+  }
   fs::remove_all(outcome.recording);
   return run;
+}
+
+bool any_compared(const std::vector<VerifiedRun>& runs) {
+  return std::any_of(runs.begin(), runs.end(), [](const VerifiedRun& run) {
+    return run.refusal.empty() && run.judgement.tensors > 0;
+  });
 }
 
 bool any_wrong(const std::vector<VerifiedRun>& runs) {

@@ -45,7 +45,7 @@ struct VerifiedRun {
 struct Baseline {
   std::unique_ptr<TracedRun> reference;
   RoundingGrowth growth;
-  bool repeats = true;  ///< a second run had the same bits
+  std::optional<Divergence> flaw;  ///< why no run can be compared with it
   std::string dtype;
   double seconds = 0;
 };
@@ -59,6 +59,9 @@ Baseline make_baseline(const VerifyRunner& runner, const std::vector<std::string
 VerifiedRun verify_variant(const VerifyRunner& runner, const Baseline& baseline,
                            const Family& family, const Variant& variant,
                            const std::map<std::string, std::string>& variables = {});
+
+/// Whether a tensor of any run was compared with the reference.
+bool any_compared(const std::vector<VerifiedRun>& runs);
 
 /// Whether one of the runs is wrong.
 bool any_wrong(const std::vector<VerifiedRun>& runs);

@@ -20,6 +20,13 @@ std::string small(double value) {
   return value == 0 ? "0" : fmt::format("{:.1e}", value);
 }
 
+// Tensors whose tolerance is as large as they are were compared in vain.
+std::string tensors_cell(const Judgement& judged) {
+  if (judged.tensors == 0) return "—";
+  return judged.loose == 0 ? std::to_string(judged.tensors)
+                           : fmt::format("{}, {} loosely", judged.tensors, judged.loose);
+}
+
 Table runs_table(const std::vector<VerifiedRun>& runs) {
   Table table("Runs against one rank", {{"run"},
                                         {"verdict"},
@@ -33,8 +40,7 @@ Table runs_table(const std::vector<VerifiedRun>& runs) {
     const Judgement& judged = run.judgement;
     const bool compared = judged.tensors > 0 && judged.largest > 0;
     table.add_row({run.family.empty() ? run.name : run.family + ": " + run.name, verdict_cell(run),
-                   judged.steps > 0 ? std::to_string(judged.steps) : "—",
-                   judged.tensors > 0 ? std::to_string(judged.tensors) : "—",
+                   judged.steps > 0 ? std::to_string(judged.steps) : "—", tensors_cell(judged),
                    compared ? small(judged.largest) : "—",
                    compared ? small(judged.largest_tolerance) : "—",
                    compared ? judged.largest_at : "—", format_seconds(run.seconds)});
@@ -42,13 +48,17 @@ Table runs_table(const std::vector<VerifiedRun>& runs) {
   table.add_note(
       "Differences are 2-norms over a tensor, relative to its norm. The tolerance is measured: 8 "
       "times how far the same tensor moves by that step if every weight begins one rounding away, "
-      "in the precision of the run.");
+      "in the precision of the run. Loosely: by a tolerance of more than half of the norm.");
   for (const auto& run : runs) {
     if (!run.judgement.explanation.empty()) {
       table.add_note(
-          fmt::format("{}: {}. Compared inside the run only: rows, averages, replicas, "
-                      "buffers and random numbers.",
-                      run.name, run.judgement.explanation));
+          run.judgement.inside
+              ? fmt::format("{}: {}. Compared inside the run only: rows, averages, replicas, "
+                            "rates, buffers and random numbers.",
+                            run.name, run.judgement.explanation)
+              : fmt::format("{}: {}. It is one process: of its inside, only rows and rates could "
+                            "be compared.",
+                            run.name, run.judgement.explanation));
     }
     if (!run.refusal.empty()) table.add_note(fmt::format("{}: {}", run.name, run.refusal));
   }
@@ -87,6 +97,9 @@ std::string conclusion(const std::vector<VerifiedRun>& runs) {
   }
   if (refused > 0) parts.push_back(fmt::format("{} not offered by the program", refused));
   const std::string sum = fmt::format("{}", fmt::join(parts, ", "));
+  if (!any_wrong(runs) && !any_compared(runs)) {
+    return fmt::format("Nothing could be compared: {}.", sum);
+  }
   return any_wrong(runs) ? fmt::format(
                                "No. {}. The table says where each wrong run leaves the serial one "
                                "first, and what the difference looks like.",

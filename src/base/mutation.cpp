@@ -74,7 +74,25 @@ constexpr std::array kMutations = {
     MutationInfo{kMastersKeepStart, "masters-keep-start",
                  "float32 masters keep the weights that their own rank began with"},
     MutationInfo{kCastsKept, "casts-kept",
-                 "autocast computes with the first step's casts of the weights"}};
+                 "autocast computes with the first step's casts of the weights"},
+    MutationInfo{kKeptGradientOverwritten, "kept-gradient-overwritten",
+                 "a gradient that the program kept is overwritten by the next backward"},
+    MutationInfo{kWrappersOverlap, "wrappers-overlap",
+                 "two wrappers of one parameter both take its gradient for theirs alone"},
+    MutationInfo{kSyncNormUnweighted, "sync-norm-unweighted",
+                 "SyncBatchNorm's backward counts ranks alike, although one has more rows"},
+    MutationInfo{kEvaluationStale, "evaluation-stale",
+                 "a sharded model keeps the weights that an evaluation gathered before the update"},
+    MutationInfo{kGatheredChangeRepeated, "gathered-change-repeated",
+                 "a change inside GatheredParameters is made once by each rank of a host"},
+    MutationInfo{kFrozenGetsZeros, "frozen-gets-zeros",
+                 "a parameter that was frozen later gets zeros, and weight decay moves it"},
+    MutationInfo{kMeanOfMeans, "mean-of-means",
+                 "micro-batches count by rows, although some rows have no target"},
+    MutationInfo{kNormCountedPerRank, "norm-counted-per-rank",
+                 "the norm of a divided model is counted once by each of its ranks"},
+    MutationInfo{kTiedMastersKeepStart, "tied-masters-keep-start",
+                 "the copies of a tied weight have masters of their own from the start"}};
 
 Mutation mutation_of_environment() {
   const char* name = std::getenv(kMutateVariable);

@@ -46,7 +46,16 @@ enum class Mutation {
   kReplicaForgotten,
   kReplicaStale,
   kMastersKeepStart,
-  kCastsKept
+  kCastsKept,
+  kKeptGradientOverwritten,
+  kWrappersOverlap,
+  kSyncNormUnweighted,
+  kEvaluationStale,
+  kGatheredChangeRepeated,
+  kFrozenGetsZeros,
+  kMeanOfMeans,
+  kNormCountedPerRank,
+  kTiedMastersKeepStart
 };
 
 /// A mutation for people: its name, and what is wrong once it is planted.

@@ -5,6 +5,7 @@
 
 #include <memory>
 
+#include "base/mutation.hpp"
 #include "device/capture.hpp"
 #include "device/dtype_map.hpp"
 #include "lockstep/error.hpp"
@@ -109,7 +110,9 @@ torch::Tensor GradientBuckets::memory_of(const Location& location, size_t parame
 torch::Tensor GradientBuckets::claim(size_t parameter) {
   Location& location = locations_[parameter];
   // A step that is being captured computes nothing now, and its replays overwrite what is kept.
-  if (location.memory.storage().use_count() > 1 && Capture::current() == nullptr) {
+  const bool is_kept =
+      location.memory.storage().use_count() > 1 && !is_planted(Mutation::kKeptGradientOverwritten);
+  if (is_kept && Capture::current() == nullptr) {
     move_to_own_memory(location.memory);
     location.memory = memory_of(location, parameter);
   }

@@ -12,8 +12,9 @@ void record_local(const GradientBuckets& buckets, size_t bucket,
                   std::span<const TrainedParameter> parameters, double weight) {
   auto* recorder = StepRecorder::of_process();
   for (const auto& gradient : buckets.plan(bucket).gradients) {
-    const auto& [name, parameter] = parameters[gradient.parameter];
-    recorder->note_local(name, buckets.view(gradient.parameter), slice_of(parameter), weight);
+    const torch::Tensor& parameter = parameters[gradient.parameter].tensor;
+    recorder->note_local(recorder->name_of(parameter), buckets.view(gradient.parameter),
+                         slice_of(parameter), weight);
   }
   recorder->note_sent(buckets.plan(bucket).bytes());
 }

@@ -90,6 +90,10 @@ Reducer::Reducer(ParametersByGradient parameters, const Communicator& comm,
   hooks_.emplace(all_parameters_, *this);
 }
 
+bool Reducer::is_shared(size_t parameter) const {
+  return *owners_[parameter] > 1 && !is_planted(Mutation::kWrappersOverlap);
+}
+
 bool Reducer::averages(const torch::Tensor& parameter) {
   return *owners_of(parameter) > 0;
 }

@@ -136,7 +136,7 @@ class Reducer final : public GradientListener {
   bool passive() const { return !averages_; }  // see has_work()
   bool is_sparse(size_t parameter) const { return parameter >= parameters_.size(); }
   void sparse_gradient_accumulated();
-  bool is_shared(size_t parameter) const { return *owners_[parameter] > 1; }
+  bool is_shared(size_t parameter) const;
   bool concerns(size_t parameter) const;
   void offer_gradient_memory();
   void put_into_bucket(size_t parameter);

@@ -229,10 +229,6 @@ ScaledGradients StepItems::with_squares(const ScaledGradients& scaled, const Par
   const torch::Device home = empty() ? torch::Device(torch::kCPU) : items_[0].weight.device();
   std::vector<torch::Tensor> parts;
   for (const auto& part : gradients) parts.push_back(squares_of(part, home, model.same_bits()));
-  if (is_planted(Mutation::kClippedByLocalNorm)) {
-    known.sum_of_squares = torch::stack(parts).sum();
-    return known;
-  }
   known.sum_of_squares = model.sum(std::move(parts));
   return known;
 }

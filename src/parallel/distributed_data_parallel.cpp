@@ -148,7 +148,9 @@ GradientSync::State::State(std::shared_ptr<torch::nn::Module> trained, const Com
   if (!is_planted(Mutation::kInitialBroadcastMissing)) {
     broadcast_model(comm, *module, 0, "initial model");
   }
-  if (auto* recorder = StepRecorder::of_process()) recorder->learn(*module, "ddp");
+  if (auto* recorder = StepRecorder::of_process()) {
+    recorder->learn(*module, options.virtual_shards > 0 ? "virtual_shards" : "ddp");
+  }
   reducer.emplace(by_gradient(*module, trained_parameters(*module)), comm, options);
   if (options.virtual_shards != 0) parts = std::make_unique<Parts>(*this);
   if (comm.size() > 1 || parts) limited_embeddings.emplace(*module);
@@ -429,6 +431,8 @@ void GradientSync::before_forward() {
   if (!state.reducer->awaits_backward()) state.awaits_training_backward = false;
   state.reducer->before_forward(synchronise);
   if (state.limited_embeddings) state.limited_embeddings->shorten_rows();
+  auto* recorder = StepRecorder::of_process();
+  if (recorder != nullptr && state.no_sync_depth == 0) recorder->note_synchronised_forward();
   if (!state.trains()) return;
   state.awaits_training_backward = true;
   state.reducer->rebuild_if_due();
@@ -441,7 +445,6 @@ void GradientSync::before_forward() {
     }
     if (!state.join || state.join->everybody()) state.check_after_join();
     if (shares_buffers) state.share_buffers(root);
-    auto* recorder = StepRecorder::of_process();
     if (recorder != nullptr && shares_buffers) recorder->note_buffers(*state.module);
     if (is_planted(Mutation::kDropoutOneSeed)) torch::manual_seed(state.forwards++);
   }

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/mutation.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
 
@@ -305,6 +306,7 @@ class BatchNormConversion {
 };
 
 void set_gradient_weight(const torch::nn::Module& module, double weight) {
+  if (is_planted(Mutation::kSyncNormUnweighted)) return;
   for (const auto& each : module.modules(/*include_self=*/false)) {
     if (auto* norm = each->as<SyncBatchNorm>()) norm->set_gradient_weight(weight);
   }

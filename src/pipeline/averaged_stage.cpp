@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "base/counted.hpp"
+#include "base/mutation.hpp"
 #include "gradients/gradient_buckets.hpp"
 #include "gradients/in_flight_buckets.hpp"
 #include "gradients/nonfinite_gradients.hpp"
@@ -72,7 +73,7 @@ void AveragedStage::require_averaged() const {
 void AveragedStage::prepare_gradient(size_t parameter) {
   torch::Tensor tensor = parameters_[parameter].tensor;
   const torch::Tensor grad = tensor.grad();
-  if (frozen_[parameter] == 0) {
+  if (frozen_[parameter] == 0 || is_planted(Mutation::kFrozenGetsZeros)) {
     if (!grad.defined()) {
       tensor.mutable_grad() = buckets_->claim(parameter).zero_();
     } else if (!buckets_->holds_grad(parameter)) {

@@ -134,9 +134,10 @@ void StepPlanner::weigh_micro_batches(StepPlan& plan, bool accumulates) const {
   plan.loss_shares.assign(plan.rows.size(), 1.0);
   if (options_.reduction == LossReduction::kSum) return;
   std::vector<double> weights(plan.rows.begin(), plan.rows.end());
-  if (options_.loss_weight && has_last()) weights = read_loss_weights(plan);
+  const bool weighs = options_.loss_weight && !is_planted(Mutation::kMeanOfMeans);
+  if (weighs && has_last()) weights = read_loss_weights(plan);
   double total = std::accumulate(weights.begin(), weights.end(), 0.0);
-  if (options_.loss_weight && axis_) {
+  if (weighs && axis_) {
     const auto told = torch::full({1}, total, torch::kFloat64);
     axis_->broadcast(told, schedule_.rank_of_stage.back(),
                      {.label = "loss weight of a pipeline's step"});
@@ -150,7 +151,7 @@ void StepPlanner::weigh_micro_batches(StepPlan& plan, bool accumulates) const {
   }
   plan.weight = is_planted(Mutation::kPipelineRanksCountedAlike) ? 1 : total;
   if (!options_.data || options_.data->size() == 1) return;
-  if (!options_.loss_weight && !accumulates) return;
+  if (!weighs && !accumulates) return;
   const auto all = torch::full({1}, total, torch::kFloat64);
   options_.data->all_reduce(all, ReduceOp::kSum, {.label = "loss weights of a pipeline's step"});
   const double of_all = all.item<double>();

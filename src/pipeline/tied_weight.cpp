@@ -5,12 +5,14 @@
 
 #include <bit>
 
+#include "base/mutation.hpp"
 #include "device/slice_map.hpp"
 #include "gradients/model_sync.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/master_weights.hpp"
 #include "lockstep/tensor_text.hpp"
 #include "precision/model_parallel.hpp"
+#include "verify/step_recorder.hpp"
 
 namespace lockstep {
 namespace {
@@ -54,17 +56,21 @@ TiedWeight::TiedWeight(const Communicator& axis, int first, int second, const to
   if (!takes_part) return;
   pair_ = std::make_shared<const Communicator>(pair);
   require_same_part(*pair_, copy_);
-  const auto masters = MasterWeights::holding(copy_);
+  const auto masters =
+      is_planted(Mutation::kTiedMastersKeepStart) ? std::nullopt : MasterWeights::holding(copy_);
   const torch::Tensor values = masters ? masters->of(copy_) : copy_.detach();
   pair_->broadcast(values, 0, {.label = "tied weight"});
   if (masters) masters->round(copy_);
   if (pair_->rank() == 1) note_copy(copy_);
+  if (auto* recorder = StepRecorder::of_process()) {  // the whole model has one weight
+    recorder->name(copy_, pair_->broadcast_text(recorder->name_of(copy_), 0, {.label = "name"}));
+  }
 }
 
 // Optimizers with other settings for the copies, or an Embedding(max_norm) that shortens rows of
 // one of them, would let them drift apart.
 void TiedWeight::compare_if_due() const {
-  if (!std::has_single_bit(++*calls_)) return;
+  if (!std::has_single_bit(++*calls_) || is_planted(Mutation::kTiedMastersKeepStart)) return;
   const auto masters = MasterWeights::holding(copy_);
   require_same_values(*pair_,
                       {{"a copy of a tied weight", masters ? masters->of(copy_) : copy_, true}});
@@ -83,6 +89,7 @@ void TiedWeight::sum_gradients() const {
   const auto dense = gradient.contiguous();
   pair_->all_reduce(dense, ReduceOp::kSum, {.label = "gradients of a tied weight"});
   if (!dense.is_same(gradient)) gradient.copy_(dense);
+  if (auto* recorder = StepRecorder::of_process()) recorder->note_tied(copy_);
 }
 
 }  // namespace lockstep

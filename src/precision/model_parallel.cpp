@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/mutation.hpp"
 #include "device/parameter_map.hpp"
 #include "precision/exact_squares.hpp"
 
@@ -134,6 +135,7 @@ size_t ModelParallelGroup::part_of(const torch::Tensor& parameter) const {
 }
 
 torch::Tensor ModelParallelGroup::sum(std::vector<torch::Tensor> parts) const {
+  if (is_planted(Mutation::kClippedByLocalNorm)) return torch::stack(parts).sum();
   torch::Tensor total = parts[0];
   for (size_t i = 1; i < parts_.size(); ++i) {
     for (const size_t axis : parts_[i]) add_up(axes_[axis].comm, parts[i]);
@@ -156,6 +158,7 @@ torch::Tensor ModelParallelGroup::sum(std::vector<torch::Tensor> parts) const {
 // the first did not. All of it stays on the device, so that an optimizer's own clipping can be
 // captured.
 torch::Tensor ModelParallelGroup::is_counted_here(torch::Device device) const {
+  if (is_planted(Mutation::kNormCountedPerRank)) return torch::ones({}, device).eq(1);
   const int own = others_->world_ranks()[static_cast<size_t>(others_->rank())];
   const auto smallest = torch::full({1}, own, torch::TensorOptions(torch::kFloat64).device(device));
   for (int round = 0; round < 2; ++round) {

@@ -160,7 +160,7 @@ void ShardedModel::State::mark_stale(bool frozen_too) {
 // See Note [Fresh parameters]. Autograd must know too: a graph of the forward before cannot be used
 // with other weights.
 void ShardedModel::State::notice_changes() {
-  if (!marks->weights_changed()) return;
+  if (!marks->weights_changed() || is_planted(Mutation::kEvaluationStale)) return;
   marks->add_micro_step();
   mark_stale();
   for (const auto& [name, tensor] : trained) tensor.unsafeGetTensorImpl()->bump_version();
@@ -169,6 +169,7 @@ void ShardedModel::State::notice_changes() {
 // Before a forward: an optimizer may have changed shards, maybe in other elements than the first,
 // after an evaluation has gathered them. Without `trains` an update may follow still.
 void ShardedModel::State::expect_update(bool trains) {
+  if (is_planted(Mutation::kEvaluationStale)) return;
   if (gathered_guards > 0 || !update_follows) return;
   mark_stale();
   if (trains) update_follows = false;

@@ -47,7 +47,7 @@ ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Commu
   require_same_model(*comm, model_tensors(*module));
   broadcast_model(*comm, *module, 0, "initial model");
   auto* recorder = StepRecorder::of_process();
-  if (recorder != nullptr) recorder->learn(*module, "sharded");
+  if (recorder != nullptr) recorder->learn(*module, parts ? "virtual_shards" : "sharded");
   const WithoutWatching own_work;
   for (auto& plan : plan_units(*module, options, comm->rank(), comm->size())) {
     units.push_back(std::make_unique<ShardedUnit>(std::move(plan), *comm, options));
@@ -62,7 +62,7 @@ ShardedModel::State::State(std::shared_ptr<torch::nn::Module> given, const Commu
     for (size_t p = 0; p < unit.plan.parameters.size(); ++p) {
       const UnitParameter& at = unit.plan.parameters[p];
       shard_of[at.whole.unsafeGetTensorImpl()] = at.shard;
-      if (recorder != nullptr) recorder->name(at.shard, at.name);
+      if (recorder != nullptr) recorder->name(at.shard, recorder->name_of(at.whole));
       found[at.whole.unsafeGetTensorImpl()] = {i, p};
     }
     if (comm->size() > 1) {
@@ -265,6 +265,8 @@ void ShardedModel::before_forward() {
     if (shares && begins && !state.parts) state.share_buffers();
     state.last_forward_averaged = state.no_sync_depth == 0;
     state.awaits_training_backward = true;
+    auto* recorder = StepRecorder::of_process();
+    if (recorder != nullptr && state.last_forward_averaged) recorder->note_synchronised_forward();
   }
   state.phase = State::Phase::kForwarded;
 }

@@ -139,7 +139,7 @@ Work UnitGradients::begin_reduce(double weight) {
   if (auto* recorder = StepRecorder::of_process()) {
     for (size_t i = 0; i < unit_.parameters.size(); ++i) {
       const UnitParameter& at = unit_.parameters[i];
-      recorder->note_local(at.name, view(i), slice_of(at.whole), weight);
+      recorder->note_local(recorder->name_of(at.whole), view(i), slice_of(at.whole), weight);
     }
     recorder->note_sent(unit_.bytes());
   }

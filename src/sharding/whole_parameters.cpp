@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "base/mutation.hpp"
+
 namespace lockstep {
 namespace {
 
@@ -118,6 +120,7 @@ class SharedParameters final : public WholeParameters {
   bool is_shared() const override { return true; }
 
   void copy_for_changes() override {
+    if (is_planted(Mutation::kGatheredChangeRepeated)) return;
     const torch::NoGradGuard no_grad;
     common_ = whole_.clone();
     exchange_memory(whole_, common_);

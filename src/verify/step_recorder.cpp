@@ -20,6 +20,7 @@
 #include "device/slice_map.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/rank_environment.hpp"
+#include "lockstep/sync_batch_norm.hpp"
 #include "lockstep/verify.hpp"
 #include "torch_compat.hpp"
 
@@ -74,6 +75,7 @@ std::optional<std::string> kind_of(const torch::nn::Module& module) {
   if (batch_norm1 != nullptr || batch_norm2 != nullptr || batch_norm3 != nullptr) {
     return "batch_norm";
   }
+  if (module.as<SyncBatchNorm>() != nullptr) return "sync_batch_norm";
   const auto drops = [](const auto* layer) { return layer != nullptr && layer->options.p() > 0; };
   if (drops(module.as<torch::nn::Dropout>()) || drops(module.as<torch::nn::Dropout2d>()) ||
       drops(module.as<torch::nn::Dropout3d>()) || drops(module.as<torch::nn::AlphaDropout>())) {
@@ -190,6 +192,16 @@ void StepRecorder::note_local(const std::string& name, const torch::Tensor& grad
   weight_ = weight;
 }
 
+void StepRecorder::note_synchronised_forward() {
+  const std::lock_guard lock(mutex_);
+  ++synchronised_forwards_;
+}
+
+void StepRecorder::note_tied(const torch::Tensor& copy) {
+  const std::lock_guard lock(mutex_);
+  tied_.insert(known_name(copy));
+}
+
 void StepRecorder::note_weighed() {
   const std::lock_guard lock(mutex_);
   weighed_ = true;
@@ -215,6 +227,11 @@ void StepRecorder::note_micro_batches(const std::vector<int64_t>& rows,
 }
 
 std::string StepRecorder::name_of(const torch::Tensor& parameter) {
+  const std::lock_guard lock(mutex_);
+  return known_name(parameter);
+}
+
+std::string StepRecorder::known_name(const torch::Tensor& parameter) {
   if (auto known = names_.get(parameter)) return *known;
   std::string made = fmt::format("parameter {}", unnamed_++);
   names_.set(parameter, made);
@@ -242,7 +259,7 @@ void StepRecorder::begin_update(const torch::optim::Optimizer& optimizer) {
       const torch::Tensor& gradient = parameter.grad();
       if (!gradient.defined()) continue;
       updates.gradients.emplace_back(
-          name_of(parameter), on_host(gradient.is_sparse() ? gradient.to_dense() : gradient));
+          known_name(parameter), on_host(gradient.is_sparse() ? gradient.to_dense() : gradient));
     }
   }
 }
@@ -258,6 +275,8 @@ void StepRecorder::begin_step(int64_t step, const torch::optim::Optimizer& optim
                 {"rows", std::exchange(rows_, {})},
                 {"forward_buffers", std::exchange(forward_buffers_, {})},
                 {"forwards", std::exchange(forwards_, 0)},
+                {"synchronised_forwards", std::exchange(synchronised_forwards_, 0)},
+                {"tied", std::exchange(tied_, {})},
                 {"micro_batch_rows", std::exchange(micro_batch_rows_, {})},
                 {"micro_batch_shares", std::exchange(micro_batch_shares_, {})},
                 {"sent_bytes", std::exchange(sent_bytes_, 0)},
@@ -272,7 +291,7 @@ void StepRecorder::begin_step(int64_t step, const torch::optim::Optimizer& optim
   // The weights that the step began with: a rank that starts from others is found by them.
   for (const auto& group : optimizer.param_groups()) {
     for (const auto& parameter : group.params()) {
-      facts["before"][name_of(parameter)] = hash_of(on_host(parameter));
+      facts["before"][known_name(parameter)] = hash_of(on_host(parameter));
     }
   }
   auto generator = at::globalContext().defaultGenerator(torch::kCPU);
@@ -290,12 +309,12 @@ void StepRecorder::end_update(const torch::optim::Optimizer& optimizer, double f
   if (Capture::current() != nullptr) return;
   const std::lock_guard lock(mutex_);
   Updates& updates = updates_of(optimizer);
-  Items items;
+  Items items = std::exchange(local_, {});
   json rates = json::array();
   for (const auto& group : optimizer.param_groups()) {
     rates.push_back(group.options().get_lr());
     for (const auto& parameter : group.params()) {
-      const std::string name = name_of(parameter);
+      const std::string name = known_name(parameter);
       const torch::Tensor weight = master_of(parameter);
       const Slice slice = slice_of(parameter);
       items["weight/" + name] = {on_host(weight), slice};
@@ -329,7 +348,7 @@ void StepRecorder::skip_update(const torch::optim::Optimizer& optimizer) {
   Items items;
   for (const auto& group : optimizer.param_groups()) {
     for (const auto& parameter : group.params()) {
-      items["weight/" + name_of(parameter)] = {on_host(parameter), slice_of(parameter)};
+      items["weight/" + known_name(parameter)] = {on_host(parameter), slice_of(parameter)};
     }
   }
   write(fmt::format("step-{}.rank-{}.update-{}", updates.step, rank_, updates.index), items,

@@ -31,8 +31,9 @@ inline constexpr const char* kVerifyPerturbVariable = "LOCKSTEP_VERIFY_PERTURB";
 /// step-N.rank-R.facts.safetensors is written when the first optimizer of a step begins: this
 /// rank's own gradients ("local/NAME"), as they went into the average, hashes of the rows that it
 /// was given and of its random numbers, and what it sent. step-N.rank-R.update-K follows
-/// for optimizer K. rank-R.losses has a line for each loss. Every file is complete when it appears,
-/// so a rank that is killed leaves whole steps.
+/// for optimizer K, with own gradients that came after the first, as those of a GAN's other net.
+/// rank-R.losses has a line for each loss. Every file is complete when it appears, so a rank that
+/// is killed leaves whole steps.
 ///
 /// Thread-safe: stages of a pipeline are updated on several threads.
 class StepRecorder {
@@ -40,14 +41,18 @@ class StepRecorder {
   /// Null unless this process runs under `lockstep verify`.
   static StepRecorder* of_process();
 
-  /// `wrapper`: "ddp", "sharded", "data_parallel", "pipeline" or "module". Perturbs the weights, if
-  /// that was asked for: called when all ranks have the same.
+  /// `wrapper`: "ddp", "sharded", "virtual_shards", "data_parallel", "pipeline" or "module".
+  /// Perturbs the weights, if that was asked for: called when all ranks have the same.
   void learn(const torch::nn::Module& module, const char* wrapper);
 
   /// A parameter has this name from now on, as a shard has that of the parameter it is part of.
   void name(const torch::Tensor& parameter, const std::string& name);
 
+  /// The name that a parameter has; a new one if it has none.
+  std::string name_of(const torch::Tensor& parameter);
+
   void note_rows(const std::vector<torch::Tensor>& inputs);
+  void note_synchronised_forward();                    ///< by the program's own NoSync
   void note_buffers(const torch::nn::Module& module);  ///< as a synchronised forward begins
   void note_dtype(torch::ScalarType dtype);            ///< a precision that the model computes in
 
@@ -57,6 +62,7 @@ class StepRecorder {
   /// This rank's own gradient of a parameter goes into an average, with this weight.
   void note_local(const std::string& name, const torch::Tensor& gradient, const Slice& slice,
                   double weight);
+  void note_tied(const torch::Tensor& copy);  ///< its gradient is that of two copies
   void note_weighed();  ///< local gradients were multiplied by their weight already
   void note_sent(int64_t bytes);
   void note_compression(torch::ScalarType dtype);  ///< what gradients are rounded to
@@ -93,7 +99,7 @@ class StepRecorder {
   explicit StepRecorder(std::string folder);
 
   void perturb(const torch::nn::Module& module);
-  std::string name_of(const torch::Tensor& parameter);
+  std::string known_name(const torch::Tensor& parameter);
   Updates& updates_of(const torch::optim::Optimizer& optimizer);
   void begin_step(int64_t step, const torch::optim::Optimizer& optimizer);
   void add_state(const torch::optim::Optimizer& optimizer, const torch::Tensor& parameter,
@@ -123,7 +129,9 @@ class StepRecorder {
   std::map<std::string, int64_t> averages_;  // [name]
   double weight_ = 1;
   bool weighed_ = false;
+  std::set<std::string> tied_;  // names
   int64_t forwards_ = 0;
+  int64_t synchronised_forwards_ = 0;
   std::vector<int64_t> micro_batch_rows_;
   std::vector<double> micro_batch_shares_;
   int64_t sent_bytes_ = 0;

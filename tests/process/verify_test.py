@@ -49,6 +49,23 @@ class Programs(Verified):
         self.assertEqual(verdicts["3 devices"], "reordered sums")
         self.assertIn(verdicts["killed and resumed"], ("same bits", "reordered sums"))
 
+    def script(self, line):
+        """A program that is one rank's verify_models, and this line on several."""
+        path = self.path("train")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(f"#!/bin/sh\nset -- {BIN}/verify_models --steps 2\n[ $WORLD_SIZE = 1 ] && exec \"$@\"\n{line}\n")
+        os.chmod(path, 0o755)
+        return path
+
+    def test_nothing_compared_is_not_right(self):
+        said = self.verify("--quick", self.script("echo no; exit 2"), code=1)
+        self.assertIn("Nothing could be compared", said)
+        self.assertEqual([row["verdict"] for row in self.table("runs")], ["same bits", "not offered", "not offered"])
+
+    def test_processes_that_train_alone_are_wrong(self):
+        self.verify("--quick", self.script('unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE; exec "$@"'), code=1)
+        self.assertEqual({row["likely_cause"] for row in self.table("findings")}, {"rank-missing"})
+
     def test_mistakes_are_named(self):
         for words, said in ((["no-such-program"], "no-such-program"), ([], "no program was given"),
                             (["--mutate", "mean-not-divded"], "did you mean mean-not-divided?"),
@@ -61,7 +78,8 @@ class Programs(Verified):
 
 class Bugs(Verified):
     def test_planted_bugs_are_caught_and_named(self):
-        bugs = ["ranks-counted-alike", "bucket-tail-dropped", "initial-broadcast-missing", "samples-duplicated", "shards-stale"]
+        bugs = ["ranks-counted-alike", "bucket-tail-dropped", "initial-broadcast-missing", "samples-duplicated", "shards-stale",
+                "kept-gradient-overwritten", "tied-masters-keep-start"]
         self.verify("--mutate", ",".join(bugs))
         rows = self.table("mutations")
         self.assertEqual([(row["bug"], row["caught"]) for row in rows], [(bug, "yes") for bug in bugs])

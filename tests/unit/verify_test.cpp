@@ -50,7 +50,7 @@ class Recording {
 
   // One rank's step: its own gradient, the one that its optimizer used, and the weight afterwards.
   void add(int64_t step, int rank, const Values& own, const Values& used, const Values& weight,
-           json more = {}) {
+           json more = {}, std::map<std::string, Values> tensors = {}) {
     std::vector<int64_t> rows(static_cast<size_t>(4 / ranks_));
     std::iota(rows.begin(), rows.end(), 4 * step + rank * (4 / ranks_));
     json facts = {{"step", step},
@@ -72,15 +72,19 @@ class Recording {
     if (ranks_ > 1) facts["averages"]["net.weight"] = 1;
     if (more.is_object()) facts.update(more);
     std::map<std::string, Values> local;
-    if (ranks_ > 1) local["local/net.weight"] = own;
+    if (ranks_ > 1 && !own.empty()) local["local/net.weight"] = own;
     write(step, rank, "facts", local, facts);
-    write(step, rank, "update-0", {{"gradient/net.weight", used}, {"weight/net.weight", weight}},
+    tensors["gradient/net.weight"] = used;
+    tensors["weight/net.weight"] = weight;
+    write(step, rank, "update-0", tensors,
           {{"step", step},
            {"rank", rank},
            {"factor", 1.0},
-           {"lr", {kRate}},
+           {"lr", {rate_}},
            {"slices", json::object()}});
   }
+
+  void set_rate(float rate) { rate_ = rate; }
 
   TracedRun read() const { return TracedRun(folder_->file("")); }
 
@@ -101,6 +105,7 @@ class Recording {
 
   std::unique_ptr<test::ScratchFolder> folder_ = std::make_unique<test::ScratchFolder>();
   int ranks_;
+  float rate_ = kRate;
 };
 
 const Values kOwn0 = ramp(1, 0.25F);
@@ -209,6 +214,88 @@ TEST(Verify, TheToleranceFollowsTheMeasuredGrowth) {
   growth.add(one.read(), moved.read());
   EXPECT_NEAR(growth.tolerance(1, "weight/net.weight", 1), RoundingGrowth::kSafety * 0.01, 1e-4);
   EXPECT_LT(growth.tolerance(1, "gradient/net.weight", 1), 1e-5);
+}
+
+TEST(Verify, AGradientOfNoiseLendsItsToleranceToNoOther) {
+  const auto run = [](float noise) {
+    Recording recording(1);
+    recording.add(1, 0, {}, kMean, kWeight, {},
+                  {{"gradient/key.bias", Values(16, noise)}, {"gradient/a.weight", kOwn0}});
+    return recording;
+  };
+  const Recording one = run(1e-8F);
+  const Recording moved = run(-1e-8F);
+  RoundingGrowth growth;
+  growth.add(one.read(), moved.read());
+  EXPECT_GE(growth.tolerance(1, "gradient/key.bias", 4e-8), 4e-7);
+  EXPECT_LT(growth.tolerance(1, "gradient/net.weight", 1), 1e-4);
+}
+
+TEST(Verify, WhatWasNotRecordedIsNotRight) {
+  const auto cause = [](const Recording& run) {
+    return judged(run, {.divides_rows = true, .ranks = 2, .processes = 2})
+        .finding.value_or(Divergence{})
+        .cause;
+  };
+  Recording alone(2);
+  alone.add(1, 0, kOwn0, kMean, kWeight);
+  EXPECT_EQ(cause(alone), "rank-missing");
+  EXPECT_EQ(cause(parallel(kMean, kMean, {{"rows", {6}}})), "rows-missing");
+  Recording longer = parallel(kMean, kMean);
+  for (const int rank : {0, 1}) longer.add(2, rank, rank == 0 ? kOwn0 : kOwn1, kMean, kWeight);
+  EXPECT_EQ(cause(longer), "steps-missing");
+  Recording renamed(2);
+  for (const int rank : {0, 1}) {
+    renamed.add(1, rank, rank == 0 ? kOwn0 : kOwn1, kMean, kWeight, {}, {{"weight/other", kMean}});
+  }
+  EXPECT_EQ(cause(renamed), "name-unknown");
+}
+
+TEST(Verify, RanksThatTrainAloneAreNoOtherTraining) {
+  Recording run(2);
+  const json all = {{"rows", {4, 5, 6, 7}}, {"averages", json::object()}};
+  for (const int rank : {0, 1}) run.add(1, rank, kOwn0, kMean, kWeight, all);
+  EXPECT_EQ(judged(run).finding.value().cause, "rows-repeated");
+}
+
+TEST(Verify, TheReferenceOnceMoreIsNoParallelRun) {
+  const Recording one = serial();
+  const Recording again = serial();
+  EXPECT_FALSE(judge(one.read(), {}, again.read(), {.divides_rows = true}).is_parallel);
+  EXPECT_TRUE(judged(parallel(kMean, kMean)).is_parallel);
+}
+
+TEST(Verify, AMeanNeedsAPartOfEachRank) {
+  Recording nobody(2);
+  for (const int rank : {0, 1}) {
+    nobody.add(1, rank, {}, kMean, kWeight, {{"averages", json::object()}});
+  }
+  EXPECT_EQ(judged(nobody).finding.value().cause, "not-averaged");
+  Recording one_of_two(2);
+  one_of_two.add(1, 0, kMean, kMean, kWeight);
+  one_of_two.add(1, 1, {}, kMean, kWeight);
+  const Judgement found = judged(one_of_two);
+  EXPECT_EQ(found.finding.value().cause, "not-averaged");
+  EXPECT_EQ(found.finding->ranks, std::vector<int>{1});
+}
+
+TEST(Verify, AProgramMayAverageOftenOnPurpose) {
+  Recording run(2);
+  const json twice = {{"averages", {{"net.weight", 2}}}, {"synchronised_forwards", 2}};
+  run.add(1, 0, kOwn0, kMean, kWeight, twice);
+  run.add(1, 1, kOwn0, kMean, kWeight, twice);  // what went into the second average
+  EXPECT_EQ(judged(run).verdict, Verdict::kSameBits);
+}
+
+TEST(Verify, RatesAreComparedInExplainedRunsToo) {
+  Recording one(1);
+  Recording run(2);
+  const json drops = {{"kinds", {"dropout"}}};
+  one.add(1, 0, {}, kMean, kWeight, drops);
+  run.set_rate(kRate / 2);
+  for (const int rank : {0, 1}) run.add(1, rank, rank == 0 ? kOwn0 : kOwn1, kMean, kWeight, drops);
+  const Judgement found = judge(one.read(), {}, run.read(), {.divides_rows = true, .ranks = 2});
+  EXPECT_EQ(found.finding.value().cause, "rate-differs");
 }
 
 TEST(Verify, VirtualShardsAllowNoRoundingAndNoExcuse) {
