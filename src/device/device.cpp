@@ -477,7 +477,10 @@ void Device::State::enter_thread(Device& self) {
   exchange_current_pool(plan.kind == DeviceKind::kCpu ? &cpu_pool : nullptr);
   pin_this_thread(plan.cores);
   // At its first use, libtorch sets a thread's number of threads from a process-wide number that
-  // other threads change. Let that happen first, so that ours is not overwritten.
+  // other threads change. Let that happen first, so that ours is not overwritten. In a forked child
+  // the first call also replaces libtorch's thread pool, and a second one at that time finds none.
+  static std::mutex one_at_a_time;
+  const std::lock_guard lock(one_at_a_time);
   (void)at::get_num_threads();
   at::set_num_threads(plan.threads);
 }
