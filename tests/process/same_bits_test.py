@@ -94,7 +94,7 @@ class SameBits(ScratchTest):
                     self.assertEqual(train(count, *words), alone)
 
     def test_what_cannot_be_divided_is_refused(self):
-        for ranks, words, text in ((3, ["--virtual-shards", "8"], "--virtual-shards 8 cannot be divided over 3 ranks with"),
+        for ranks, words, text in ((3, ["--virtual-shards", "8"], "--virtual-shards 8 cannot be divided over 3 data ranks"),
                                    (2, ["--virtual-shards", "8", "--micro-batches", "4"], "--micro-batches")):
             done = run(ranks, "practical10_hybrid", *words)
             self.assertEqual(done.returncode, 2, done.stderr)
