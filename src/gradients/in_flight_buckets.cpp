@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <mutex>
 #include <string>
 
 #include "base/mutation.hpp"
@@ -34,7 +35,8 @@ Work begin_mean(const Communicator& comm, const torch::Tensor& values, const Gra
 }
 
 // Memory for compressed buckets, allocated when a bucket is first sent and kept as long as the
-// bucket's own. One hook may serve several models, whose buckets are in flight at the same time.
+// bucket's own. One hook may serve several models, whose buckets are in flight at the same time,
+// and ranks that are threads.
 class CompressionMemory {
  public:
   explicit CompressionMemory(torch::ScalarType dtype) : dtype_(dtype) {}
@@ -43,19 +45,12 @@ class CompressionMemory {
   // model is identified by the storage of its gradients, which is no other model's as long as it is
   // remembered here.
   torch::Tensor for_bucket(const Communicator& comm, const GradientBucket& bucket) {
-    const auto gradients = bucket.gradients.storage().getWeakStorageImpl();
-    std::erase_if(entries_, [](const Entry& entry) { return entry.gradients.expired(); });
-    auto entry = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& candidate) {
-      return candidate.gradients == gradients && candidate.bucket == bucket.index;
-    });
-    if (entry == entries_.end()) {
-      entry = entries_.insert(entry, Entry{gradients, bucket.index, {}});
+    torch::Tensor memory = entry_of(bucket);
+    if (!memory.defined() || memory.numel() != bucket.gradients.numel()) {
+      memory = comm.allocate(bucket.gradients.numel(), bucket.gradients.options().dtype(dtype_));
+      entry_of(bucket, memory);
     }
-    if (!entry->memory.defined() || entry->memory.numel() != bucket.gradients.numel()) {
-      entry->memory =
-          comm.allocate(bucket.gradients.numel(), bucket.gradients.options().dtype(dtype_));
-    }
-    return entry->memory;
+    return memory;
   }
 
  private:
@@ -65,8 +60,24 @@ class CompressionMemory {
     torch::Tensor memory;
   };
 
-  torch::ScalarType dtype_;
-  std::vector<Entry> entries_;
+  // Returns what the bucket's entry has, after putting `memory` there if it is defined.
+  torch::Tensor entry_of(const GradientBucket& bucket, const torch::Tensor& memory = {}) {
+    const auto gradients = bucket.gradients.storage().getWeakStorageImpl();
+    const std::lock_guard lock(mutex_);
+    std::erase_if(entries_, [](const Entry& entry) { return entry.gradients.expired(); });
+    auto entry = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& candidate) {
+      return candidate.gradients == gradients && candidate.bucket == bucket.index;
+    });
+    if (entry == entries_.end()) {
+      entry = entries_.insert(entry, Entry{gradients, bucket.index, {}});
+    }
+    if (memory.defined()) entry->memory = memory;
+    return entry->memory;
+  }
+
+  const torch::ScalarType dtype_;
+  std::mutex mutex_;
+  std::vector<Entry> entries_;  // guarded by mutex_
 };
 
 // Adds its lifetime to a counter.

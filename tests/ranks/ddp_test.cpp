@@ -314,6 +314,19 @@ TEST(DdpHook, OneCompressionServesTwoModelsInOneBackward) {
   });
 }
 
+// Its ranks are threads, which allocate and look up compressed buckets at the same time.
+TEST(DdpHook, OneCompressionServesAllRanksOfAProcess) {
+  const auto hook = compress_gradients(torch::kBFloat16);
+  for (int round = 0; round < 20; ++round) {
+    run_ranks(4, [&](const Communicator& comm) {
+      TwoLayers net;
+      DistributedDataParallel ddp(net, comm,
+                                  {.first_bucket_bytes = 1, .bucket_cap_bytes = 64, .hook = hook});
+      for (int step = 0; step < 3; ++step) ddp(rows(4, 6, comm.rank())).sum().backward();
+    });
+  }
+}
+
 TEST(DdpHook, WhatFollowsACollectiveRunsOnceForEachBucket) {
   for (const int ranks : {1, 2, 3}) {
     run_ranks(ranks, [](const Communicator& comm) {
