@@ -86,6 +86,18 @@ struct KeptRanks : torch::CustomClassHolder {
   SharingRanks sharing;
 };
 
+// The mean multiplies this rank's gradients by 0, also those that its rows, being part of the
+// statistics, have from other ranks' outputs.
+[[noreturn]] void refuse_rows(const Communicator& ranks) {
+  const std::string message =
+      "SyncBatchNorm on a rank of weight 0 that has rows: their part in the "
+      "statistics would have no gradient";
+  ranks.abort(message);
+  throw Error(Code::kUsage, message,
+              "give it no rows; or leave the weights alike, and multiply each rank's loss by its "
+              "share");
+}
+
 // Normalises with given statistics, which depend on the inputs of all ranks.
 struct NormalizeOverRanks : torch::autograd::Function<NormalizeOverRanks> {
   static torch::Tensor forward(torch::autograd::AutogradContext* context,
@@ -132,6 +144,7 @@ struct NormalizeOverRanks : torch::autograd::Function<NormalizeOverRanks> {
     // another rank's gradients must count by that rank's.
     sums.mul_(*own_weight);
     ranks->all_reduce(sums, ReduceOp::kSum, {.label = "batch norm backward"});
+    if (*own_weight == 0 && ranks->size() > 1 && input.numel() > 0) refuse_rows(*ranks);
     if (*own_weight > 0) sums.div_(*own_weight);
     const auto means = sums / count;
     const auto scale = inverse * weight.to(mean.scalar_type());

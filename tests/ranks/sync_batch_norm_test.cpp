@@ -225,6 +225,31 @@ TEST(SyncBatchNorm, AConvertedNetTrainsBesideDdpAsOneProcessDoes) {
   }
 }
 
+// With weight 0 a rank may have no rows. Its rows would be in the statistics, and the gradients
+// that they have from other ranks' outputs would be lost.
+TEST(SyncBatchNorm, ARankOfWeightZeroHasNoRows) {
+  for (const int64_t rows : {0, 2}) {
+    const auto outcomes = outcomes_of_ranks(2, [&](const Communicator& comm) {
+      auto net = net_with_norms();
+      convert_sync_batchnorm(*net, comm);
+      DistributedDataParallel ddp(net, comm);
+      ddp.set_weight(comm.rank() == 0 ? 2 : 0);
+      const auto x = torch::arange(15, torch::kFloat64).square().view({3, 5});
+      ddp(comm.rank() == 0 ? x : x.narrow(0, 0, rows)).square().sum().backward();
+    });
+    for (int rank = 0; rank < 2; ++rank) {
+      const auto& outcome = outcomes[static_cast<size_t>(rank)];
+      EXPECT_EQ(outcome.failed(), rows > 0) << outcome.text();
+      if (rows == 0) continue;
+      EXPECT_NE(outcome.text().find("a rank of weight 0 that has rows"), std::string::npos)
+          << outcome.text();
+      if (rank == 1) {
+        EXPECT_EQ(outcome.code(), Code::kUsage);
+      }
+    }
+  }
+}
+
 struct TypedNetImpl : torch::nn::Module {
   TypedNetImpl() : norm(register_module("norm", torch::nn::BatchNorm2d(3))) {}
   torch::Tensor forward(const torch::Tensor& x) { return norm(x); }
