@@ -167,7 +167,9 @@ class Pipeline {
   /// Checkpoint; nullptr if it is not divided.
   ShardedModel* sharded(int stage) const;
 
-  /// The parameters of the local stages, in order; with PipelineOptions::shard, this rank's shards.
+  /// The trained parameters of the local stages, in order; with PipelineOptions::shard, this rank's
+  /// shards. A rank of an axis that trains none gets one empty tensor without a gradient: with it,
+  /// its optimizer takes part in clipping and skips steps with the other stages.
   std::vector<torch::Tensor> parameters() const;
 
   /// Runs `work(stage)` for each local stage on its device, on all devices in parallel: for an

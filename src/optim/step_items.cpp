@@ -168,6 +168,14 @@ void for_each_parameter(const ParamGroups& groups, std::string_view optimizer, V
   }
 }
 
+// Of the first parameter. A rank without gradients must sum norms on the device that others do.
+torch::Device device_of(const ParamGroups& groups) {
+  for (const auto& group : groups) {
+    if (!group.params().empty()) return group.params().front().device();
+  }
+  return torch::kCPU;
+}
+
 }  // namespace
 
 void check_extras(const StepExtras& extras) {
@@ -226,7 +234,7 @@ ScaledGradients StepItems::with_squares(const ScaledGradients& scaled, const Par
   for (const StepItem& item : items_) {
     gradients[model.part_of(item.parameter)].push_back(item.gradient);
   }
-  const torch::Device home = empty() ? torch::Device(torch::kCPU) : items_[0].weight.device();
+  const torch::Device home = empty() ? device_of(groups) : items_[0].weight.device();
   std::vector<torch::Tensor> parts;
   for (const auto& part : gradients) parts.push_back(squares_of(part, home, model.same_bits()));
   known.sum_of_squares = model.sum(std::move(parts));

@@ -160,6 +160,7 @@ class Pipeline::State {
   int64_t unaveraged_steps() const;
 
   LocalStage& local(int stage) const;
+  std::vector<torch::Tensor> parameters() const;
   DeviceRng& seeds() { return seeds_; }
 
   // Runs `work` for every local rank, on its device, after the caller's work there and before what
@@ -199,6 +200,7 @@ class Pipeline::State {
   std::optional<Devices> devices_;                      // where all stages are in this process
   std::optional<Communicator> axis_;                    // where they are ranks
   std::shared_ptr<const Communicator> axis_of_stages_;  // the same, noted on their parameters
+  torch::Tensor none_trained_;                          // see parameters(); undefined without axis_
   std::vector<std::string> rank_names_;                 // [pipeline rank]
   StepPlanner planner_{schedule, options_, axis_};
   DeviceRng seeds_{torch::Device(torch::kCPU), 0};  // of steps
@@ -265,7 +267,11 @@ Pipeline::State::State(std::vector<torch::nn::Sequential> modules, const Communi
         note_pipeline_stage(parameter, axis_of_stages_);
       }
     }
+    none_trained_ = torch::empty({0}, torch::TensorOptions().device(device.torch_device()));
   }
+  note_pipeline_stage(none_trained_, axis_of_stages_);
+  note_slice(none_trained_, {.whole = {1}, .local = {0}, .blocks = {}});  // in no checkpoint
+  if (options_.virtual_shards > 0) note_same_bits(none_trained_);
   ranks_.front()->end().hold_back(device);
 }
 
@@ -323,6 +329,22 @@ LocalStage& Pipeline::State::local(int stage) const {
   throw Error(Code::kUsage, fmt::format("stage {} is not in this process", stage),
               fmt::format("local_stages() names those that are; stages are 0 to {}",
                           schedule.stages() - 1));
+}
+
+// The optimizer of a rank that trains nothing has one empty tensor, which says whose norm and whose
+// skipped steps are its own too.
+std::vector<torch::Tensor> Pipeline::State::parameters() const {
+  std::vector<torch::Tensor> all;
+  for (const int stage : local_stages) {
+    const auto& [computed, sync] = local(stage);
+    if (sync) {
+      for (auto& each : sync->parameters()) all.push_back(std::move(each));
+      continue;
+    }
+    for (auto& each : trained_in(*computed.module())) all.push_back(std::move(each.tensor));
+  }
+  if (all.empty() && none_trained_.defined()) all.push_back(none_trained_);
+  return all;
 }
 
 const Device& Pipeline::State::last_device() const {
@@ -604,16 +626,7 @@ Device& Pipeline::device_of(int stage) const {
 }
 
 std::vector<torch::Tensor> Pipeline::parameters() const {
-  std::vector<torch::Tensor> parameters;
-  for (const int stage : local_stages()) {
-    const auto& sync = state_->local(stage).sync;
-    if (sync) {
-      for (auto& each : sync->parameters()) parameters.push_back(std::move(each));
-      continue;
-    }
-    for (auto& each : trained_in(*this->stage(stage))) parameters.push_back(std::move(each.tensor));
-  }
-  return parameters;
+  return state_->parameters();
 }
 
 ShardedModel* Pipeline::sharded(int stage) const {

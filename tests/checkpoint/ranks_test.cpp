@@ -155,6 +155,8 @@ TEST(RankCheckpoint, AnotherCutLoadsTheSameModel) {
   EXPECT_TRUE(fs::exists(folder + "/step-00000003/optimizer.rank0.safetensors"));
   // No step is left to do: the weights are those that were loaded.
   expect_same_bits(train_stages({1, 3, 1}, folder, 3, 2), saved);
+  expect_same_bits(train_stages({2, 2, 1}, folder, 3, 2), saved);  // rank 1 trains nothing
+  train_stages({2, 2, 1}, scratch.file("saved so"), 1, 1);
   expect_same_bits(train_stages({5}, folder, 3, 3), saved);
   auto net = dropout_net();
   AdamW optimizer(net->parameters());

@@ -190,6 +190,76 @@ TEST(ClippedPipeline, IsClippedByTheNormOfTheWhole) {
   }
 }
 
+// A rank whose stage is frozen, or has no parameter, clips and skips steps with the others,
+// whatever the optimizer.
+TEST(ClippedPipeline, ARankMayHaveNothingToTrain) {
+  const auto stages_of = [](bool frozen) {
+    torch::nn::Sequential last{torch::nn::Tanh()};
+    if (frozen) last->push_back(linear(6, 6));
+    for (auto& each : last->parameters()) each.requires_grad_(false);
+    return std::vector<torch::nn::Sequential>{torch::nn::Sequential(linear(6, 6)), last};
+  };
+  const auto loss = [](const torch::Tensor& out, const torch::Tensor& y) {
+    return torch::mse_loss(out, y) * 10;
+  };
+  for (const bool frozen : {false, true}) {
+    for (const Clip clip : kClips) {
+      auto whole = stages_of(frozen);
+      Sgd reference(whole[0]->parameters(), {.lr = 1});
+      GradScaler unused = scaler_for(Clip::kOptimizer, Communicator::self());
+      std::vector<double> norms;
+      for (int step = 0; step < 3; ++step) {
+        loss(whole[1]->forward(whole[0]->forward(rows(8, 6, step))), rows(8, 6, 2)).backward();
+        norms.push_back(clipped_step(Clip::kOptimizer, reference, unused));
+      }
+      run_ranks(2, [&](const Communicator& axis) {
+        const Devices devices("cpu:1");
+        Pipeline pipeline(stages_of(frozen), axis, devices[0], gpipe(2, 2), {.loss = loss});
+        std::vector<torch::Tensor> expected;  // after training
+        for (const auto& each :
+             axis.rank() == 0 ? whole[0]->parameters() : pipeline.stage(1)->parameters()) {
+          expected.push_back(each.detach().clone());
+        }
+        Sgd optimizer(pipeline.parameters(), {.lr = 1, .weight_decay = axis.rank() * 0.1});
+        GradScaler scaler = scaler_for(clip, axis);
+        for (int step = 0; step < 3; ++step) {
+          pipeline.step(rows(8, 6, step), rows(8, 6, 2),
+                        {.scaler = clip == Clip::kOptimizer ? nullptr : &scaler});
+          EXPECT_NEAR(clipped_step(clip, optimizer, scaler), norms[static_cast<size_t>(step)],
+                      1e-5 * norms[static_cast<size_t>(step)]);
+        }
+        const auto after = pipeline.stage(axis.rank())->parameters();
+        for (size_t i = 0; i < after.size(); ++i) {
+          expect_close(after[i], expected[i], "a weight");
+        }
+      });
+    }
+  }
+}
+
+TEST(ClippedPipeline, ARankThatTrainsNothingSkipsStepsWithTheOthers) {
+  run_ranks(2, [&](const Communicator& axis) {
+    const Devices devices("cpu:1");
+    Pipeline pipeline(
+        {torch::nn::Sequential(linear(6, 6)), torch::nn::Sequential(torch::nn::Tanh())}, axis,
+        devices[0], gpipe(2, 2),
+        {.loss = [](auto& out, auto& y) { return torch::mse_loss(out, y); }});
+    torch::optim::AdamW optimizer(pipeline.parameters());
+    GradScaler scaler({.init_scale = 1024});
+    for (int step = 0; step < 3; ++step) {
+      pipeline.step(rows(8, 6, step), rows(8, 6, 2), {.scaler = &scaler});
+      if (step == 1 && axis.rank() == 0) {
+        pipeline.parameters()[0].grad().fill_(std::numeric_limits<float>::infinity());
+      }
+      scaler.step(optimizer);
+      scaler.update();
+      optimizer.zero_grad();
+    }
+    EXPECT_EQ(scaler.get_scale(), 512);
+    EXPECT_EQ(scaler.skipped_steps().size(), 1);
+  });
+}
+
 TEST(ClippedParts, ThatLockstepDidNotDivideAreNamedInTheStep) {
   std::vector<torch::Tensor> whole;
   for (int rank = 0; rank < 3; ++rank) whole.push_back(torch::ones({1 + rank}).requires_grad_());

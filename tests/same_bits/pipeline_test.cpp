@@ -182,11 +182,11 @@ TEST(SameBitsPipeline, OverGloo) {
   expect_same_on_ranks({.buffers = true, .scaled = true}, {2, 4}, "over Gloo", run_gloo_ranks);
 }
 
-// The rank of a frozen stage takes part in the norm of the others, where its optimizer was given
-// that stage's parameters.
+// The rank of a frozen stage takes part in the norm of the others, whether or not its optimizer was
+// given the frozen parameters too.
 TEST(SameBitsPipeline, AFrozenStageIsClippedWithTheOthers) {
   const Recipe recipe{.over_ranks = true, .dropout = 0};
-  const auto train = [&](const Communicator& axis) {
+  const auto train = [&](const Communicator& axis, bool frozen_too) {
     auto net = net_of(recipe);
     for (auto& each : net[0]->parameters()) each.set_requires_grad(false);
     PipelineOptions options = options_of(recipe, Communicator::self());
@@ -197,17 +197,21 @@ TEST(SameBitsPipeline, AFrozenStageIsClippedWithTheOthers) {
     auto pipeline = axis.size() == 1
                         ? std::make_unique<Pipeline>(stages, devices, schedule, options)
                         : std::make_unique<Pipeline>(stages, axis, devices[0], schedule, options);
-    std::vector<torch::Tensor> parameters;
+    auto parameters = pipeline->parameters();
     for (const int stage : pipeline->local_stages()) {
-      for (const auto& each : pipeline->stage(stage)->parameters()) parameters.push_back(each);
+      for (const auto& each : pipeline->stage(stage)->parameters()) {
+        if (frozen_too && !each.requires_grad()) parameters.push_back(each);
+      }
     }
     Sgd optimizer(parameters, {.lr = 0.1});
     const auto [x, y] = global_batch(0, recipe.rows);
     pipeline->step(x, y);
     return optimizer.step({.max_norm = 1e-3}).item<double>();
   };
-  const double alone = train(Communicator::self());
-  run_ranks(2, [&](const Communicator& axis) { EXPECT_EQ(train(axis), alone); });
+  for (const bool frozen_too : {false, true}) {
+    const double alone = train(Communicator::self(), frozen_too);
+    run_ranks(2, [&](const Communicator& axis) { EXPECT_EQ(train(axis, frozen_too), alone); });
+  }
 }
 
 // Without random numbers, which depend on the stage, cuts and places make no difference either, nor
