@@ -59,8 +59,9 @@ Deviation largest_deviation(const Communicator& comm, const std::vector<NamedTen
 ///
 /// Note [Limited embeddings] Embedding(max_norm) shortens the rows that a forward looks up, in
 /// place. On each rank these would be other rows, and replicas would drift apart, as they do in
-/// PyTorch. So all rows are shortened before every forward, on all ranks alike: the lookup then
-/// finds nothing to do. A row is as long when it is looked up as it would be in one process.
+/// PyTorch; a replica of DataParallel would shorten its copy. So all rows are shortened before
+/// every forward, on all ranks alike: the lookup then finds nothing to do. A row is as long when it
+/// is looked up as it would be in one process.
 class LimitedEmbeddings {
  public:
   explicit LimitedEmbeddings(const torch::nn::Module& module);

@@ -8,10 +8,12 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <optional>
 #include <unordered_set>
 
 #include "base/counted.hpp"
 #include "device/streams.hpp"
+#include "gradients/model_sync.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/split.hpp"
 #include "lockstep/tensor_text.hpp"
@@ -368,7 +370,8 @@ void require_known_leaves(const ReplicaPass& pass) {
 
 struct ReplicaGroup::State {
   std::shared_ptr<Replicas> replicas;
-  bool leaves_known = false;  // a graph of this module was checked
+  std::optional<LimitedEmbeddings> limited_embeddings;  // with several devices
+  bool leaves_known = false;                            // a graph of this module was checked
 
   std::vector<StreamOrder> refresh_all(size_t used, const StreamOrder& inputs_ready) const;
   ReplicaResult forward_one(size_t index, const Tensors& inputs, const std::vector<int64_t>& rows,
@@ -386,6 +389,7 @@ ReplicaGroup::ReplicaGroup(std::shared_ptr<torch::nn::Module> module, const Devi
   }
   devices.require_not_on_worker("DataParallel");
   state_->replicas = std::make_shared<Replicas>(std::move(module), devices, make_replica);
+  if (devices.size() > 1) state_->limited_embeddings.emplace(*replica(0));
 }
 
 ReplicaGroup::~ReplicaGroup() = default;
@@ -484,6 +488,7 @@ Tensors ReplicaGroup::run(const Tensors& inputs, const Forward& forward) {
   devices.require_not_on_worker("DataParallel's forward");
   const auto rows = split(inputs);
   state_->replicas->require_unchanged();
+  if (state_->limited_embeddings) state_->limited_embeddings->shorten_rows();
 
   const auto inputs_ready = StreamOrder::now(devices[0]);
   if (state_->replicas->has_buffers()) {

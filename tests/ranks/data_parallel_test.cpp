@@ -369,6 +369,40 @@ TEST(DataParallel, ATiedParameterIsCountedOnce) {
   expect_close(tied->a.detach(), updated, "tied weight");
 }
 
+struct LimitedImpl : torch::nn::Cloneable<LimitedImpl> {
+  LimitedImpl() { reset(); }
+  void reset() override {
+    table = register_module("table",
+                            torch::nn::Embedding(torch::nn::EmbeddingOptions(6, 4).max_norm(1.0)));
+    const torch::NoGradGuard no_grad;
+    table->weight.copy_(torch::arange(24).view({6, 4}).add(1).sin().mul(3));
+  }
+  torch::Tensor forward(const torch::Tensor& x) { return table(x).sum(1); }
+  torch::nn::Embedding table{nullptr};
+};
+TORCH_MODULE(Limited);
+
+// The rows that only replica 1 looks up are shortened in the module too.
+TEST(DataParallel, AnEmbeddingWithMaxNormTrainsAsOnOneDevice) {
+  const Devices devices("cpu:2");
+  Limited alone;
+  Limited net;
+  DataParallel parallel(net, devices);
+  torch::optim::SGD alone_optimizer(alone->parameters(), 0.5);
+  torch::optim::SGD optimizer(net->parameters(), 0.5);
+  const auto x = torch::tensor({{0, 1}, {2, 1}, {3, 4}, {5, 4}}, torch::kLong);
+  for (int step = 0; step < 3; ++step) {
+    alone->zero_grad();
+    net->zero_grad();
+    alone->forward(x).square().sum().backward();
+    parallel(x).square().sum().backward();
+    expect_close(net->table->weight.detach(), alone->table->weight.detach(), "before the update");
+    alone_optimizer.step();
+    optimizer.step();
+    expect_close(net->table->weight.detach(), alone->table->weight.detach(), "after the update");
+  }
+}
+
 TEST(DataParallel, SequentialWorks) {
   const Devices devices("cpu:2");
   const UseDevice home(devices[0]);
