@@ -67,14 +67,11 @@ void PartSeeds::begin_step(bool continues) {
 }
 
 uint64_t PartSeeds::seed_of(int64_t part) const {
+  const uint64_t program_seed = generators_of_thread({}).at("cpu").current_seed();
   const std::array<uint64_t, 4> parts = {
-      program_seed(), static_cast<uint64_t>(resumed_steps() + steps_),
+      program_seed, static_cast<uint64_t>(resumed_steps() + steps_),
       static_cast<uint64_t>(micro_step_), static_cast<uint64_t>(part)};
   return XXH3_64bits(parts.data(), sizeof(parts));
-}
-
-uint64_t PartSeeds::program_seed() {
-  return generators_of_thread({}).at("cpu").current_seed();
 }
 
 FixedThreads::FixedThreads(int threads) : before_(at::get_num_threads()) {
@@ -167,9 +164,9 @@ void VirtualShards::set_weight(double weight) {
 }
 
 VirtualShards::Sums VirtualShards::exchange(const PartTree& tree, const Communicator& comm,
-                                            int64_t rows, const std::vector<double>& weights,
+                                            uint64_t seed, int64_t rows,
+                                            const std::vector<double>& weights,
                                             const std::vector<double>& losses) {
-  const uint64_t seed = PartSeeds::program_seed();
   std::vector<double> told = {half_of(seed, 0), half_of(seed, 1), static_cast<double>(rows)};
   const size_t header = told.size();
   told.insert(told.end(), weights.begin(), weights.end());
@@ -183,11 +180,12 @@ VirtualShards::Sums VirtualShards::exchange(const PartTree& tree, const Communic
     const double* said = first + rank * mine.numel();
     if (said[0] != first[0] || said[1] != first[1]) {
       throw Error(Code::kSyncMisuse,
-                  fmt::format("ranks {} and 0 have other seeds: the random numbers of a part would "
-                              "depend on the rank that computes it",
+                  fmt::format("ranks {} and 0 have other seeds or are in other steps: they would "
+                              "add gradients of other parts or batches",
                               rank),
-                  "call torch::manual_seed() with the same number on all ranks; what shall differ "
-                  "between parts, draw inside the function that computes a part's loss");
+                  "call torch::manual_seed() with the same number on all ranks, and resume a "
+                  "checkpoint on all or none; what shall differ between parts, draw inside the "
+                  "function that computes a part's loss; do not go on after an error of one rank");
     }
     if (said[2] != first[2]) {
       throw Error(Code::kSplit,
@@ -245,7 +243,7 @@ torch::Tensor VirtualShards::step(const torch::nn::Module& module, PartOwner& ow
     }
     if (buffers) buffers->finish();
   }
-  const Sums sums = exchange(tree_, comm_, /*rows=*/0, weights, losses);
+  const Sums sums = exchange(tree_, comm_, seeds_.seed_of(0), /*rows=*/0, weights, losses);
   if (sums.weight == 0) {
     throw Error(Code::kUsage, "the weights of all parts are zero",
                 "give at least one part a weight; a weight is usually its number of rows");

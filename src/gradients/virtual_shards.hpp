@@ -39,9 +39,6 @@ class PartSeeds {
 
   uint64_t seed_of(int64_t part) const;
 
-  /// What torch::manual_seed() gave the calling thread's generator.
-  static uint64_t program_seed();
-
  private:
   int64_t steps_ = 0;
   int64_t micro_step_ = 0;
@@ -123,8 +120,9 @@ class VirtualShards {
   };
 
   /// Exchanges the weights and losses of this rank's parts, and the rows that each of them has (0:
-  /// unknown). Refuses ranks with other seeds, and with other rows. Collective.
-  static Sums exchange(const PartTree& tree, const Communicator& comm, int64_t rows,
+  /// unknown). `seed` is that of part 0. Refuses ranks with other seeds or in other steps, and with
+  /// other rows. Collective.
+  static Sums exchange(const PartTree& tree, const Communicator& comm, uint64_t seed, int64_t rows,
                        const std::vector<double>& weights, const std::vector<double>& losses);
 
   /// Refuses what happens outside step(), where sums would depend on the number of ranks.

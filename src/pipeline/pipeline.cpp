@@ -440,8 +440,9 @@ torch::Tensor Pipeline::State::loss_of_parts(const StepPlan& plan,
     }
   }
   const Communicator data = options_.data ? *options_.data : Communicator::self();
-  const auto sums = VirtualShards::exchange(PartTree(options_.virtual_shards, data.size()), data,
-                                            plan.rows.front(), plan.parts->weights, losses);
+  const auto sums =
+      VirtualShards::exchange(PartTree(options_.virtual_shards, data.size()), data, plan.seed,
+                              plan.rows.front(), plan.parts->weights, losses);
   if (!mine.defined()) return mine;
   return torch::full({}, sums.loss / plan.parts->divisor, mine.options());
 }

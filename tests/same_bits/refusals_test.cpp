@@ -115,6 +115,29 @@ TEST(SameBitsRefusals, RanksWithOtherSeeds) {
   }
 }
 
+// Otherwise the parts of different batches would be averaged.
+TEST(SameBitsRefusals, RanksInOtherSteps) {
+  const auto outcomes = outcomes_of_ranks(2, [](const Communicator& comm) {
+    Ddp ddp = small_ddp(comm);
+    for (int batch = 0; batch < 3; ++batch) {
+      try {
+        ddp.backward_parts([&](const BatchPart& part) {
+          if (comm.rank() == 0 && batch == 1) throw std::runtime_error("a bad row");
+          return loss_of(ddp, part);
+        });
+      } catch (const Error&) {
+        throw;
+      } catch (const std::runtime_error&) {  // one rank's program leaves the batch out
+      }
+      ddp.zero_grad();
+    }
+  });
+  for (const auto& each : outcomes) {
+    EXPECT_EQ(each.code(), Code::kSyncMisuse);
+    EXPECT_NE(each.text().find("are in other steps"), std::string::npos) << each.text();
+  }
+}
+
 // Which parameters a part uses may depend on the part, but not on the rank that computes it.
 TEST(SameBitsRefusals, UnusedParameters) {
   for (const int ranks : {1, 2, 4}) {
