@@ -139,7 +139,8 @@ void broadcast_tensors(const Communicator& comm, const std::vector<NamedTensor>&
   const torch::NoGradGuard no_grad;
   std::map<std::pair<torch::ScalarType, torch::DeviceIndex>, std::vector<torch::Tensor>> waiting;
   std::map<std::pair<torch::ScalarType, torch::DeviceIndex>, int64_t> waiting_bytes;
-  for (const auto& [name, tensor, trained] : tensors) {
+  for (const auto& [name, given, trained] : tensors) {
+    const torch::Tensor tensor = given.is_complex() ? torch::view_as_real(given) : given;
     if (is_sent_alone(tensor)) {
       comm.broadcast(tensor, root, {.label = label});
       continue;

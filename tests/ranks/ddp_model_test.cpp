@@ -3,6 +3,7 @@
 
 #include "ddp_nets.hpp"
 #include "lockstep/distributed_data_parallel.hpp"
+#include "lockstep/fully_sharded_data_parallel.hpp"
 #include "lockstep/mesh.hpp"
 #include "rank_threads.hpp"
 
@@ -49,6 +50,35 @@ TEST(DdpModel, ADriftedReplicaIsFound) {
     EXPECT_NE(outcome.text().find("second.bias"), std::string::npos) << outcome.text();
     EXPECT_NE(outcome.text().find("rank 2"), std::string::npos) << outcome.text();
   }
+}
+
+struct RotatedImpl : torch::nn::Module {
+  explicit RotatedImpl(double angle)
+      : layer(register_module("layer", torch::nn::Linear(4, 4))),
+        angles(register_buffer("angles", torch::polar(torch::ones({2}), torch::full({2}, angle)))) {
+  }
+  torch::Tensor forward(const torch::Tensor& x) {
+    const auto pairs = torch::view_as_complex(layer(x).view({-1, 2, 2}));
+    return torch::view_as_real(pairs * angles).flatten(1);
+  }
+  torch::nn::Linear layer;
+  torch::Tensor angles;
+};
+TORCH_MODULE(Rotated);
+
+// As rotary embeddings have them.
+TEST(DdpModel, BuffersMayBeComplex) {
+  const torch::Tensor first = Rotated(0.5)->angles;
+  run_ranks(2, [&](const Communicator& comm) {
+    Rotated net(0.5 + comm.rank());
+    DistributedDataParallel ddp(net, comm);
+    EXPECT_TRUE(torch::equal(net->angles, first));
+    ddp(rows(4, 4, comm.rank())).square().sum().backward();
+    expect_same_on_all(comm, net->layer->weight.grad(), "gradient");
+    Rotated divided(0.5 + comm.rank());
+    FullyShardedDataParallel fsdp(divided, comm);
+    EXPECT_TRUE(torch::equal(divided->angles, first));
+  });
 }
 
 TEST(DdpModel, AModuleWithNothingToTrainIsRefused) {
