@@ -37,7 +37,8 @@ enum class LossReduction { kMean, kSum };
 
 /// The loss of a Pipeline, what it recomputes, and its data-parallel ranks.
 struct PipelineOptions {
-  /// Computes the loss of one micro-batch, a scalar, on the last stage's device.
+  /// Computes the loss of one micro-batch, a scalar, on the last stage's device. It must have no
+  /// side effects: without loss_weight, some steps call it more often, to compare losses.
   std::function<torch::Tensor(const torch::Tensor&, const torch::Tensor&)> loss = {};
   LossReduction reduction = LossReduction::kMean;
 

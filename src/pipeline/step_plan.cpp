@@ -261,8 +261,9 @@ void StepPlanner::warn_of_ignored_targets(const StepPlan& plan) {
                   100 * *least, 100 * *most, kIgnored));
 }
 
-// The loss function is asked once more, for two neighbouring micro-batches together, in steps 1, 2,
-// 4, 8 and so on: each time for another pair, and rarely enough to cost nothing.
+// The loss function is called three more times, for a few rows of two neighbouring micro-batches
+// and for both together, in steps 1, 2, 4, 8 and so on: each time for another pair, and rarely
+// enough to cost nothing.
 int StepPlanner::micro_batch_to_compare() {
   steps_ += 1;
   const auto steps = static_cast<uint64_t>(steps_);
