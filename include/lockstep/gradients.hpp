@@ -47,7 +47,8 @@ struct DdpOptions {
   bool broadcast_buffers = true;  ///< send rank 0's buffers to all before a synchronised forward
   bool find_unused_parameters = false;  ///< the parameters in use may change from step to step
   bool static_graph = false;            ///< every step does what the first one did
-  int64_t check_replicas_every = 0;     ///< steps between comparisons of all weights; 0: never
+  int64_t check_replicas_every = 0;     ///< steps between comparisons of all weights; 0: never.
+                                        ///< They are made before forwards in training mode
 
   /// Weights that change after micro-steps inside NoSync raise LS0024, unless the gradients of
   /// those micro-steps were dropped and the ranks' weights agree one step later. False disables
