@@ -186,7 +186,8 @@ class NoSync {
 /// Runs `loop` on ranks that have different numbers of steps. A rank whose loop has ended takes
 /// part in the others' collectives until all loops have ended. Then the weights of a rank that
 /// trained longest are sent to all, but not the state of its optimizer: if the weights differ in
-/// later steps for that reason, they are refused (kReplicasDiffer). Collective.
+/// later steps for that reason, they are refused (kReplicasDiffer). Every forward through the
+/// wrapper with gradients enabled needs a backward of its own. Collective.
 template <class Module>
 void join(DistributedDataParallel<Module>& ddp, const std::function<void()>& loop,
           const JoinOptions& options = {}) {

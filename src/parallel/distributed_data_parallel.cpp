@@ -365,6 +365,16 @@ GradientSync::State::Join::Step GradientSync::State::Join::exchange(bool active,
                   fmt::format("rank {} is inside NoSync and rank {} is not", inside, outside),
                   "accumulate over the same micro-steps on every rank");
     }
+    if (step.anybody && step.trains != (said[kTrains] != 0)) {
+      const auto [evaluating, training] =
+          step.trains ? std::pair(rank, step.last_active) : std::pair(step.last_active, rank);
+      throw Error(Code::kSyncMisuse,
+                  fmt::format("inside join, rank {} called forward in eval mode and rank {} in "
+                              "training mode",
+                              evaluating, training),
+                  "evaluate under torch::NoGradGuard: a forward with gradients is a step of all "
+                  "ranks");
+    }
     step.anybody = true;
     step.last_active = rank;
     step.synchronise = said[kSynchronise] != 0;

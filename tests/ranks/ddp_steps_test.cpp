@@ -377,6 +377,33 @@ TEST(DdpJoin, EarlyEndCanStopEverybody) {
   }
 }
 
+// With gradients enabled, the other ranks would take an evaluation for a step.
+TEST(DdpJoin, EvaluatesWithoutGradients) {
+  const auto outcomes = [](bool with_gradients) {
+    return outcomes_of_ranks(2, [=](const Communicator& comm) {
+      TwoLayers net;
+      DistributedDataParallel ddp(net, comm);
+      join(ddp, [&] {
+        for (int step = 0; step < 3; ++step) {
+          ddp(rows(4, 6, step)).sum().backward();
+          if (comm.rank() == 1 || step != 1) continue;
+          net->eval();
+          const torch::AutoGradMode mode(with_gradients);
+          ddp(rows(4, 6, 9));
+          net->train();
+        }
+      });
+    });
+  };
+  for (const auto& each : outcomes(false)) EXPECT_FALSE(each.failed()) << each.text();
+  for (const auto& each : outcomes(true)) {
+    EXPECT_EQ(each.code(), Code::kSyncMisuse);
+    EXPECT_NE(each.text().find("rank 0 called forward in eval mode and rank 1 in training mode"),
+              std::string::npos)
+        << each.text();
+  }
+}
+
 TEST(DdpJoin, ChecksOfReplicasStayInStepAfterwards) {
   run_ranks(2, [](const Communicator& comm) {
     Scale net;
