@@ -7,8 +7,10 @@
 
 #include "lockstep/checkpoint.hpp"
 #include "lockstep/lr_schedule.hpp"
+#include "lockstep/master_weights.hpp"
 #include "lockstep/script_module.hpp"
 #include "lockstep/sync_batch_norm.hpp"
+#include "lockstep/tensor_file.hpp"
 #include "lockstep/weight_average.hpp"
 #include "sharding_support.hpp"
 
@@ -425,6 +427,38 @@ TEST_P(ShardedFeatures, AveragesOfWeights) {
       checkpoint.finish();
     });
   }
+}
+
+// Master weights come back as they were, whatever reads the averages meanwhile.
+TEST_P(ShardedFeatures, AveragesLeaveMasterWeightsAsTheyAre) {
+  const ScratchFolder folder;
+  run_ranks(ranks(), [&](const Communicator& comm) {
+    torch::nn::Sequential net(torch::nn::Linear(6, 20), torch::nn::Linear(20, 3));
+    fill_weights(*net);
+    MasterWeights masters(*net);
+    FullyShardedDataParallel fsdp(net, comm, options());
+    Sgd optimizer(fsdp.parameters(), {.lr = 0.5, .masters = masters});
+    WeightAverage average(fsdp, {.decay = 0.9});
+    for (int step = 0; step < 3; ++step) {
+      const auto x = own_rows(wave({kRows, 6}, step), comm).to(torch::kBFloat16);
+      fsdp(x).to(torch::kFloat).pow(2).mean().backward();
+      optimizer.step(StepExtras{.zero_grad = true});
+      average.update();
+    }
+    const auto weights = [&] {
+      std::vector<torch::Tensor> all;
+      for (const auto& each : fsdp.parameters()) all.push_back(masters.of(each).clone());
+      return torch::cat(all);
+    };
+    const auto before = weights();
+    const auto rounded = whole_weights(fsdp);
+    {
+      const UseAverage averaged(average);
+      save_weights(fsdp, folder.file("averages"));
+    }
+    EXPECT_TRUE(torch::equal(weights(), before));
+    EXPECT_TRUE(torch::equal(whole_weights(fsdp), rounded));
+  });
 }
 
 // A rank that fails inside backward is named by the others, which do not hang.
