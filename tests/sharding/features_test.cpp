@@ -119,20 +119,25 @@ TEST_P(ShardedFeatures, TwoForwardsAndOneBackward) {
   });
 }
 
-// torch::optim changes no version counter, and the first weights get no gradient here.
-TEST_P(ShardedFeatures, AnUpdateAfterAnEvaluationIsSeen) {
+// torch::optim changes no version counter, and the first weights get no gradient here. Before the
+// update weights are used by an evaluation, or by a loss that is only looked at, or kept.
+TEST_P(ShardedFeatures, AnUpdateAfterAForwardWithoutBackwardIsSeen) {
+  enum class Look { kEvaluation, kLoss, kKeptLoss };
   const auto train = [](auto& model, const std::vector<torch::Tensor>& parameters,
-                        const Communicator& comm) {
+                        const Communicator& comm, Look look) {
     torch::optim::SGD optimizer(parameters, 0.5);
+    torch::Tensor kept;
     for (int step = 0; step < 3; ++step) {
       auto x = own_rows(wave({kRows, 6}, step), comm).clone();
       x.select(1, 0).zero_();  // the first column of each weight gets no gradient
       optimizer.zero_grad();
       model(x).pow(2).mean().backward();
       {
-        const torch::NoGradGuard no_grad;
-        model(x);
+        const torch::AutoGradMode gradients(look != Look::kEvaluation);
+        const auto loss = model(x).pow(2).mean();
+        if (look == Look::kKeptLoss) kept = loss;
       }
+      if (look != Look::kEvaluation) comm.barrier();  // other ranks look at the same weights
       optimizer.step();
     }
   };
@@ -142,15 +147,17 @@ TEST_P(ShardedFeatures, AnUpdateAfterAnEvaluationIsSeen) {
     fill_weights(*net);
     return net;
   };
-  auto one = make();
-  const auto call_one = [&](const torch::Tensor& x) { return one->forward(x); };
-  train(call_one, one->parameters(), Communicator::self());
-  run_ranks(ranks(), [&](const Communicator& comm) {
-    auto net = make();
-    FullyShardedDataParallel fsdp(net, comm, options());
-    train(fsdp, fsdp.parameters(), comm);
-    expect_near_all(whole_weights(fsdp), weights_of(*one), "weights");
-  });
+  for (const auto look : {Look::kEvaluation, Look::kLoss, Look::kKeptLoss}) {
+    auto one = make();
+    const auto call_one = [&](const torch::Tensor& x) { return one->forward(x); };
+    train(call_one, one->parameters(), Communicator::self(), look);
+    run_ranks(ranks(), [&](const Communicator& comm) {
+      auto net = make();
+      FullyShardedDataParallel fsdp(net, comm, options());
+      train(fsdp, fsdp.parameters(), comm, look);
+      expect_near_all(whole_weights(fsdp), weights_of(*one), "weights");
+    });
+  }
 }
 
 // An evaluation before and one after an update that changes no first element of a rank's shards; in
