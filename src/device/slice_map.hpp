@@ -22,6 +22,11 @@ void note_sharded(const torch::Tensor& parameter, bool sharded);
 /// Whether it is divided and not whole now.
 bool is_sharded(const torch::Tensor& parameter);
 
+/// What is wrong with such a parameter in an optimizer, and what to do.
+inline constexpr const char* kShardedProblem =
+    "is sharded by FullyShardedDataParallel and gets no gradient";
+inline constexpr const char* kShardedRemedy = "give the optimizer fsdp.parameters()";
+
 /// Refuses a module with such a parameter, for `what`, which would not see its weights or
 /// gradients.
 void require_not_sharded(const torch::nn::Module& module, const char* what, const char* remedy);

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "base/mutation.hpp"
+#include "device/slice_map.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
 #include "precision/exact_squares.hpp"
@@ -29,11 +30,12 @@ struct ParameterAt {
   const torch::Tensor& parameter;
   std::string_view optimizer;
 
+  std::string text(std::string_view problem) const {
+    return fmt::format("lockstep::{}: parameter {} of group {}, shape {}, {}", optimizer, index,
+                       group, shape_text(parameter.sizes()), problem);
+  }
   [[noreturn]] void refuse(Code code, std::string_view problem, std::string_view remedy) const {
-    throw Error(code,
-                fmt::format("lockstep::{}: parameter {} of group {}, shape {}, {}", optimizer,
-                            index, group, shape_text(parameter.sizes()), problem),
-                fmt::format("{}, or use torch::optim::{}", remedy, optimizer));
+    throw Error(code, text(problem), fmt::format("{}, or use torch::optim::{}", remedy, optimizer));
   }
 };
 
@@ -67,6 +69,7 @@ void check_master(const ParameterAt& at, const torch::Tensor& master) {
 
 void check_parameter(const ParameterAt& at, const std::optional<MasterWeights>& masters) {
   const torch::Tensor& parameter = at.parameter;
+  if (is_sharded(parameter)) throw Error(Code::kUsage, at.text(kShardedProblem), kShardedRemedy);
   const auto dtype = parameter.scalar_type();
   if (!parameter.device().is_cpu() && !parameter.is_cuda()) {
     at.refuse(Code::kPlacement, fmt::format("is on {}", parameter.device().str()),
@@ -250,6 +253,12 @@ torch::Tensor clip_grad_norm_(const std::vector<torch::Tensor>& parameters, doub
   std::vector<std::vector<torch::Tensor>> gradients(model.parts());  // [part]
   std::unordered_map<const c10::TensorImpl*, bool> seen;
   for (const torch::Tensor& parameter : parameters) {
+    if (is_sharded(parameter)) {
+      throw Error(Code::kUsage,
+                  fmt::format("clip_grad_norm_: a parameter of shape {} {}",
+                              shape_text(parameter.sizes()), kShardedProblem),
+                  kShardedRemedy);
+    }
     torch::Tensor gradient = parameter.grad();
     if (!gradient.defined() || !seen.emplace(parameter.unsafeGetTensorImpl(), true).second)
       continue;

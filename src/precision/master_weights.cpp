@@ -64,6 +64,7 @@ struct MasterWeights::State {
     // The version and address of the parameter when it was last rounded from the master.
     uint32_t version = 0;
     const void* memory = nullptr;
+    bool is_shard = false;  // of a divided parameter
 
     bool is_as_rounded() const {
       return version == version_of(parameter) && memory == parameter.data_ptr();
@@ -183,13 +184,23 @@ void MasterWeights::replace(const torch::Tensor& parameter, const torch::Tensor&
                             const torch::Tensor& master) const {
   state_->held.erase(parameter.unsafeGetTensorImpl());
   State::holders().erase(parameter);
-  state_->held.emplace(shard.unsafeGetTensorImpl(), State::Held{shard, master})
-      .first->second.note_rounded();
+  State::Held& held =
+      state_->held.emplace(shard.unsafeGetTensorImpl(), State::Held{shard, master}).first->second;
+  held.is_shard = true;
+  held.note_rounded();
   State::holders().set(shard, state_);
 }
 
 void MasterWeights::restore(torch::nn::Module& module) const {
   require_not_capturing("MasterWeights::restore()", "restore after the step");
+  const bool divided = std::any_of(state_->held.begin(), state_->held.end(),
+                                   [](const auto& each) { return each.second.is_shard; });
+  if (divided) {
+    throw Error(Code::kUsage,
+                "MasterWeights::restore() of weights that FullyShardedDataParallel divides",
+                "restore them before the module is wrapped, or store them with "
+                "Checkpoint::add(name, masters, fsdp)");
+  }
   const torch::NoGradGuard no_grad;
   for (const torch::Tensor& parameter : module.parameters()) {
     if (!holds(parameter)) continue;

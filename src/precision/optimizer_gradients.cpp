@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "device/capture.hpp"
+#include "device/slice_map.hpp"
 #include "lockstep/error.hpp"
 #include "precision/gradient_scan.hpp"
 
@@ -112,6 +113,12 @@ OptimizerGradients gradients_of(torch::optim::Optimizer& optimizer, ParameterNam
     for (size_t i = 0; i < parameters.size(); ++i) {
       torch::Tensor gradient = parameters[i].grad();
       const ParameterPosition position{group_index, i, parameters[i].unsafeGetTensorImpl()};
+      if (is_sharded(parameters[i])) {
+        throw Error(
+            Code::kUsage,
+            fmt::format("GradScaler: {} {}", names.of(names.id_of(position)), kShardedProblem),
+            kShardedRemedy);
+      }
       if (!gradient.defined() || !seen.insert(position.parameter).second) continue;
       if (gradient.scalar_type() == torch::kHalf) {
         const bool has_master = masters != nullptr && masters->has_master(parameters[i]);

@@ -30,7 +30,8 @@ struct WeightAverage::State {
   std::function<void()> before_exchange = [] {};  // where other ranks read the weights
   std::function<void()> after_exchange = [] {};
   std::vector<Entry> entries;
-  std::vector<torch::Tensor> held;  // [entry] weight of a lower precision, while an average is used
+  // [entry] while an average is used: the master, or the weight of a lower precision
+  std::vector<torch::Tensor> held;
   std::unordered_set<const c10::TensorImpl*> seen;  // a shared tensor has several names
   int64_t updates = 0;
   bool in_use = false;  // the module has the averages
@@ -131,8 +132,9 @@ void WeightAverage::set_updates(int64_t updates) {
 }
 
 // Weights that have no master change places with their averages. A weight with a master gets the
-// rounded average, and is rounded from its master again; one of a lower precision that has none is
-// kept meanwhile. Version counters stay as they are: the weights will be the same.
+// rounded average, and is rounded from its master again, which must not take the average over; one
+// of a lower precision that has none is kept meanwhile. Version counters stay as they are: the
+// weights will be the same.
 void WeightAverage::exchange() {
   const torch::NoGradGuard no_grad;
   const bool back = state_->in_use;
@@ -145,13 +147,13 @@ void WeightAverage::exchange() {
   for (size_t i = 0; i < state_->entries.size(); ++i) {
     auto& entry = state_->entries[i];
     torch::Tensor weight = entry.of.variable_data();
-    if (const auto masters = MasterWeights::holding(entry.of)) {
-      const torch::Tensor master = masters->of(entry.of);  // has taken over what was loaded
-      weight.copy_(back ? master : entry.average);
-    } else if (weight.scalar_type() != entry.average.scalar_type()) {
+    const auto masters = MasterWeights::holding(entry.of);
+    if (masters || weight.scalar_type() != entry.average.scalar_type()) {
       torch::Tensor& held = state_->held[i];
-      if (!back) held = weight.clone();
+      // of() has taken over what was loaded.
+      if (!back) held = masters ? masters->of(entry.of) : weight.clone();
       weight.copy_(back ? held : entry.average);
+      if (back && masters) masters->note_rounded(entry.of);
       if (back) held.reset();
     } else {
       const torch::Tensor held = weight.clone();

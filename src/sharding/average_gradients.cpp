@@ -75,8 +75,9 @@ void ShardedModel::State::finish_reduce(ShardedUnit& unit) {
 }
 
 void ShardedModel::State::begin_backward() {
+  require_not_gathered("backward");
   phase = Phase::kBackward;
-  if (gathered_guards == 0) update_follows = false;  // also where the model trains in eval mode
+  update_follows = false;
   backward_averages = no_sync_depth == 0 && !parts;
   complete = nullptr;
   if (!end_is_queued) at_end_of_backward([this] { end_backward(); });

@@ -167,12 +167,10 @@ void ShardedModel::State::notice_changes() {
 }
 
 // Before a forward: an optimizer may have changed shards, maybe in other elements than the first,
-// after an evaluation has gathered them. Without `trains` an update may follow still.
-void ShardedModel::State::expect_update(bool trains) {
+// after a forward without a backward has gathered them.
+void ShardedModel::State::expect_update() {
   if (is_planted(Mutation::kEvaluationStale)) return;
-  if (gathered_guards > 0 || !update_follows) return;
-  mark_stale();
-  if (trains) update_follows = false;
+  if (gathered_guards == 0 && update_follows) mark_stale();
 }
 
 }  // namespace lockstep

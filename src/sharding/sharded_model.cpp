@@ -172,8 +172,8 @@ void ShardedModel::State::divide(ShardedUnit& unit) {
     at.shard =
         part_with_own_storage(weights.shard(), at.at, at.count).set_requires_grad(plan.trained);
     at.whole.mutable_grad().reset();
-    at.whole.set_data(
-        weights.whole().narrow(0, at.offset, at.whole.numel()).view(at.whole.sizes()));
+    at.home = weights.whole().narrow(0, at.offset, at.whole.numel()).view(at.whole.sizes());
+    at.whole.set_data(at.home);
     if (masters) hold_master(at, *masters, master, masters_memory, plan);
     note_slice(at.shard, slice_of_range(slice_of(at.whole), at.first, at.count));
     note_data_shard(at.shard, at.whole, comm);
@@ -206,6 +206,64 @@ void ShardedModel::State::require_unchanged() {
     fail(sharding_misuse(
         fmt::format("parameter {} {} after it was wrapped", change->name, change->what),
         "change the module first and construct FullyShardedDataParallel afterwards"));
+  }
+  require_own_memory();
+}
+
+// torch::load and set_data() leave a parameter outside its unit, where no update reaches it.
+void ShardedModel::State::require_own_memory() {
+  if (gathered_guards > 0) return;  // see take_over_changes()
+  for (const auto& unit : units) {
+    for (const UnitParameter& at : unit->plan.parameters) {
+      if (at.whole.is_alias_of(at.home)) continue;
+      fail(sharding_misuse(fmt::format("parameter {} got other memory (torch::load, set_data) "
+                                       "after it was wrapped",
+                                       at.name),
+                           "load inside GatheredParameters, or before the module is wrapped"));
+    }
+  }
+}
+
+void ShardedModel::State::require_not_gathered(const char* what) {
+  if (gathered_guards == 0) return;
+  fail(sharding_misuse(fmt::format("{} inside GatheredParameters", what),
+                       "end the guard first: when it ends, shards take over the whole parameters"));
+}
+
+// When GatheredParameters end: each rank's shards are its part of the whole parameters again.
+void ShardedModel::State::take_over_changes() {
+  const torch::NoGradGuard no_grad;
+  const bool overwrites = std::any_of(units.begin(), units.end(), [](const auto& unit) {
+    return unit->plan.trained && unit->weights->overwrites_shard();
+  });
+  const bool update_is_lost = overwrites && marks->weights_changed();
+  const UnitParameter* converted = nullptr;
+  for (const auto& unit : units) {
+    for (UnitParameter& at : unit->plan.parameters) {
+      if (!at.whole.is_alias_of(at.home)) {  // torch::load gives a parameter other memory
+        const torch::Tensor loaded = at.whole.variable_data();
+        at.whole.set_data(at.home);
+        if (loaded.sizes() == at.home.sizes() && loaded.dtype() == at.home.dtype() &&
+            loaded.device() == at.home.device()) {
+          at.whole.copy_(loaded);
+        } else {
+          converted = &at;
+        }
+      }
+      // Master weights take over what was changed in the whole parameters.
+      at.shard.unsafeGetTensorImpl()->bump_version();
+    }
+    unit->weights->scatter();
+  }
+  if (converted != nullptr) {
+    fail(sharding_misuse(
+        fmt::format("parameter {} was moved, converted or resized inside GatheredParameters",
+                    converted->name),
+        "load weights of the same shape, dtype and device"));
+  }
+  if (update_is_lost) {
+    fail(sharding_misuse("an optimizer changed shards inside GatheredParameters",
+                         "end the guard before step()"));
   }
 }
 
@@ -246,18 +304,17 @@ void ShardedModel::before_forward() {
   if (first) state.order_next = 0;
   if (first) state.last_group = State::kNoGroup;
   if (first) state.awaits_training_backward = false;
+  if (!inside_backward()) state.expect_update();
   // A forward before may have been an evaluation with gradients enabled.
   const bool begins =
       first || (state.phase == State::Phase::kForwarded && !state.awaits_training_backward);
   if (!torch::GradMode::is_enabled()) {
     if (first) state.order_next = state.order.size();
-    if (begins) state.expect_update(/*trains=*/false);
     return;
   }
   if (state.parts) state.parts->shards().require_inside("a forward");
   state.require_ended();
   const bool trains = state.module->is_training();
-  if (begins) state.expect_update(trains);
   // A forward before may have had no backward, and gradients may have been dropped since then.
   if (first || !inside_backward()) state.check_window();
   if (trains) {
@@ -281,7 +338,8 @@ void ShardedModel::after_forward(const std::vector<torch::Tensor>& outputs) {
   } else {
     state.hooks->watch(outputs);
   }
-  if (!state.awaits_training_backward) state.end_evaluation();
+  const bool trains = torch::GradMode::is_enabled() && state.module->is_training();
+  if (!trains) state.end_evaluation();
 }
 
 torch::Tensor ShardedModel::backward_parts(const PartLoss& loss_of, const PartStep& how) {
@@ -297,6 +355,7 @@ void ShardedModel::begin_step(bool share_buffers) {
   State& state = *state_;
   state.rethrow_failure();
   const WithoutWatching own_work;
+  state.require_not_gathered("a step");
   state.require_unchanged();
   for (const auto& [name, tensor] : state.trained) {
     if (tensor.requires_grad()) continue;
@@ -307,7 +366,8 @@ void ShardedModel::begin_step(bool share_buffers) {
   state.streams->follow_current();
   if (state.comm->size() > 1) watch_this_thread();
   state.notice_changes();
-  state.expect_update(/*trains=*/true);
+  state.expect_update();
+  state.update_follows = false;
   if (state.phase == State::Phase::kStepping) state.drop_gradients();  // that step failed
   state.check_window();
   if (share_buffers) state.share_buffers();
@@ -345,6 +405,7 @@ void ShardedModel::end_average() {
 void ShardedModel::begin_evaluation() {
   state_->rethrow_failure();
   const WithoutWatching own_work;
+  state_->require_own_memory();
   if (state_->comm->size() > 1) watch_this_thread();
   state_->notice_changes();
   if (state_->update_follows) state_->mark_stale();
@@ -401,6 +462,7 @@ void ShardedModel::gather_all() {
   state.rethrow_failure();
   const WithoutWatching own_work;
   if (state.gathered_guards == 0) {
+    state.require_own_memory();
     state.notice_changes();
     if (state.update_follows) state.mark_stale();
     std::vector<size_t> all(state.units.size());
@@ -413,22 +475,25 @@ void ShardedModel::gather_all() {
   if (state.gathered_guards++ == 0) state.note_whole(true);
 }
 
+// Called by a destructor, so what fails here is thrown by the next call.
 void ShardedModel::release_all() {
   State& state = *state_;
   if (--state.gathered_guards > 0) return;
   const WithoutWatching own_work;
   state.note_whole(false);
-  for (const auto& unit : state.units) {
-    unit->weights->scatter();
-    // Master weights take over what was changed in the whole parameters.
-    for (const auto& at : unit->plan.parameters) at.shard.unsafeGetTensorImpl()->bump_version();
+  try {
+    state.take_over_changes();
+    note_changed_shards();
+    state.release_unused();
+  } catch (const std::exception& error) {
+    if (!state.failure) state.failure = std::current_exception();
+    print_error(fmt::format("{}\n", error.what()));
   }
-  note_changed_shards();
-  state.release_unused();
 }
 
 void ShardedModel::begin_change() const {
   const WithoutWatching own_work;
+  state_->require_not_gathered("a change of the shards");
   if (state_->shares_memory()) state_->comm->barrier({.label = "before shards are changed"});
 }
 

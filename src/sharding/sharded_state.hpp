@@ -53,11 +53,11 @@ struct ShardedUnit {
 ///
 /// Note [Fresh parameters] The whole parameters are those of the shards until an optimizer changes
 /// these, which no hook reports. So they count as stale after each averaged backward, in every
-/// evaluation until the next forward that trains, when that one begins (there may have been an
-/// evaluation before the update), and whenever a shard's version or first element has changed when
-/// a forward begins. All ranks run one program, so all come to the same decision; if they do not,
-/// their collectives differ, which is an Error. A forward in eval mode is an evaluation
-/// even if gradients are enabled.
+/// forward from then until the next backward (the one before it may have been an evaluation, or a
+/// loss that was only looked at, before the update), and whenever a shard's version or first
+/// element has changed when a forward begins. All ranks run one program, so all come to the same
+/// decision; if they do not, their collectives differ, which is an Error. A forward in eval mode is
+/// an evaluation even if gradients are enabled.
 ///
 /// Note [Evaluation before an update] If ranks share parameters, a rank that has evaluated and then
 /// updates would write what others still read. So evaluations that may be followed by an update end
@@ -91,8 +91,9 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   void release_unused();
   void mark_stale(bool frozen_too = false);
   void notice_changes();
-  void expect_update(bool trains);
+  void expect_update();
   void note_whole(bool whole) const;
+  void take_over_changes();
   void poison(std::span<const size_t> used) noexcept;
   void rethrow_failure();
 
@@ -101,6 +102,8 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   // Forward.
   void require_ended();
   void require_unchanged();
+  void require_own_memory();
+  void require_not_gathered(const char* what);
   void share_buffers() const;
   void end_evaluation();
 
@@ -157,7 +160,7 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   double weight = 1;
   bool shown = false;  // gradients of the open window, as grads of this rank's shards
   bool shown_nonzero = false;
-  bool update_follows = true;  // since the last average no step has begun
+  bool update_follows = true;  // since the last average no backward has begun
   std::exception_ptr failure;  // of an operation that could not say so
 
   static constexpr size_t kNoGroup = std::numeric_limits<size_t>::max();

@@ -20,6 +20,7 @@ struct UnitParameter {
   int64_t count = 0;         ///< of its elements; 0: none
   int64_t at = 0;            ///< of them in this rank's shard of the unit
   torch::Tensor shard = {};  ///< these elements, as a leaf tensor; made with the unit's memory
+  torch::Tensor home = {};   ///< where `whole` lies in the unit's memory
 };
 
 /// Parameters that are gathered and averaged together: of one dtype and device, all trained or

@@ -52,6 +52,8 @@ class ResidentParameters final : public WholeParameters {
     if (!shard_.is_same(own_)) shard_.copy_(own_);
   }
 
+  bool overwrites_shard() const override { return !shard_.is_same(own_); }
+
  private:
   Communicator comm_;
   torch::Tensor whole_;
@@ -90,6 +92,8 @@ class TransientParameters final : public WholeParameters {
     const torch::NoGradGuard no_grad;
     shard_.copy_(whole_.narrow(0, comm_.rank() * shard_.numel(), shard_.numel()));
   }
+
+  bool overwrites_shard() const override { return true; }
 
   void release() override {
     if (!std::exchange(has_memory_, false)) return;
@@ -133,6 +137,8 @@ class SharedParameters final : public WholeParameters {
     exchange_memory(whole_, shared);  // now `shared` has this rank's copy
     shard_.copy_(shared.narrow(0, rank_ * shard_.numel(), shard_.numel()));
   }
+
+  bool overwrites_shard() const override { return common_.defined(); }
 
  private:
   const int64_t rank_;

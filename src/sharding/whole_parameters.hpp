@@ -25,6 +25,9 @@ class WholeParameters {
   /// The reverse: takes this rank's part of whole() as its shard.
   virtual void scatter() {}
 
+  /// Whether scatter() would now overwrite an update of shard().
+  virtual bool overwrites_shard() const { return false; }
+
   /// Gives the memory of whole() back, where it can be gathered again.
   virtual void release() {}
 

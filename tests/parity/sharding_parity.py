@@ -4,6 +4,8 @@ usage: sharding_parity.py SHARDING_TRAIN LOCKSTEP
 Exits with 77 (skipped) where this Python has no torch.
 """
 
+import contextlib
+import itertools
 import os
 import socket
 import subprocess
@@ -15,12 +17,21 @@ import torch.multiprocessing as mp
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-RANKS, STEPS = 2, 8
+STEPS = 8
+# Where lockstep's ranks run: their number, flags of `lockstep run`, and whose the weights are. The mean over all rows does
+# not depend on the number of ranks.
+PLACES = {
+    "one copy": (2, ["--backend", "shm"], "shared"),
+    "own copies": (3, ["--backend", "shm"], "copies"),
+    "Gloo": (2, ["--backend", "gloo"], "shared"),
+}
+RANKS = 2  # of PyTorch
 OPTIMIZERS = {
     "sgd": dict(optimizer_class=torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adamw": dict(optimizer_class=torch.optim.AdamW, lr=0.01),
     "clipped": dict(optimizer_class=torch.optim.AdamW, lr=0.01),
 }
+MICRO_STEPS = {"sgd": 2}  # of accumulation, for each update
 MAX_NORM = 0.05
 
 
@@ -43,16 +54,20 @@ def train(rank, port, name, results):
             each.copy_(wave(each.shape, phase) * 0.3)
     ddp = DistributedDataParallel(net)
     optimizer = ZeroRedundancyOptimizer(ddp.parameters(), **OPTIMIZERS[name])
+    micro_steps = MICRO_STEPS.get(name, 1)
     for step in range(STEPS):
-        x = wave((12, 6), 0.2 + step).chunk(RANKS)[rank]
-        y = wave((12, 3), 0.5 + step).chunk(RANKS)[rank]
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(ddp(x), y)
-        loss.backward()
+        mean = torch.zeros((), dtype=torch.float64)
+        for micro in range(micro_steps):
+            x = wave((12, 6), 0.2 + step + 0.1 * micro).chunk(RANKS)[rank]
+            y = wave((12, 3), 0.5 + step + 0.1 * micro).chunk(RANKS)[rank]
+            with ddp.no_sync() if micro + 1 < micro_steps else contextlib.nullcontext():
+                loss = nn.functional.mse_loss(ddp(x), y) / micro_steps
+                loss.backward()
+            mean += loss.detach()
         if name == "clipped":
             assert torch.nn.utils.clip_grad_norm_(ddp.parameters(), MAX_NORM) > MAX_NORM
         optimizer.step()
-        mean = loss.detach().clone()
         dist.all_reduce(mean)
         results[step] = mean.item() / RANKS
     dist.destroy_process_group()
@@ -70,8 +85,9 @@ def losses_of_pytorch(name):
     return results.tolist()
 
 
-def losses_of_lockstep(program, lockstep, stage, name):
-    command = [lockstep, "run", "-n", str(RANKS), program, str(stage), name]
+def losses_of_lockstep(program, lockstep, stage, name, place):
+    ranks, flags, weights = PLACES[place]
+    command = [lockstep, "run", "-n", str(ranks), *flags, program, str(stage), name, str(MICRO_STEPS.get(name, 1)), weights]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode != 0:
         sys.exit(f"FAIL: {' '.join(command)} exits with {done.returncode}\n{done.stdout}{done.stderr}")
@@ -80,14 +96,15 @@ def losses_of_lockstep(program, lockstep, stage, name):
 
 def main(program, lockstep):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    others = itertools.cycle(place for place in PLACES if place != "one copy")
     for name in OPTIMIZERS:
         wanted = losses_of_pytorch(name)
         if not wanted[-1] < wanted[0]:
             sys.exit(f"FAIL: PyTorch's loss does not fall: {wanted}")
-        for stage in (1, 2, 3):
-            losses = losses_of_lockstep(program, lockstep, stage, name)
+        for stage, place in [(stage, place) for stage in (1, 2, 3) for place in ("one copy", next(others))]:
+            losses = losses_of_lockstep(program, lockstep, stage, name, place)
             off = max(abs(a - b) / abs(b) for a, b in zip(losses, wanted)) if len(losses) == STEPS else float("inf")
-            print(f"{name}, stage {stage}: losses differ by {off:.1e}")
+            print(f"{name}, stage {stage}, {place}: losses differ by {off:.1e}")
             if off > 1e-10:
                 sys.exit(f"FAIL: {losses} instead of {wanted}")
 

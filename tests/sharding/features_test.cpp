@@ -7,8 +7,10 @@
 
 #include "lockstep/checkpoint.hpp"
 #include "lockstep/lr_schedule.hpp"
+#include "lockstep/master_weights.hpp"
 #include "lockstep/script_module.hpp"
 #include "lockstep/sync_batch_norm.hpp"
+#include "lockstep/tensor_file.hpp"
 #include "lockstep/weight_average.hpp"
 #include "sharding_support.hpp"
 
@@ -117,20 +119,25 @@ TEST_P(ShardedFeatures, TwoForwardsAndOneBackward) {
   });
 }
 
-// torch::optim changes no version counter, and the first weights get no gradient here.
-TEST_P(ShardedFeatures, AnUpdateAfterAnEvaluationIsSeen) {
+// torch::optim changes no version counter, and the first weights get no gradient here. Before the
+// update weights are used by an evaluation, or by a loss that is only looked at, or kept.
+TEST_P(ShardedFeatures, AnUpdateAfterAForwardWithoutBackwardIsSeen) {
+  enum class Look { kEvaluation, kLoss, kKeptLoss };
   const auto train = [](auto& model, const std::vector<torch::Tensor>& parameters,
-                        const Communicator& comm) {
+                        const Communicator& comm, Look look) {
     torch::optim::SGD optimizer(parameters, 0.5);
+    torch::Tensor kept;
     for (int step = 0; step < 3; ++step) {
       auto x = own_rows(wave({kRows, 6}, step), comm).clone();
       x.select(1, 0).zero_();  // the first column of each weight gets no gradient
       optimizer.zero_grad();
       model(x).pow(2).mean().backward();
       {
-        const torch::NoGradGuard no_grad;
-        model(x);
+        const torch::AutoGradMode gradients(look != Look::kEvaluation);
+        const auto loss = model(x).pow(2).mean();
+        if (look == Look::kKeptLoss) kept = loss;
       }
+      if (look != Look::kEvaluation) comm.barrier();  // other ranks look at the same weights
       optimizer.step();
     }
   };
@@ -140,15 +147,17 @@ TEST_P(ShardedFeatures, AnUpdateAfterAnEvaluationIsSeen) {
     fill_weights(*net);
     return net;
   };
-  auto one = make();
-  const auto call_one = [&](const torch::Tensor& x) { return one->forward(x); };
-  train(call_one, one->parameters(), Communicator::self());
-  run_ranks(ranks(), [&](const Communicator& comm) {
-    auto net = make();
-    FullyShardedDataParallel fsdp(net, comm, options());
-    train(fsdp, fsdp.parameters(), comm);
-    expect_near_all(whole_weights(fsdp), weights_of(*one), "weights");
-  });
+  for (const auto look : {Look::kEvaluation, Look::kLoss, Look::kKeptLoss}) {
+    auto one = make();
+    const auto call_one = [&](const torch::Tensor& x) { return one->forward(x); };
+    train(call_one, one->parameters(), Communicator::self(), look);
+    run_ranks(ranks(), [&](const Communicator& comm) {
+      auto net = make();
+      FullyShardedDataParallel fsdp(net, comm, options());
+      train(fsdp, fsdp.parameters(), comm, look);
+      expect_near_all(whole_weights(fsdp), weights_of(*one), "weights");
+    });
+  }
 }
 
 // An evaluation before and one after an update that changes no first element of a rank's shards; in
@@ -425,6 +434,38 @@ TEST_P(ShardedFeatures, AveragesOfWeights) {
       checkpoint.finish();
     });
   }
+}
+
+// Master weights come back as they were, whatever reads the averages meanwhile.
+TEST_P(ShardedFeatures, AveragesLeaveMasterWeightsAsTheyAre) {
+  const ScratchFolder folder;
+  run_ranks(ranks(), [&](const Communicator& comm) {
+    torch::nn::Sequential net(torch::nn::Linear(6, 20), torch::nn::Linear(20, 3));
+    fill_weights(*net);
+    MasterWeights masters(*net);
+    FullyShardedDataParallel fsdp(net, comm, options());
+    Sgd optimizer(fsdp.parameters(), {.lr = 0.5, .masters = masters});
+    WeightAverage average(fsdp, {.decay = 0.9});
+    for (int step = 0; step < 3; ++step) {
+      const auto x = own_rows(wave({kRows, 6}, step), comm).to(torch::kBFloat16);
+      fsdp(x).to(torch::kFloat).pow(2).mean().backward();
+      optimizer.step(StepExtras{.zero_grad = true});
+      average.update();
+    }
+    const auto weights = [&] {
+      std::vector<torch::Tensor> all;
+      for (const auto& each : fsdp.parameters()) all.push_back(masters.of(each).clone());
+      return torch::cat(all);
+    };
+    const auto before = weights();
+    const auto rounded = whole_weights(fsdp);
+    {
+      const UseAverage averaged(average);
+      save_weights(fsdp, folder.file("averages"));
+    }
+    EXPECT_TRUE(torch::equal(weights(), before));
+    EXPECT_TRUE(torch::equal(whole_weights(fsdp), rounded));
+  });
 }
 
 // A rank that fails inside backward is named by the others, which do not hang.

@@ -5,6 +5,7 @@
 #include "lockstep/grad_scaler.hpp"
 #include "lockstep/master_weights.hpp"
 #include "lockstep/tensor_file.hpp"
+#include "lockstep/weight_average.hpp"
 #include "sharding_support.hpp"
 
 namespace lockstep::test::steps_test {
@@ -304,22 +305,179 @@ TEST_P(ShardedSteps, EvaluateAfterAStep) {
   });
 }
 
-// Weights that change inside GatheredParameters reach the shards and their master weights.
+// Weights that change inside GatheredParameters reach the shards and their master weights, also if
+// torch::load gives the parameters other memory.
 TEST_P(ShardedSteps, MasterWeightsFollowChangedWeights) {
+  const ScratchFolder folder;
+  torch::nn::Sequential twos(torch::nn::Linear(6, 20), torch::nn::Linear(20, 3));
+  for (auto& each : twos->parameters()) torch::nn::init::constant_(each, 2);
+  twos->to(torch::kBFloat16);
+  torch::save(twos, folder.file("twos.pt"));
+  for (const bool loads : {false, true}) {
+    run_ranks(ranks(), [&](const Communicator& comm) {
+      torch::nn::Sequential net(torch::nn::Linear(6, 20), torch::nn::Linear(20, 3));
+      fill_weights(*net);
+      MasterWeights masters(*net);
+      FullyShardedDataParallel fsdp(net, comm, options());
+      Sgd optimizer(fsdp.parameters(), {.lr = 0, .masters = masters});
+      {
+        const GatheredParameters gathered(fsdp);
+        const torch::NoGradGuard no_grad;
+        if (loads) {
+          torch::load(net, folder.file("twos.pt"));
+        } else {
+          for (auto& each : net->parameters()) each.fill_(2);
+        }
+        expect_error(Code::kUsage, {"restore()", "Checkpoint::add"},
+                     [&] { masters.restore(*net); });
+      }
+      fsdp(torch::ones({2, 6}, torch::kBFloat16)).sum().backward();
+      optimizer.step();  // rounds the masters to the weights
+      EXPECT_TRUE(whole_weights(fsdp).eq(2).all().item<bool>());
+    });
+  }
+}
+
+torch::nn::Sequential doubled_layers() {
+  auto net = three_layers();
+  const torch::NoGradGuard no_grad;
+  for (auto& each : net->parameters()) each.mul_(2);
+  return net;
+}
+
+// torch::load gives the parameters other memory, whose values the shards take over.
+TEST_P(ShardedSteps, TorchSaveAndLoadInsideGatheredParameters) {
+  const ScratchFolder folder;
+  auto one = doubled_layers();
+  torch::save(one, folder.file("one.pt"));
+  one->forward(wave({kRows, 6}, 0)).pow(2).mean().backward();
+  Sgd(one->parameters(), {.lr = 0.1}).step();
   run_ranks(ranks(), [&](const Communicator& comm) {
-    torch::nn::Sequential net(torch::nn::Linear(6, 20), torch::nn::Linear(20, 3));
-    fill_weights(*net);
-    MasterWeights masters(*net);
+    auto net = three_layers();
     FullyShardedDataParallel fsdp(net, comm, options());
-    Sgd optimizer(fsdp.parameters(), {.lr = 0, .masters = masters});
     {
       const GatheredParameters gathered(fsdp);
-      const torch::NoGradGuard no_grad;
-      for (auto& each : net->parameters()) each.fill_(2);
+      torch::load(net, folder.file("one.pt"));
     }
-    fsdp(torch::ones({2, 6}, torch::kBFloat16)).sum().backward();
-    optimizer.step();  // rounds the masters to the weights
-    EXPECT_TRUE(whole_weights(fsdp).eq(2).all().item<bool>());
+    EXPECT_TRUE(torch::equal(whole_weights(fsdp), weights_of(*doubled_layers())));
+    Sgd optimizer(fsdp.parameters(), {.lr = 0.1});
+    fsdp(own_rows(wave({kRows, 6}, 0), comm)).pow(2).mean().backward();
+    optimizer.step();
+    expect_near_all(whole_weights(fsdp), weights_of(*one), "weights");
+    const auto file = folder.file("rank" + std::to_string(comm.rank()));
+    {
+      const GatheredParameters gathered(fsdp);
+      torch::save(net, file);
+    }
+    auto loaded = three_layers();
+    torch::load(loaded, file);
+    EXPECT_TRUE(torch::equal(weights_of(*loaded), whole_weights(fsdp)));
+  });
+}
+
+// Outside, no update would reach the loaded weights, and no gather would see them.
+TEST_P(ShardedSteps, OtherMemoryIsRefused) {
+  const ScratchFolder folder;
+  torch::save(doubled_layers(), folder.file("one.pt"));
+  enum class Then { kForward, kGather, kResized };
+  for (const auto then : {Then::kForward, Then::kGather, Then::kResized}) {
+    const auto outcomes = outcomes_of_ranks(ranks(), [&](const Communicator& comm) {
+      auto net = three_layers();
+      FullyShardedDataParallel fsdp(net, comm, options());
+      if (then == Then::kResized) {
+        const GatheredParameters gathered(fsdp);
+        net->parameters()[0].set_data(torch::ones({3}, torch::kDouble));
+      } else {
+        torch::load(net, folder.file("one.pt"));
+      }
+      if (then == Then::kGather) {
+        whole_weights(fsdp);
+      } else {
+        fsdp(wave({2, 6}, 0));
+      }
+    });
+    for (const auto& outcome : outcomes) {
+      ASSERT_TRUE(outcome.failed());
+      EXPECT_NE(outcome.text().find("parameter 0.weight"), std::string::npos) << outcome.text();
+      const char* what =
+          then == Then::kResized ? "was moved, converted or resized inside" : "torch::load";
+      EXPECT_NE(outcome.text().find(what), std::string::npos) << outcome.text();
+    }
+  }
+}
+
+// What the guard writes back when it ends would overwrite the update of shards that are no part of
+// the whole parameters.
+TEST_P(ShardedSteps, AnUpdateInsideGatheredParametersIsKeptOrRefused) {
+  auto one = three_layers();
+  const auto x = wave({kRows, 6}, 0);
+  one->forward(x).pow(2).mean().backward();
+  Sgd(one->parameters(), {.lr = 0.1}).step();
+  const bool kept = ranks() == 1 || (ranks() == 2 && stage() != ShardStage::kParameters);
+  for (const bool fused : {true, false}) {
+    const auto outcomes = outcomes_of_ranks(ranks(), [&](const Communicator& comm) {
+      auto net = three_layers();
+      FullyShardedDataParallel fsdp(net, comm, options());
+      Sgd optimizer(fsdp.parameters(), {.lr = 0.1});
+      torch::optim::SGD of_torch(fsdp.parameters(), 0.1);
+      fsdp(own_rows(x, comm)).pow(2).mean().backward();
+      {
+        const GatheredParameters gathered(fsdp);
+        fused ? optimizer.step() : of_torch.step();
+      }
+      expect_near_all(whole_weights(fsdp), weights_of(*one), "weights");
+    });
+    for (const auto& outcome : outcomes) {
+      EXPECT_EQ(outcome.failed(), !kept) << outcome.text();
+      if (kept) continue;
+      EXPECT_NE(outcome.text().find("an optimizer changed shards inside GatheredParameters"),
+                std::string::npos)
+          << outcome.text();
+    }
+  }
+}
+
+TEST_P(ShardedSteps, BackwardAndAveragesInsideGatheredParametersAreRefused) {
+  for (const bool averages : {false, true}) {
+    const auto outcomes = outcomes_of_ranks(ranks(), [&](const Communicator& comm) {
+      auto net = three_layers();
+      FullyShardedDataParallel fsdp(net, comm, options());
+      WeightAverage average(fsdp);
+      const GatheredParameters gathered(fsdp);
+      if (averages) {
+        const UseAverage in_place(average);
+      } else {
+        fsdp(own_rows(wave({kRows, 6}, 0), comm)).pow(2).mean().backward();
+      }
+    });
+    for (const auto& outcome : outcomes) {
+      ASSERT_TRUE(outcome.failed());
+      EXPECT_NE(outcome.text().find(averages ? "a change of the shards inside GatheredParameters"
+                                             : "backward inside GatheredParameters"),
+                std::string::npos)
+          << outcome.text();
+    }
+  }
+}
+
+// The module's own parameters never have gradients: an optimizer of them would do nothing.
+TEST_P(ShardedSteps, OptimizersOfTheModulesParametersAreRefused) {
+  run_ranks(ranks(), [&](const Communicator& comm) {
+    auto net = three_layers();
+    Sgd early(net->parameters(), {.lr = 0.1});
+    FullyShardedDataParallel fsdp(net, comm, options());
+    fsdp(own_rows(wave({kRows, 6}, 0), comm)).pow(2).mean().backward();
+    const auto refused = [](const std::string& by, const std::function<void()>& call) {
+      expect_error(Code::kUsage, {by, "sharded by FullyShardedDataParallel", "fsdp.parameters()"},
+                   call);
+    };
+    refused("parameter 0 of group 0", [&] { early.step(); });
+    refused("lockstep::AdamW", [&] { AdamW(net->parameters()); });
+    refused("clip_grad_norm_", [&] { clip_grad_norm_(net->parameters(), 1); });
+    torch::optim::SGD of_torch(net->parameters(), 0.1);
+    GradScaler scaler;
+    scaler.scale(torch::ones({}));
+    refused("GradScaler: parameter 0 of group 0", [&] { scaler.unscale_(of_torch); });
   });
 }
 
