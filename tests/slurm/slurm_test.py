@@ -208,7 +208,7 @@ class Ending(SlurmCase):
         print(f"scancel: all gone after {took:.2f} s", file=sys.stderr)
 
     def test_a_node_that_is_cut_off(self):
-        program = self.endless("srun", "-N", "2", "lockstep", "run", "-n", "1", "--host-timeout", "3", "--grace", "1",
+        program = self.endless("srun", "-N", "2", "lockstep", "run", "-n", "2", "--host-timeout", "3", "--grace", "1",
                                "--timeout", "5")
         begin = time.monotonic()
         self.cluster.cut("n2")
