@@ -77,13 +77,14 @@ Joined join(const RankEnvironment& environment, int ranks_of_host) {
   address.unix_name = "scale-" + environment.session;
   if (environment.rank == 0) joined.server = std::make_unique<StoreServer>(address);
   const int host = environment.rank / ranks_of_host;
-  joined.backend =
-      make_two_level_backend({.network = {.store = connect_store(address, in_seconds(120)),
-                                          .rank = environment.rank,
-                                          .size = environment.world_size,
-                                          .address = fmt::format("127.0.1.{}", host + 1),
-                                          .deadline_ns = in_seconds(120)},
-                              .host = fmt::format("host {}", host)});
+  constexpr int kRanksOfAddress = 8;  // each has ports for only so many pairs of ranks
+  joined.backend = make_two_level_backend(
+      {.network = {.store = connect_store(address, in_seconds(120)),
+                   .rank = environment.rank,
+                   .size = environment.world_size,
+                   .address = fmt::format("127.0.1.{}", environment.rank / kRanksOfAddress + 1),
+                   .deadline_ns = in_seconds(120)},
+       .host = fmt::format("host {}", host)});
   return joined;
 }
 

@@ -96,6 +96,8 @@ std::string missing_gpus(const SlurmJob& slurm) {
                                : fmt::format("CUDA_VISIBLE_DEVICES leaves {}", here));
 }
 
+constexpr size_t kTokenDigits = 64;
+
 // Inside an allocation of several hosts, srun starts the same command on each of them. The ranks
 // per host are passed on, since the tasks of a step are its launchers.
 int start_by_srun(ClusterStart start, const Settings& settings,
@@ -110,7 +112,11 @@ int start_by_srun(ClusterStart start, const Settings& settings,
     return 0;
   }
   if (!settings.contains("quiet")) print_error(fmt::format("lockstep: {}\n", start.announcement));
-  ::setenv("LOCKSTEP_TOKEN", load_or_make_token().c_str(), 1);  // srun hands it to every host
+  // srun hands it to every host, where it must not be the user's own, which serves other jobs, too.
+  const char* token = std::getenv("LOCKSTEP_TOKEN");
+  if (token == nullptr || *token == '\0') {
+    ::setenv("LOCKSTEP_TOKEN", random_hex(kTokenDigits).c_str(), 1);
+  }
   std::vector<char*> argv;
   for (auto& word : srun) argv.push_back(word.data());
   argv.push_back(nullptr);

@@ -311,7 +311,9 @@ Finding check_host(const json& facts) {
   if (!name || !problem) return unknown("host name");
   if (problem->empty()) return {"host name", Level::kPass, *name + " resolves", ""};
   return {"host name", Level::kWarn, fmt::format("{} does not resolve: {}", *name, *problem),
-          fmt::format("add a line \"127.0.1.1 {}\" to /etc/hosts", *name)};
+          fmt::format("add a line \"127.0.1.1 {}\" to /etc/hosts, or where it trains with other "
+                      "hosts, one with the address that they use",
+                      *name)};
 }
 
 // By what ranks of several hosts can talk. MPI is optional: nobody is told to install it.

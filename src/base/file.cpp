@@ -121,6 +121,18 @@ ManyFiles::~ManyFiles() {
   ::setrlimit(RLIMIT_NOFILE, &before_);
 }
 
+// The lowest free descriptor tells about how many are in use.
+bool make_room_for_files(int more) {
+  rlimit limit = limit_of(RLIMIT_NOFILE);
+  const Descriptor free(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+  const rlim_t used = free.get() < 0 ? limit.rlim_cur : static_cast<rlim_t>(free.get());
+  const rlim_t needed = used + static_cast<rlim_t>(more);
+  if (needed <= limit.rlim_cur) return true;
+  limit.rlim_cur = std::min(needed, limit.rlim_max);
+  ::setrlimit(RLIMIT_NOFILE, &limit);
+  return needed <= limit.rlim_cur;
+}
+
 std::string read_text_file(const std::string& path) {
   const Descriptor file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   struct stat info {};

@@ -39,6 +39,10 @@ class ManyFiles {
   rlimit before_{};
 };
 
+/// Raises this process's limit on open files, as far as it may, so that `more` can be opened. Does
+/// nothing where the limit is high enough. Returns whether they can be.
+bool make_room_for_files(int more);
+
 /// Returns a whole file as text. An Error names the path and the reason.
 std::string read_text_file(const std::string& path);
 

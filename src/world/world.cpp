@@ -13,11 +13,13 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "base/counted.hpp"
+#include "base/file.hpp"
 #include "base/process.hpp"
 #include "base/running_clock.hpp"
 #include "base/stack.hpp"
 #include "comm/backend.hpp"
 #include "comm/network/transport_loader.hpp"
+#include "comm/shm/shm_control.hpp"
 #include "comm/two_level/host_map.hpp"
 #include "lockstep/detail/board.hpp"
 #include "lockstep/error.hpp"
@@ -53,6 +55,10 @@ class WorldStore {
 };
 
 namespace {
+
+// A server of N clients leaves at least as many files to its process, and rank 0 has more of its
+// own.
+constexpr int kFilesOfServer = 4;
 
 // The local address of the route to a host: no packet is sent by connecting a datagram socket.
 std::string address_towards(const std::string& host) {
@@ -97,9 +103,22 @@ void require_master(const RankEnvironment& environment) {
               "MASTER_PORT, or start them with `lockstep run --nnodes`");
 }
 
+// Gloo listens at a port for each pair of ranks, and each loopback address has only some 28,000.
+std::string loopback_address(int rank) {
+  constexpr int kRanksOfAddress = 16;
+  constexpr int kLastOctets = 250;
+  const int number = rank / kRanksOfAddress;
+  return fmt::format("127.0.{}.{}", number / kLastOctets, 1 + number % kLastOctets);
+}
+
+// A host's own name often stands for 127.0.1.1 in its /etc/hosts, where other hosts cannot reach
+// it. Only where MASTER_ADDR itself is a loopback address are all ranks on this machine.
 std::string own_address_of(const RankEnvironment& environment) {
   require_master(environment);
-  return environment.one_host() ? "127.0.0.1" : address_towards(environment.master_addr);
+  if (environment.one_host()) return loopback_address(environment.rank);
+  std::string address = address_towards(environment.master_addr);
+  const bool unreachable = is_loopback(address) && !is_loopback(environment.master_addr);
+  return unreachable ? host_address() : address;
 }
 
 // A store that rank 0 serves: a rank that does not find it, or loses it, is rank 0's victim.
@@ -139,22 +158,23 @@ class StoreOfRank0 final : public Store {
 
 }  // namespace
 
-// MPI connects the ranks by itself, and tells the others where rank 0's store is.
+// MPI connects the ranks by itself, and tells the others where rank 0's store is. It may send this
+// in plain text, so the store has a token of its own.
 void WorldStore::announce_by_mpi(RankEnvironment& environment, int64_t deadline_ns) {
+  constexpr size_t kTokenBytes = 32;
   struct {
     char host[256] = {};
-    char token[256] = {};
+    char token[2 * kTokenBytes + 1] = {};
     int32_t port = 0;
   } announced;
   const LockstepTransportApi& mpi = load_transport(TransportModule::kMpi);
   if (environment.rank == 0) {
     host_address().copy(announced.host, sizeof announced.host - 1);
-    const std::string token =
-        environment.token.empty() ? to_hex(random_bytes(32)) : environment.token;
+    const std::string token = to_hex(random_bytes(kTokenBytes));
     server_.emplace(
         StoreAddress{.unix_name = {}, .host = announced.host, .port = 0, .token = token});
     announced.port = server_->port();
-    token.copy(announced.token, sizeof announced.token - 1);
+    token.copy(announced.token, token.size());
   }
   LockstepTransportMessage message{};
   if (mpi.announce(&announced, sizeof announced, running_ns, deadline_ns, &message) !=
@@ -172,6 +192,7 @@ WorldStore::WorldStore(RankEnvironment environment, bool over_mpi, int64_t deadl
   if (over_mpi && !environment.one_host() && nowhere) announce_by_mpi(environment, deadline_ns);
   own_address_ = own_address_of(environment);
   const bool serves = environment.rank == 0 && environment.store.empty();
+  if (serves) make_room_for_files(kFilesOfServer * environment.world_size);
   StoreAddress address;
   if (!environment.store.empty()) {
     address = parse_store_address(environment.store, environment.token);
@@ -245,7 +266,7 @@ void require_mpi(const RankEnvironment& environment) {
 std::string choose_host_backend(const std::string& asked, const RankEnvironment& environment) {
   if (asked == "auto" || names_gpu_backend(asked)) {
     if (environment.world_size == 1) return "self";
-    return environment.one_host() ? "shm" : "two_level";
+    return environment.one_host() && environment.world_size <= kShmRanks ? "shm" : "two_level";
   }
   if (asked == "mpi") require_mpi(environment);
   if (asked == "self" && environment.world_size > 1) {

@@ -63,8 +63,8 @@ def mpirun(job):
         print("note: this lockstep was built without MPI (apt-get install libopenmpi-dev)")
         return
     same_bits("over MPI", job.run([*command, PROGRAM, "--backend", "mpi"]), reference)
-    # As on three hosts of which nobody said where rank 0 is: MPI tells.
-    apart = ["env", "OMPI_COMM_WORLD_LOCAL_SIZE=1", "OMPI_COMM_WORLD_LOCAL_RANK=0"]
+    # As on three hosts of which nobody said where rank 0 is: MPI tells. A token of any length may be set.
+    apart = ["env", "OMPI_COMM_WORLD_LOCAL_SIZE=1", "OMPI_COMM_WORLD_LOCAL_RANK=0", "LOCKSTEP_TOKEN=" + 300 * "x"]
     same_bits("over MPI on three hosts", job.run([*command, *apart, PROGRAM, "--backend", "mpi"]), reference)
     refuse_lockstep_run(job)
 

@@ -119,6 +119,15 @@ TEST_P(TwoLevel, AnElementHasTheSameBitsInACallOfAnySize) {
         const auto many = reduced(count);
         EXPECT_EQ(many->first_wrong([&](int64_t i) { return few->get(i % 97); }), -1) << count;
       }
+      constexpr int64_t kBlock = 2'003;
+      OwnElements all(kBlock * rank.size, Dtype::kF32);
+      all->fill([&](int64_t i) { return 1.0 / (rank.rank + 3 + i % 97); });
+      OwnElements own(kBlock, Dtype::kF32);
+      rank.comm
+          ->reduce_scatter(all->const_buffer(), own->buffer(), op, rank.rank + 1, rank.in_time())
+          ->wait();
+      const int64_t first = kBlock * rank.rank;
+      EXPECT_EQ(own->first_wrong([&](int64_t i) { return few->get((first + i) % 97); }), -1);
     }
   });
 }

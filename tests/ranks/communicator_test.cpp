@@ -408,6 +408,24 @@ TEST(GpuBackendChoice, AWorldWithoutGpusRefusesTheirBackends) {
                [] { World::from_env({.devices = "cpu:1", .backend = "ucc"}); });
 }
 
+// More ranks of one host than share memory: they connect over TCP.
+TEST(HostBackendChoice, ALargeWorldOfOneHostIsNotRefused) {
+  const std::vector<std::pair<std::string, std::string>> variables = {{"RANK", "1"},
+                                                                      {"LOCAL_RANK", "1"},
+                                                                      {"WORLD_SIZE", "254"},
+                                                                      {"LOCAL_WORLD_SIZE", "254"},
+                                                                      {"MASTER_ADDR", "127.0.0.1"},
+                                                                      {"MASTER_PORT", "29500"}};
+  for (const auto& [name, value] : variables) ::setenv(name.c_str(), value.c_str(), 1);
+  const auto join = [](const std::string& backend) {
+    World::from_env(
+        {.devices = "cpu:254", .backend = backend, .timeout = std::chrono::milliseconds(100)});
+  };
+  expect_error(Code::kRendezvous, {"the store of rank 0"}, [&] { join("auto"); });
+  expect_error(Code::kBackend, {"254 ranks", "1 to 250", "gloo"}, [&] { join("shm"); });
+  for (const auto& [name, value] : variables) ::unsetenv(name.c_str());
+}
+
 TEST(Mesh, AxesAreGroupsOfTheRanksThatDifferInThemOnly) {
   run_ranks(6, [](const Communicator& world) {
     const Mesh mesh(world, {{"dp", 2}, {"tp", 3}});

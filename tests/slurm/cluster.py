@@ -202,8 +202,9 @@ class Cluster:
         for gpu in ("gpu0", "gpu1"):  # devices for slurmd, and no GPU: they are /dev/null
             os.mknod(SCRATCH / gpu, 0o666 | stat.S_IFCHR, os.stat("/dev/null").st_rdev)
         (SCRATCH / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={SCRATCH}/gpu[0-1] Flags=nvidia_gpu_env\n")
-        (SCRATCH / "hosts").write_text(
-            "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in ADDRESSES.items()))
+        for host in ADDRESSES:  # as Debian writes it: a host's own name stands for an address that only it can reach
+            (SCRATCH / f"hosts.{host}").write_text("127.0.0.1 localhost\n" + "".join(
+                f"{'127.0.1.1' if name == host else address} {name}\n" for name, address in ADDRESSES.items()))
 
     @staticmethod
     def make_hosts():
@@ -223,7 +224,7 @@ class Cluster:
     @staticmethod
     def enter_host(name):
         """The words that start a program as on a host. `ip netns exec` would hide the control groups from slurmd."""
-        inside = f'hostname {name} && mount --bind {SCRATCH}/hosts /etc/hosts && exec "$@"'
+        inside = f'hostname {name} && mount --bind {SCRATCH}/hosts.{name} /etc/hosts && exec "$@"'
         return ["nsenter", f"--net=/run/netns/{name}", "unshare", "--mount", "--uts", "sh", "-c", inside, name]
 
     @staticmethod

@@ -121,6 +121,13 @@ class Starting(SlurmCase):
         self.assertIn("srun starts a launcher on each of 2 hosts", self.text("batch.log"))
         self.assert_losses_of_one_process("batch.json")
 
+    def test_a_step_has_a_token_of_its_own(self):
+        """srun copies it to all hosts, in an environment that others may read."""
+        program = self.succeeds("salloc", "-N", "2", "lockstep", "run", "-n", "1", "printenv", "LOCKSTEP_TOKEN")
+        tokens = set(re.findall("[0-9a-f]{64}", program.out()))
+        self.assertEqual(len(tokens), 1, program.out() + program.err())
+        self.assertNotIn(tokens.pop(), self.text(".config/lockstep/token"))
+
     def test_sbatch_takes_what_slurm_script_prints(self):
         for name, flags in (("all", []), ("some", ["--cpus", "2", "--gpus", "1", "--partition", "all"])):
             with self.subTest(flags=flags):
@@ -208,7 +215,7 @@ class Ending(SlurmCase):
         print(f"scancel: all gone after {took:.2f} s", file=sys.stderr)
 
     def test_a_node_that_is_cut_off(self):
-        program = self.endless("srun", "-N", "2", "lockstep", "run", "-n", "1", "--host-timeout", "3", "--grace", "1",
+        program = self.endless("srun", "-N", "2", "lockstep", "run", "-n", "2", "--host-timeout", "3", "--grace", "1",
                                "--timeout", "5")
         begin = time.monotonic()
         self.cluster.cut("n2")

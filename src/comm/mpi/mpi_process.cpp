@@ -16,8 +16,8 @@ constexpr std::chrono::milliseconds kSettle(200);  // for messages of a call tha
 constexpr std::chrono::milliseconds kDriveEvery(2);
 constexpr std::chrono::seconds kDriveFor(2);  // after the last call
 constexpr std::chrono::milliseconds kIdle(100);
-constexpr std::chrono::seconds kLeave(300);  // for the other ranks, at the end of the process
 constexpr std::chrono::seconds kLeaveAfterFailure(2);
+constexpr std::chrono::milliseconds kLeaveNap(20);  // while other ranks may work for hours
 
 // Of this thread, and of those that it starts meanwhile: these must not run the program's handlers.
 class SignalsBlocked {
@@ -161,7 +161,8 @@ void MpiProcess::settle(std::vector<MPI_Request>& receives,
 }
 
 // At the exit of the process. MPI_Finalize waits for all ranks and has no deadline, so they say
-// first that they are there.
+// first that they are there. A rank that works alone after the others may take as long as it likes:
+// a launcher of MPI kills all ranks when one leaves without MPI_Finalize.
 void MpiProcess::leave() {
   if (::getpid() != process_) return;  // of a child, which is no rank
   {
@@ -176,10 +177,11 @@ void MpiProcess::leave() {
     if (!ours_ || ended != 0) return;
     std::vector<MPI_Request> requests(1, MPI_REQUEST_NULL);
     call([&] { return MPI_Ibarrier(comm_, requests.data()); });
-    const auto end = steady_clock::now() + (failed_ ? kLeaveAfterFailure : kLeave);
-    wait(requests, [end] {
-      if (steady_clock::now() > end) throw Late();
-    });
+    const auto end = steady_clock::now() + kLeaveAfterFailure;
+    const auto stop = [&] {
+      if (failed_ && steady_clock::now() > end) throw Late();
+    };
+    wait(requests, stop, Pause(kLeaveNap));
     const std::lock_guard lock(mutex_);
     unusable_ = "MPI has ended";
     MPI_Finalize();

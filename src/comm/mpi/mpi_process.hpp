@@ -22,7 +22,7 @@
 // Transfers run in several threads. All of them only begin messages and test them, each time under
 // one mutex, which is what MPI_THREAD_SERIALIZED asks for; none waits inside MPI. MPI moves data
 // only while it is called. A thread that waits therefore tests, and between two tests gives up its
-// core: at first for the length of a yield, then for up to Pause::kLongestNap.
+// core: at first for the length of a yield, then for naps that grow.
 
 namespace lockstep::mpi_module {
 
@@ -33,20 +33,23 @@ using transport_module::Late;
 /// Between two tests of a message.
 class Pause {
  public:
+  explicit Pause(std::chrono::microseconds longest_nap = kShortNap) : longest_nap_(longest_nap) {}
+
   void operator()() {
     if (std::chrono::steady_clock::now() - begin_ < kYielding) {
       ::sched_yield();
       return;
     }
     std::this_thread::sleep_for(nap_);
-    nap_ = std::min(nap_ * 2, kLongestNap);
+    nap_ = std::min(nap_ * 2, longest_nap_);
   }
 
  private:
   static constexpr std::chrono::microseconds kYielding{100};
-  static constexpr std::chrono::microseconds kLongestNap{100};
+  static constexpr std::chrono::microseconds kShortNap{100};
 
   const std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+  const std::chrono::microseconds longest_nap_;
   std::chrono::microseconds nap_{10};
 };
 
@@ -77,8 +80,7 @@ class MpiProcess {
 
   /// Tests these until all are done. `stop` may throw.
   template <class Stop>
-  void wait(std::vector<MPI_Request>& requests, Stop&& stop) {
-    Pause pause;
+  void wait(std::vector<MPI_Request>& requests, Stop&& stop, Pause pause = Pause()) {
     while (!test(requests)) {
       stop();
       pause();

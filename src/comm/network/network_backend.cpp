@@ -89,7 +89,7 @@ std::unique_ptr<Backend::Work> NetworkBackend::begin(const Fingerprint& what,
 }
 
 // Values that travel with the fingerprints save every way between ranks but one. They go from each
-// rank to each, and must fit into what a connection holds (see TcpControl::send).
+// rank to each, so that they must be few.
 bool NetworkBackend::can_carry(int64_t bytes) const {
   constexpr int64_t kMostBytes = 4 << 10;
   constexpr int64_t kMostOfAll = 16 << 10;
@@ -105,12 +105,12 @@ void NetworkBackend::reduce_carried(const Task& task, const Buffer& output, Redu
     std::memcpy(values, task.carried_by(peer, output.bytes()), static_cast<size_t>(output.bytes()));
     inputs.push_back(values);
   }
-  add_carried(inputs, output, op, calls);
+  add(inputs, output, op, calls);
 }
 
 // In the order of the ranks, and with one rounding.
-void NetworkBackend::add_carried(std::span<const void* const> inputs, const Buffer& output,
-                                 ReduceOp op, Calls calls) const {
+void NetworkBackend::add(std::span<const void* const> inputs, const Buffer& output, ReduceOp op,
+                         Calls calls) const {
   lockstep::reduce(output.dtype, op, inputs, mean_factors(calls), {&output.data, 1}, output.count);
 }
 
@@ -328,16 +328,15 @@ std::unique_ptr<Backend::Work> NetworkBackend::reduce_scatter(const ConstBuffer&
 // no more bytes than a ring moves, and one rounding.
 void NetworkBackend::move_reduce_scatter(const Task& task, const ConstBuffer& input,
                                          const Buffer& output, ReduceOp op, Calls calls) {
-  const auto factors = mean_factors(calls);
-  if (output.count == 0) return;
   const auto block = static_cast<size_t>(output.bytes());
   std::vector<std::byte> blocks(block * calls.size());
-  NetworkBackend::move_blocks(task, input, {blocks.data(), input.count, input.dtype},
-                              BlockExchange::all_to_all(group(), output.count));
+  if (output.count > 0) {
+    NetworkBackend::move_blocks(task, input, {blocks.data(), input.count, input.dtype},
+                                BlockExchange::all_to_all(group(), output.count));
+  }
   std::vector<const void*> inputs;
-  for (size_t peer = 0; peer < calls.size(); ++peer) inputs.push_back(&blocks[peer * block]);
-  const std::array outputs = {output.data};
-  lockstep::reduce(output.dtype, op, inputs, factors, outputs, output.count);
+  for (size_t peer = 0; peer < calls.size(); ++peer) inputs.push_back(blocks.data() + peer * block);
+  add(inputs, output, op, calls);
 }
 
 std::unique_ptr<Backend::Work> NetworkBackend::all_gather(const ConstBuffer& input,

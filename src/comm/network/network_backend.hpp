@@ -67,9 +67,9 @@ class NetworkBackend : public Backend {
     std::vector<int> members = {};  // [rank in the part] -> group rank here
     int color = 0;
   };
-  /// Reduces values that came with the fingerprints, as the other ways of this backend would.
-  virtual void add_carried(std::span<const void* const> inputs, const Buffer& output, ReduceOp op,
-                           Calls calls) const;
+  /// Reduces the values of all ranks, which are here already, to the bits that other calls give.
+  virtual void add(std::span<const void* const> inputs, const Buffer& output, ReduceOp op,
+                   Calls calls) const;
   virtual std::unique_ptr<Backend> make_part(const Task& task, const Part& part);
   virtual std::shared_ptr<RegisteredMemory> make_memory(const Task& task, int64_t bytes);
 

@@ -1,9 +1,11 @@
 #include <fmt/format.h>
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <utility>
 
+#include "base/file.hpp"
 #include "base/process.hpp"
 #include "base/running_clock.hpp"
 #include "comm/arguments.hpp"
@@ -22,12 +24,22 @@ constexpr const char* kHelp =
     "see whether all ranks still run, and whether a firewall stands between the hosts: ranks "
     "connect to each other at ports that the system chooses";
 
-[[noreturn]] void fail(TransportModule module, const std::string& what, const std::string& why) {
+// Of a rank and its group: a control connection to each peer, and the module's listener and
+// connection.
+constexpr int kModuleFilesPerPeer = 2;
+int files_of(const Group& group) {
+  constexpr int kOtherFiles = 64;
+  return (1 + kModuleFilesPerPeer) * group.size() + kOtherFiles;
+}
+
+[[noreturn]] void fail(TransportModule module, const Group& group, const std::string& what,
+                       const std::string& why) {
+  const bool enough_files = make_room_for_files(kModuleFilesPerPeer * group.size());
   throw Error(Code::kRendezvous, fmt::format("{} {}: {}", transport_name(module), what, why),
               module == TransportModule::kMpi
                   ? "start the ranks with the mpirun, or the srun --mpi=pmix, of the MPI that "
                     "lockstep was built with"
-                  : kHelp);
+                  : limit_help(enough_files ? 0 : EMFILE, kHelp, files_of(group)));
 }
 
 // A rank ended, or did not come in time, before all were connected.
@@ -60,7 +72,7 @@ TransportData::TransportData(TransportModule module, const Group& group, const s
   LockstepTransportMessage message{};
   if (api_.create(group.rank, group.size(), address.c_str(), std::min(left_ms, kConnectTimeoutMs),
                   running_ns, &context_, &message) != LOCKSTEP_TRANSPORT_OK) {
-    fail(module, "cannot begin at " + address, message.text);
+    fail(module, group, "cannot begin at " + address, message.text);
   }
   try {
     connect(module, group, link, deadline_ns);
@@ -80,7 +92,7 @@ void TransportData::connect(TransportModule module, const Group& group, TcpContr
     char bytes[LOCKSTEP_TRANSPORT_MAX_ADDRESS];
     size_t length = 0;
     if (api_.address(context_, peer, bytes, &length, &message) != LOCKSTEP_TRANSPORT_OK) {
-      fail(module, "has no address", message.text);
+      fail(module, group, "has no address", message.text);
     }
     link.send(peer, TcpControl::Frame::kNote, {bytes, length});
   }
@@ -89,7 +101,7 @@ void TransportData::connect(TransportModule module, const Group& group, TcpContr
     const std::string& theirs = addresses[i];
     if (api_.connect(context_, peers[i], theirs.data(), theirs.size(), &message) !=
         LOCKSTEP_TRANSPORT_OK) {
-      fail(module,
+      fail(module, group,
            fmt::format("cannot connect to rank {}",
                        group.world_ranks.at(static_cast<size_t>(peers[i]))),
            message.text);
@@ -109,10 +121,14 @@ std::string as_bytes(const Fingerprint& call) {
   return {reinterpret_cast<const char*>(&call), sizeof call};
 }
 
-Fingerprint from_bytes(const std::string& bytes) {
+Fingerprint from_bytes(const Group& group, int group_rank, const std::string& bytes) {
   Fingerprint call;
   std::memcpy(&call, bytes.data(), std::min(bytes.size(), sizeof call));
-  return call;
+  if (bytes.size() >= sizeof call && is_valid(call)) return call;
+  const int rank = group.world_rank(group_rank);
+  throw RankError(Code::kInternal, rank,
+                  fmt::format("group {}: what rank {} has sent is not a call", group.name, rank),
+                  "see whether all hosts have the same version of lockstep");
 }
 
 std::vector<int> all_but(int rank, int size) {
@@ -128,6 +144,7 @@ std::unique_ptr<TcpControl> connect_link(TransportModule module, Store& store, c
                                          std::string& address, int64_t deadline_ns) {
   if (group.size() == 1) return nullptr;
   load_transport(module);  // a missing module is found before anybody waits for anybody
+  make_room_for_files(files_of(group));
   TcpRendezvous connected = rendezvous(store, group, address, deadline_ns);
   address = std::move(connected.address);
   return std::make_unique<TcpControl>(group.rank, std::move(connected.sockets));
@@ -319,7 +336,9 @@ std::vector<Fingerprint> NetworkCore::agree_on(Task& task) {
     if (task.preparation_) task.body_ = task.preparation_(task);
   });
   std::vector<Fingerprint> calls;
-  for (const std::string& bytes : task.said_) calls.push_back(from_bytes(bytes));
+  for (size_t peer = 0; peer < task.said_.size(); ++peer) {
+    calls.push_back(from_bytes(group(), static_cast<int>(peer), task.said_[peer]));
+  }
   session_.require_agreement(calls);
   return calls;
 }
@@ -361,7 +380,8 @@ void NetworkCore::recv(const Task& task, const Buffer& buffer) {
   const auto gathered =
       link_->gather(TcpControl::Frame::kMessage, std::span(&task.peer, 1), task.deadline_ns);
   if (const auto* trouble = std::get_if<TcpControl::Trouble>(&gathered)) fail(task, *trouble);
-  const Fingerprint theirs = from_bytes(std::get<std::vector<std::string>>(gathered).front());
+  const Fingerprint theirs =
+      from_bytes(group(), task.peer, std::get<std::vector<std::string>>(gathered).front());
   require_same_message(group(), task.peer, theirs, group().rank, task.call);
   if (buffer.count == 0) return;
   const auto outcome =

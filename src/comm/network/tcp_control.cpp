@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "base/counted.hpp"
+#include "base/file.hpp"
 #include "base/process.hpp"
 #include "base/running_clock.hpp"
 #include "comm/network/tcp_control.hpp"
@@ -24,7 +25,7 @@ constexpr size_t kSecretBytes = 32;  // as hex digits
 constexpr size_t kMaxUnauthenticated = 256;
 constexpr uint32_t kHelloMagic = 0x6c736731;  // "lsg1"
 
-// Frames are sent without waiting, and must fit; a fingerprint may carry 4 KiB.
+// What fits goes at once, and not through the thread that reads.
 constexpr int kSendRoom = 128 << 10;
 
 // The first bytes on every connection. The secret is the listener's, from the store.
@@ -134,8 +135,10 @@ class Rendezvous {
       throw RankError(Code::kRendezvous, world_rank(group_rank),
                       fmt::format("cannot connect to rank {} at {}: {}", world_rank(group_rank),
                                   endpoint_text(there.host, there.port), std::strerror(error)),
-                      "see whether that rank still runs, and whether a firewall stands between the "
-                      "hosts: ranks connect to each other at ports that the system chooses");
+                      limit_help(error,
+                                 "see whether that rank still runs, and whether a firewall stands "
+                                 "between the hosts: ranks connect to each other at ports that the "
+                                 "system chooses"));
     }
     result_.sockets[static_cast<size_t>(group_rank)] = std::move(socket);
   }
@@ -161,6 +164,13 @@ class Rendezvous {
 
   void accept_one() {
     Socket socket(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!socket && (errno == EMFILE || errno == ENFILE)) {
+      const int error = errno;
+      throw Error(Code::kRendezvous,
+                  fmt::format("group {}: cannot accept a connection: {}", group_.name,
+                              std::strerror(error)),
+                  limit_help(error, ""));
+    }
     if (!socket) return;
     if (unauthenticated_.size() == kMaxUnauthenticated)
       unauthenticated_.erase(unauthenticated_.begin());
@@ -235,6 +245,9 @@ constexpr int64_t kEndedGraceNs = 500'000'000;
 // How long a rank that lives takes to answer a survey.
 constexpr int64_t kSurveyNs = 1'000'000'000;
 
+// How long a rank that ends waits for peers that have not yet read all it sent.
+constexpr int64_t kFlushNs = 2'000'000'000;
+
 constexpr std::string_view kEnded = "ended: its connection closed unexpectedly";
 
 struct FrameHead {
@@ -259,12 +272,6 @@ std::string with_head(TcpControl::Frame frame, std::string_view payload) {
   return bytes;
 }
 
-// The buffer of a connection holds thousands of frames, and a rank is never more than one call
-// ahead: if one does not fit, its peer is gone or not a lockstep rank.
-void write_frame(const Socket& socket, std::string_view bytes) {
-  if (socket) ::send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
-}
-
 }  // namespace
 
 TcpControl::TcpControl(int rank, std::vector<Socket> sockets)
@@ -278,7 +285,8 @@ TcpControl::TcpControl(int rank, std::vector<Socket> sockets)
 // Half-closes the connections: what was sent still arrives, even if the peer sends meanwhile.
 TcpControl::~TcpControl() {
   leave();
-  stop_.raise();
+  stopping_ = true;
+  wake_.raise();
   reader_.join();
   for (Peer& peer : peers_) {
     if (peer.socket) ::shutdown(peer.socket.get(), SHUT_WR);
@@ -347,13 +355,36 @@ TcpControl::FinalNotice TcpControl::FinalNotice::decode(std::string_view bytes) 
 void TcpControl::send(int to, Frame frame, std::string_view payload) {
   const std::string bytes = with_head(frame, payload);
   const std::lock_guard lock(send_mutex_);
-  write_frame(peers_[static_cast<size_t>(to)].socket, bytes);
+  write(peers_[static_cast<size_t>(to)], bytes);
 }
 
 void TcpControl::send_all(Frame frame, std::string_view payload) {
   const std::string bytes = with_head(frame, payload);
   const std::lock_guard lock(send_mutex_);
-  for (const Peer& peer : peers_) write_frame(peer.socket, bytes);
+  for (Peer& peer : peers_) write(peer, bytes);
+}
+
+// Under send_mutex_. A peer that lives reads all the time, so that little is ever left; what is
+// left goes in the thread that reads. What a peer that is gone does not take is dropped: its end is
+// noticed when somebody waits for it.
+void TcpControl::write(Peer& peer, std::string_view bytes) {
+  if (!peer.socket) return;
+  if (!peer.unsent.empty()) {
+    peer.unsent += bytes;
+    return;
+  }
+  peer.unsent = bytes.substr(write_some(peer, bytes));
+  if (peer.unsent.empty()) return;
+  has_unsent_ = true;
+  wake_.raise();
+}
+
+// Returns how many bytes need not be sent again.
+size_t TcpControl::write_some(const Peer& peer, std::string_view bytes) {
+  const ssize_t count =
+      ::send(peer.socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (count >= 0) return static_cast<size_t>(count);
+  return errno == EAGAIN || errno == EINTR ? 0 : bytes.size();
 }
 
 void TcpControl::publish(const AbortRecord& record) {
@@ -365,7 +396,7 @@ void TcpControl::send_notice(const FinalNotice& notice) {
   const std::lock_guard send_lock(send_mutex_);
   if (notice_sent_) return;
   notice_sent_ = true;
-  for (const Peer& peer : peers_) write_frame(peer.socket, bytes);
+  for (Peer& peer : peers_) write(peer, bytes);
   // A thread that finds the notice sent also finds what was sent.
   const std::lock_guard lock(mutex_);
   own_notice_ = notice;
@@ -529,23 +560,50 @@ void TcpControl::act_on_failure() {
   if (on_failure_) on_failure_();
 }
 
+// [group rank]: events to poll its socket for.
+std::vector<short> TcpControl::awaited_events() {
+  std::vector<short> events;
+  for (const Peer& peer : peers_) {
+    events.push_back(static_cast<short>(peer.socket && !peer.closed ? POLLIN : 0));
+  }
+  if (!has_unsent_) return events;
+  const std::lock_guard lock(send_mutex_);
+  bool unsent = false;
+  for (size_t i = 0; i < peers_.size(); ++i) {
+    if (peers_[i].unsent.empty()) continue;
+    events[i] = static_cast<short>(events[i] | POLLOUT);
+    unsent = true;
+  }
+  has_unsent_ = unsent;
+  return events;
+}
+
 void TcpControl::read_all() {
+  int64_t end_at_ns = 0;  // of a rank that ends
   for (;;) {
-    std::vector<pollfd> waiting{{stop_.descriptor(), POLLIN, 0}};
+    if (stopping_ && end_at_ns == 0) end_at_ns = running_ns() + kFlushNs;
+    const std::vector<short> events = awaited_events();
+    if (end_at_ns != 0 && (!has_unsent_ || running_ns() >= end_at_ns)) return;
+    std::vector<pollfd> waiting{{wake_.descriptor(), POLLIN, 0}};
     std::vector<Peer*> who;
-    for (Peer& peer : peers_) {
-      if (!peer.socket || peer.closed) continue;
-      waiting.push_back({peer.socket.get(), POLLIN, 0});
-      who.push_back(&peer);
+    for (size_t i = 0; i < peers_.size(); ++i) {
+      if (events[i] == 0) continue;
+      waiting.push_back({peers_[i].socket.get(), events[i], 0});
+      who.push_back(&peers_[i]);
     }
     int timeout_ms = -1;
-    if (act_at_ns_ != 0) {
-      timeout_ms = static_cast<int>(std::max<int64_t>(0, act_at_ns_ - running_ns()) / 1'000'000);
+    for (const int64_t at_ns : {act_at_ns_, end_at_ns}) {
+      if (at_ns == 0) continue;
+      const int64_t left_ms = std::max<int64_t>(0, at_ns - running_ns()) / 1'000'000;
+      timeout_ms = timeout_ms < 0 ? static_cast<int>(left_ms)
+                                  : std::min(timeout_ms, static_cast<int>(left_ms));
     }
     if (::poll(waiting.data(), waiting.size(), timeout_ms) < 0) continue;
-    if (waiting[0].revents != 0) return;
+    if (waiting[0].revents != 0) wake_.clear();
     for (size_t i = 0; i < who.size(); ++i) {
-      if (waiting[i + 1].revents != 0) read_from(*who[i]);
+      const short came = waiting[i + 1].revents;
+      if ((came & POLLOUT) != 0 || (came != 0 && who[i]->closed)) write_unsent(*who[i]);
+      if ((came & ~POLLOUT) != 0 && !who[i]->closed) read_from(*who[i]);
     }
     if (std::exchange(has_frames_, false)) changed_.notify_all();
     if (act_at_ns_ != 0 && running_ns() >= act_at_ns_) {
@@ -553,6 +611,11 @@ void TcpControl::read_all() {
       act_on_failure();
     }
   }
+}
+
+void TcpControl::write_unsent(Peer& peer) {
+  const std::lock_guard lock(send_mutex_);
+  peer.unsent.erase(0, write_some(peer, peer.unsent));
 }
 
 void TcpControl::read_from(Peer& peer) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -62,7 +63,7 @@ class TcpControl final : public ControlLink {
   TcpControl(const TcpControl&) = delete;
   TcpControl& operator=(const TcpControl&) = delete;
 
-  /// Never waits: frames are small and few, and a peer that is gone is noticed when waited for.
+  /// Never waits: what a connection does not take at once goes as soon as the peer has read.
   void send(int to, Frame frame, std::string_view payload);
   void send_all(Frame frame, std::string_view payload);
 
@@ -105,6 +106,7 @@ class TcpControl final : public ControlLink {
 
   struct Peer {
     Socket socket;
+    std::string unsent;  // under send_mutex_: of frames that were sent
     std::string input;
     std::array<std::deque<std::string>, 3> frames;  // [Frame]
     int64_t calls = 0;                              // frames of kFingerprint, taken ones too
@@ -114,6 +116,10 @@ class TcpControl final : public ControlLink {
 
   void send_notice(const FinalNotice& notice);
   void receive_notice(Peer& peer, std::string_view payload);
+  void write(Peer& peer, std::string_view bytes);
+  static size_t write_some(const Peer& peer, std::string_view bytes);
+  void write_unsent(Peer& peer);
+  std::vector<short> awaited_events();
   void read_all();
   void read_from(Peer& peer);
   void end(Peer& peer);
@@ -135,7 +141,9 @@ class TcpControl final : public ControlLink {
   std::mutex action_mutex_;                // held while an action runs; guards both
   std::function<void()> on_failure_;
   std::function<RankActivity()> answer_;
-  Wake stop_;
+  Wake wake_;  // of the reader: there is something to write, or it shall stop
+  std::atomic<bool> stopping_ = false;
+  std::atomic<bool> has_unsent_ = false;  // set and cleared under send_mutex_
   int64_t act_at_ns_ = 0;    // of the reader: when to act on a peer that ended; 0: not at all
   bool has_frames_ = false;  // of the reader: those who wait are woken once for all that came
   std::thread reader_;

@@ -507,8 +507,10 @@ ShmMembership join(const ShmOptions& options) {
 
 void check_size(int size) {
   if (size >= 1 && size <= kShmRanks) return;
-  throw Error(Code::kBackend, fmt::format("the backend shm cannot serve {} ranks", size),
-              fmt::format("it serves 1 to {}; use gloo for more", kShmRanks));
+  throw Error(Code::kBackend,
+              fmt::format("the backend shm cannot serve {} ranks: it serves 1 to {} of one host",
+                          size, kShmRanks),
+              "use gloo for more, or start fewer");
 }
 
 }  // namespace

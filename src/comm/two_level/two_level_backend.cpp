@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <list>
+#include <map>
 #include <optional>
 #include <utility>
 
@@ -60,9 +61,9 @@ class TwoLevelBackend final : public NetworkBackend {
   void move_all_gather(const Task& task, const ConstBuffer& input, const Buffer& output) override;
   void move_blocks(const Task& task, const ConstBuffer& input, const Buffer& output,
                    const BlockExchange& blocks) override;
-  void add_carried(std::span<const void* const> inputs, const Buffer& output, ReduceOp op,
-                   Calls calls) const override {
-    if (!moves_) return NetworkBackend::add_carried(inputs, output, op, calls);
+  void add(std::span<const void* const> inputs, const Buffer& output, ReduceOp op,
+           Calls calls) const override {
+    if (!moves_) return NetworkBackend::add(inputs, output, op, calls);
     moves_->add(inputs, output, op, calls);
   }
   std::unique_ptr<Backend> make_part(const Task& task, const Part& part) override;
@@ -212,11 +213,13 @@ void TwoLevelBackend::connect_inside(const std::string& identity, int64_t deadli
     sessions.push_back(said.substr(0, length));
     identities.push_back(said.substr(length));
   }
-  HostMap hosts(identities, rank());
-  if (hosts.largest() > kShmRanks) {
-    for (size_t peer = 0; peer < identities.size(); ++peer) identities[peer] = std::to_string(peer);
-    hosts = HostMap(identities, rank());
+  // A host with more ranks than shared memory serves counts as several.
+  std::map<std::string, int> ranks_of;
+  for (std::string& host : identities) {
+    const int before = ranks_of[host]++;
+    host += fmt::format("/{}", before / kShmRanks);
   }
+  HostMap hosts(identities, rank());
   Group there{hosts.local_rank(), {}, group().name};
   for (const int rank : hosts.members(hosts.host())) {
     there.world_ranks.push_back(group().world_rank(rank));

@@ -116,6 +116,12 @@ class TwoLevelMoves::AllReduce {
   Chunk& chunk(int64_t number) { return chunks_[static_cast<size_t>(number) % chunks_.size()]; }
   int home(int64_t number) const { return static_cast<int>(number % hosts_.hosts()); }
   bool is_home(int64_t number) const { return plan_.everyone || moves_.is_own(home(number)); }
+
+  // Of the chunks under way, which follow each other, a host is home to every H-th or to all.
+  size_t scratch_slot(int64_t number) const {
+    const int64_t every = plan_.everyone ? 1 : hosts_.hosts();
+    return static_cast<size_t>(number / every % divide_up(in_flight(), every));
+  }
   static uint32_t sums_part(int64_t number) { return static_cast<uint32_t>(2 * number); }
   static uint32_t result_part(int64_t number) { return static_cast<uint32_t>(2 * number + 1); }
 
@@ -181,8 +187,7 @@ class TwoLevelMoves::AllReduce {
                   buffer_.dtype};
     now.own = owners_.own(hosts_, range.count());
     if (is_home(number)) {
-      now.others = moves_.scratch(static_cast<size_t>(number) % chunks_.size(),
-                                  (hosts_.hosts() - 1) * slice(now).bytes());
+      now.others = moves_.scratch(scratch_slot(number), (hosts_.hosts() - 1) * slice(now).bytes());
       now.in = moves_.begin(task_, sums_part(number), sums_of_others(now));
     } else {
       now.in = moves_.begin(task_, result_part(number), result_from(now, home(number)));
