@@ -106,10 +106,14 @@ std::optional<Divergence> check_rows(const TracedStep& step, const TracedStep* r
           "",
           {rank},
           "rows-shifted",
-          fmt::format("of {} rows of rank {}, {} do not belong to this step and {} are "
-                      "also another rank's; {} rows are computed by nobody: its shard "
-                      "begins in the wrong place",
-                      own.size(), rank, foreign, repeated, missing)};
+          foreign == own.size()
+              ? fmt::format("none of the {} rows of rank {} belongs to this step: it draws rows by "
+                            "random numbers of its own, or its shard begins in the wrong place",
+                            own.size(), rank)
+              : fmt::format("of {} rows of rank {}, {} do not belong to this step and {} are "
+                            "also another rank's; {} rows are computed by nobody: its shard "
+                            "begins in the wrong place",
+                            own.size(), rank, foreign, repeated, missing)};
     }
   }
   if (is_other_training) return std::nullopt;

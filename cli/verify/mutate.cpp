@@ -286,7 +286,17 @@ std::vector<std::pair<const char*, std::vector<MutationCase>>> clean_cases(int s
                  {{.arguments = with(common, {"--model", "twins"}), .ranks = 2},
                   {.arguments = uneven, .ranks = 3},
                   {.arguments = feature("surgery"), .ranks = 2},
-                  {.arguments = feature("halved"), .variant = {"--sharding", "gradients"}}}});
+                  {.arguments = feature("halved"), .variant = {"--sharding", "gradients"}},
+                  {.arguments = feature("two-optimizers"), .ranks = 2},
+                  {.arguments = feature("compressed"), .ranks = 3},
+                  {.arguments = feature("bare"), .ranks = 2}}});
+  const Words dropped = with(common, {"--model", "dropped"});
+  const Words parts = with(feature("parts"), {"--model", "dropped"});
+  all.push_back({"random numbers",
+                 {{.arguments = dropped, .ranks = 2},
+                  {.arguments = dropped, .variant = {"--sharding", "parameters"}, .ranks = 2},
+                  {.arguments = parts, .ranks = 2},
+                  {.arguments = parts, .ranks = 3}}});
   return all;
 }
 

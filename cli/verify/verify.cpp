@@ -64,9 +64,11 @@ Judgement judge_failed(const Baseline& baseline, const VerifyRunner::Outcome& ou
   if (const TracedRun run(outcome.recording); !run.steps().empty()) {
     judgement = judge(*baseline.reference, baseline.growth, run, variant.facts);
   }
-  if (judgement.verdict != Verdict::kWrong) {
+  // What its last step lacks, it lacks because it ended.
+  if (judgement.verdict != Verdict::kWrong || judgement.finding->cause.ends_with("-missing")) {
     judgement.verdict = Verdict::kWrong;
-    judgement.finding = Divergence{judgement.steps + 1, "", {}, "refused", said};
+    const int64_t step = judgement.finding ? judgement.finding->step : judgement.steps + 1;
+    judgement.finding = Divergence{step, "", {}, "refused", said};
   } else {
     judgement.finding->text += "; the run ended with " + said;
   }
