@@ -10,6 +10,7 @@
 int train(int, char**) {
   const auto world = lockstep::World::from_env();
   const lockstep::UseDevice home(world.device());
+  torch::manual_seed(0);  // the same weights in every run
   torch::nn::Sequential net;
   for (int layer = 0; layer < 4; ++layer) {
     net->push_back(torch::nn::Linear(128, 128));
@@ -22,7 +23,7 @@ int train(int, char**) {
       net, world.comm(), {.stage = lockstep::ShardStage::kParameters, .min_unit_bytes = 0});
   lockstep::AdamW optimizer(fsdp.parameters(), {.lr = 3e-3});  // state of this rank's shards only
 
-  torch::manual_seed(world.rank());
+  torch::manual_seed(1 + static_cast<uint64_t>(world.rank()));
   const auto x = torch::randn({32, 128}, world.device().torch_device());  // this rank's own rows
   std::vector<double> losses;
   for (int step = 0; step < 20; ++step) {

@@ -127,6 +127,22 @@ struct TransformerImpl : nn::Module {
 };
 TORCH_MODULE(Transformer);
 
+// Dropout that is no module of torch::nn: lockstep's own, and a function.
+struct DroppedImpl : nn::Module {
+  DroppedImpl()
+      : first(register_module("first", nn::Linear(12, 24))),
+        drop(register_module("drop",
+                             lockstep::ParallelDropout(0.1, lockstep::Communicator::self()))),
+        last(register_module("last", nn::Linear(24, kClasses))) {}
+  Tensor forward(const Tensor& x) {
+    return last(torch::dropout(drop(torch::relu(first(x))), 0.1, is_training()));
+  }
+  nn::Linear first;
+  lockstep::ParallelDropout drop;
+  nn::Linear last;
+};
+TORCH_MODULE(Dropped);
+
 // Half of a model of two towers, whose first layer is both's.
 struct TowerImpl : nn::Module {
   explicit TowerImpl(const nn::Linear& shared)
@@ -177,6 +193,7 @@ struct Net : nn::Module {
       twins = Twins();
       use("twins", twins, torch::randn({kRows, 12}));
     }
+    if (model == "dropped") use("dropped", Dropped(), torch::randn({kRows, 12}));
     if (model == "lstm") use("lstm", Lstm(), torch::randn({kRows, kPositions, 4}));
     if (model == "transformer" || model == "tied") {
       use("transformer", Transformer(model == "tied" ? 0.0 : 0.1),
@@ -200,9 +217,10 @@ Options read_options(int argc, char** argv) {
     return CLI::IsMember(std::move(words));
   };
   app.add_option("--model", options.model, "what is trained")
-      ->check(one_of({"mlp", "cnn", "synced", "lstm", "transformer", "tied", "twins", "stages"})
+      ->check(one_of({"mlp", "cnn", "synced", "lstm", "transformer", "tied", "dropped", "twins",
+                      "stages"})
                   .description(""))
-      ->type_name("mlp|cnn|synced|lstm|transformer|tied|twins|stages")
+      ->type_name("mlp|cnn|synced|lstm|transformer|tied|dropped|twins|stages")
       ->capture_default_str();
   app.add_option("--steps", options.steps, "optimizer updates")->capture_default_str();
   app.add_option("--batch", options.batch, "rows of one micro-step over all ranks")
@@ -228,8 +246,10 @@ Options read_options(int argc, char** argv) {
       ->type_name("off|optimizer|gradients|parameters")
       ->capture_default_str();
   app.add_option("--feature", options.feature, "what else a program may do with a wrapper")
-      ->check(one_of({"off", "uneven", "surgery", "evaluation", "halved", "task"}).description(""))
-      ->type_name("off|uneven|surgery|evaluation|halved|task")
+      ->check(one_of({"off", "uneven", "surgery", "evaluation", "halved", "task", "compressed",
+                      "parts", "bare", "two-optimizers"})
+                  .description(""))
+      ->type_name("off|uneven|surgery|evaluation|halved|task|compressed|parts|bare|two-optimizers")
       ->capture_default_str();
   app.add_option("--stages", options.stages, "ranks of a pipeline, of --model stages")
       ->capture_default_str();
@@ -272,9 +292,9 @@ struct Wrapped {
   std::function<Tensor(const Tensor&)> forward;
   std::vector<Tensor> parameters;
   lockstep::Accumulating* accumulating = nullptr;
-  std::function<void(double)> set_weight;
-  std::function<void()> halve;
-  std::function<void(lockstep::Checkpoint&, torch::optim::Optimizer&)> save_with;
+  std::function<void(double)> set_weight = {};
+  std::function<void()> halve = {};
+  std::function<void(lockstep::Checkpoint&, torch::optim::Optimizer&)> save_with = {};
 };
 
 void halve_all(const nn::Module& module) {
@@ -354,8 +374,60 @@ double backward_by_surgery(const Wrapped& model, const Net& net, const Tensor& r
   return losses;
 }
 
+// Two optimizers, each of which clips the gradients of half of the parameters by their own norm.
+int train_with_two(const lockstep::World& world, const Options& options, Net& net,
+                   const Wrapped& model) {
+  const auto half = static_cast<std::ptrdiff_t>(model.parameters.size() / 2);
+  const auto middle = model.parameters.begin() + half;
+  lockstep::Sgd first(std::vector<Tensor>(model.parameters.begin(), middle),
+                      {.lr = options.lr, .momentum = 0.9});
+  lockstep::Sgd second(std::vector<Tensor>(middle, model.parameters.end()),
+                       {.lr = 0.5 * options.lr});
+  lockstep::DistributedSampler sampler(kRows, world.size(), world.rank());
+  for (int64_t step = 1; step <= options.steps; ++step) {
+    const auto rows = own_rows(world, options, sampler);
+    const auto loss = torch::cross_entropy_loss(model.forward(net.x.index_select(0, rows)),
+                                                net.y.index_select(0, rows));
+    loss.backward();
+    first.step(lockstep::StepExtras{.max_norm = 0.05, .zero_grad = true});
+    second.step(lockstep::StepExtras{.max_norm = 0.01, .zero_grad = true});
+    lockstep::verify_loss(loss.detach());
+  }
+  return 0;
+}
+
+// Six virtual shards, whose masks of dropout are the same on any number of ranks.
+int train_in_parts(const lockstep::World& world, const Options& options,
+                   const std::shared_ptr<Net>& net) {
+  torch::manual_seed(static_cast<uint64_t>(100 * options.seed + 1));
+  lockstep::DistributedDataParallel<Net> ddp(net, world.comm(), {.virtual_shards = 6});
+  const auto optimizer = make_optimizer(ddp.parameters(), options, {});
+  for (int64_t step = 0; step < options.steps; ++step) {
+    const int64_t own = options.batch / world.size();
+    const int64_t begin = (step * options.batch + world.rank() * own) % kRows;
+    const auto loss = ddp.backward_parts(net->x.narrow(0, begin, own), net->y.narrow(0, begin, own),
+                                         [&](const Tensor& part_x, const Tensor& part_y) {
+                                           return torch::cross_entropy_loss(ddp(part_x), part_y);
+                                         });
+    optimizer->step();
+    optimizer->zero_grad();
+    lockstep::verify_loss(loss);
+  }
+  return 0;
+}
+
+// Without a wrapper: rank 0's weights are sent, and gradients averaged, by the program itself.
+Wrapped bare(const lockstep::World& world, Net& net) {
+  const torch::NoGradGuard no_grad;
+  for (auto& parameter : net.parameters()) world.comm().broadcast(parameter, 0);
+  lockstep::verify_model(net);
+  return {.forward = [&](const Tensor& x) { return net.forward(x); },
+          .parameters = net.parameters()};
+}
+
 int train_on(const lockstep::World& world, const Options& options, Net& net, const Wrapped& model,
              const std::optional<lockstep::MasterWeights>& masters) {
+  if (options.feature == "two-optimizers") return train_with_two(world, options, net, model);
   const auto optimizer = make_optimizer(model.parameters, options, masters);
   lockstep::GradScaler scaler({.enabled = options.amp != "off"});
   lockstep::LrScheduler scheduler(*optimizer, lockstep::cosine_lr(4 * options.steps));
@@ -398,6 +470,12 @@ int train_on(const lockstep::World& world, const Options& options, Net& net, con
     if (options.feature == "evaluation") {
       const torch::NoGradGuard no_grad;
       model.forward(net.x.narrow(0, 0, 4));
+    }
+    if (options.feature == "bare") {
+      for (auto& parameter : model.parameters) {
+        if (!parameter.grad().defined()) continue;
+        world.comm().all_reduce(parameter.mutable_grad(), lockstep::ReduceOp::kMean);
+      }
     }
     lockstep::StepExtras extras{.zero_grad = true};
     if (options.clip > 0) extras.max_norm = options.clip;
@@ -516,7 +594,10 @@ int train(int argc, char** argv) {
   }
   std::optional<lockstep::MasterWeights> masters;
   if (options.master_weights) masters.emplace(*net);
-  const lockstep::DdpOptions in_buckets{.first_bucket_bytes = 1024, .bucket_cap_bytes = 2048};
+  if (options.feature == "parts") return train_in_parts(world, options, net);
+  if (options.feature == "bare") return train_on(world, options, *net, bare(world, *net), masters);
+  lockstep::DdpOptions in_buckets{.first_bucket_bytes = 1024, .bucket_cap_bytes = 2048};
+  if (options.feature == "compressed") in_buckets.hook = lockstep::compress_gradients(torch::kHalf);
   if (options.model == "twins") {
     lockstep::verify_model(*net);  // a tower's wrapper knows only its own names
     TowerDdp left(net->twins->left, world.comm(), in_buckets);

@@ -233,19 +233,29 @@ double distance_of(const std::vector<double>& a, const std::vector<double>& b) {
 }
 
 std::optional<Divergence> differing_rates(const TracedStep& step, const TracedStep& reference) {
-  if (step.updates.empty() || reference.updates.empty()) return std::nullopt;
-  const auto& ours = step.updates.begin()->second.front();
-  const auto& theirs = reference.updates.begin()->second.front();
-  if (!ours.contains("lr") || !theirs.contains("lr") || ours.at("lr") == theirs.at("lr")) {
-    return std::nullopt;
+  const auto theirs = reference.rates();
+  for (const auto& [name, rate] : step.rates()) {
+    const auto known = theirs.find(name);
+    if (known == theirs.end() || known->second == rate) continue;
+    return Divergence{
+        step.step,
+        name,
+        {},
+        "rate-differs",
+        fmt::format("the learning rate is {:.6g} and should be {:.6g}", rate, known->second)};
   }
-  return Divergence{
-      step.step,
+  return std::nullopt;
+}
+
+Divergence diagnose_loss(int64_t step, double loss, double expected, double tolerance) {
+  return {
+      step,
       "",
       {},
-      "rate-differs",
-      fmt::format("the learning rate is {:.6g} and should be {:.6g}",
-                  ours.at("lr").at(0).get<double>(), theirs.at("lr").at(0).get<double>())};
+      "loss-differs",
+      fmt::format("gradients and weights are right; the mean of the ranks' losses is {:.6g} and "
+                  "should be {:.6g}, ratio {:.4g}: {:.2g} times what rounding explains",
+                  loss, expected, loss / expected, std::abs(loss - expected) / tolerance)};
 }
 
 Divergence diagnose(const DiagnosisInput& input) {

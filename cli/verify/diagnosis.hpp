@@ -35,6 +35,9 @@ struct DiagnosisInput {
 /// The learning rates of a step, where they are not the reference's.
 std::optional<Divergence> differing_rates(const TracedStep& step, const TracedStep& reference);
 
+/// A loss that is not the reference's although all tensors of the step are.
+Divergence diagnose_loss(int64_t step, double loss, double expected, double tolerance);
+
 /// Names the first wrong tensor and a likely cause, by what the difference looks like.
 Divergence diagnose(const DiagnosisInput& input);
 

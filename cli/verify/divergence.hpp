@@ -42,4 +42,15 @@ std::optional<Divergence> broken_invariant(const TracedStep& step, const TracedS
 /// How many rows the ranks of a step had together; 0: nobody recorded any.
 size_t rows_of(const TracedStep& step);
 
+/// How many ranks had rows of their own: ranks that hold parts of one model count once.
+size_t ranks_with_rows(const TracedStep& step);
+
+/// Where no row of a step is the reference's, but slices of dimension 1 are, those are its rows:
+/// the model reads [time, batch, ...].
+void find_batch_dimension(TracedStep& step, TracedStep& reference);
+
+/// Whether each process trained the whole model on all rows, and had nobody to exchange gradients
+/// with: the program knows nothing of ranks.
+bool trains_alone(const TracedStep& step, const TracedStep& reference);
+
 }  // namespace lockstep::cli

@@ -73,31 +73,27 @@ int run_equivalence(const fs::path& folder, const std::string& command) {
   const Interrupts interrupts;
   make_report_folder(folder);
   const FolderLock lock(folder.string());
+  const RecordingsFolder recordings(folder / "recordings", /*keep=*/false);
   std::vector<VerifiedRun> runs;
   for (const auto& reference : course_references()) {
     const Words shared = shared_arguments(reference);
     Words own = shared;
     own.insert(own.end(), reference.arguments.begin(), reference.arguments.end());
-    const VerifyRunner one({sibling_path(reference.program)},
-                           folder / "recordings" / reference.program, interrupts);
-    const Baseline baseline = make_baseline(one, own, 2);
+    const VerifyRunner one({sibling_path(reference.program)}, recordings, interrupts);
+    const Baseline baseline = make_baseline(one, {reference.program, own, {}}, 2);
     for (const auto& method : reference.methods) {
-      const VerifyRunner runner({sibling_path(method.program)},
-                                folder / "recordings" / (std::string(method.program) + "-method"),
-                                interrupts);
+      const VerifyRunner runner({sibling_path(method.program)}, recordings, interrupts);
       const Family family{reference.precision, shared, {}};
       Variant variant{.name = method.name, .ranks = method.ranks, .arguments = method.arguments};
       variant.facts = method.facts;
       runs.push_back(verify_variant(runner, baseline, family, variant));
-      print_error(
-          fmt::format("{}: {}\n", method.name, verdict_text(runs.back().judgement.verdict)));
+      print_error(fmt::format("{}: {}\n", method.name, verdict_text(runs.back())));
     }
   }
-  fs::remove_all(folder / "recordings");
   LabReport report = verify_report({"the course's methods"}, runs);
   report.title = "Do the course's methods train the same?";
   publish_report(report, {command, std::time(nullptr), {}}, {}, folder);
-  return any_wrong(runs) ? 1 : 0;
+  return exit_code_of(runs);
 }
 
 }  // namespace lockstep::cli

@@ -52,8 +52,15 @@ std::optional<Divergence> check_rows(const TracedStep& step, const TracedStep* r
   const auto wanted = counted(rows_by_rank(*reference));
   const auto given = counted(rows);
   if (rows.empty() || wanted.empty() || given == wanted) return std::nullopt;
-  // A program may give each rank as many rows as one rank has alone, but not the same rows.
+  // A program may give each rank as many rows as one rank has alone, but not the same rows. Where
+  // equal rows are in the data, as those of single numbers, repetitions say nothing.
   const bool is_other_training = rows_of(step) > rows_of(*reference);
+  const bool has_equal_rows =
+      std::any_of(wanted.begin(), wanted.end(), [](const auto& each) { return each.second > 1; }) ||
+      std::any_of(rows.begin(), rows.end(), [](const auto& each) {
+        return std::set<int64_t>(each.second.begin(), each.second.end()).size() <
+               each.second.size();
+      });
   // A rank that repeats another's rows, and one that has rows of no rank in the reference.
   std::map<int64_t, int> owner;
   for (const auto& [rank, own] : rows) {
@@ -83,6 +90,15 @@ std::optional<Divergence> check_rows(const TracedStep& step, const TracedStep* r
                       "step are computed by nobody: both take the same shard",
                       rank, other, missing)};
     }
+    if (is_other_training && repeated > 0 && !has_equal_rows) {
+      return Divergence{step.step,
+                        "",
+                        {rank},
+                        "rows-repeated",
+                        fmt::format("{} of {} rows of rank {} are rank {}'s too: their shards "
+                                    "overlap",
+                                    repeated, own.size(), rank, other)};
+    }
     if (is_other_training) continue;
     if (foreign > 0 || repeated > 0) {
       return Divergence{
@@ -90,10 +106,14 @@ std::optional<Divergence> check_rows(const TracedStep& step, const TracedStep* r
           "",
           {rank},
           "rows-shifted",
-          fmt::format("of {} rows of rank {}, {} do not belong to this step and {} are "
-                      "also another rank's; {} rows are computed by nobody: its shard "
-                      "begins in the wrong place",
-                      own.size(), rank, foreign, repeated, missing)};
+          foreign == own.size()
+              ? fmt::format("none of the {} rows of rank {} belongs to this step: it draws rows by "
+                            "random numbers of its own, or its shard begins in the wrong place",
+                            own.size(), rank)
+              : fmt::format("of {} rows of rank {}, {} do not belong to this step and {} are "
+                            "also another rank's; {} rows are computed by nobody: its shard "
+                            "begins in the wrong place",
+                            own.size(), rank, foreign, repeated, missing)};
     }
   }
   if (is_other_training) return std::nullopt;
@@ -114,19 +134,8 @@ std::optional<int> first_different(const TracedStep& step, const char* fact) {
   return std::nullopt;
 }
 
-bool holds_parts(const TracedStep& step) {
-  for (const auto& [key, pieces] : step.pieces) {
-    if (!key.starts_with("weight/")) continue;
-    if (std::any_of(pieces.begin(), pieces.end(),
-                    [](const TracedPiece& piece) { return !piece.is_whole(); })) {
-      return true;
-    }
-  }
-  return false;
-}
-
 std::optional<Divergence> check_start(const TracedStep& step) {
-  if (holds_parts(step)) return std::nullopt;
+  if (step.holds_parts()) return std::nullopt;
   std::map<std::string, std::pair<int, json>> first;  // [name]
   for (const auto& [rank, facts] : step.facts) {
     for (const auto& [name, hash] : facts.at("before").items()) {
@@ -145,11 +154,12 @@ std::optional<Divergence> check_start(const TracedStep& step) {
 }
 
 bool has(const TracedStep& step, const char* list, const char* word) {
-  const auto words = step.facts.begin()->second.at(list).get<std::set<std::string>>();
-  return words.contains(word);
+  return step.words(list).contains(word);
 }
 
+// With virtual shards all ranks have one seed, and each part draws numbers of its own from it.
 std::optional<Divergence> check_random(const TracedStep& step) {
+  if (has(step, "wrappers", "virtual_shards")) return std::nullopt;
   const auto rows = rows_by_rank(step);
   if (!has(step, "kinds", "dropout") || rows.size() < 2) return std::nullopt;
   const auto& [first, own] = *rows.begin();
@@ -294,14 +304,17 @@ struct Share {
   std::vector<double> values;
 };
 
-double factor_of(const TracedStep& step, int rank) {
-  const auto found = step.updates.find(rank);
-  if (found == step.updates.end() || !found->second.front().at("factor").is_number()) return 1;
-  return found->second.front().at("factor").get<double>();
+// In ascending order, since ranks with other stages may make their updates in another.
+std::vector<double> factors_of(const TracedStep& step, int rank) {
+  std::vector<double> factors;
+  for (const json& update : step.updates.at(rank)) factors.push_back(factor_of(update));
+  std::sort(factors.begin(), factors.end());
+  return factors;
 }
 
 // The slices that ranks put into a mean, each with its shares.
 std::vector<std::pair<Slice, std::vector<Share>>> shares_of(const TracedStep& step,
+                                                            const std::string& name,
                                                             const std::vector<TracedPiece>& local) {
   std::vector<std::pair<Slice, std::vector<Share>>> groups;
   for (const auto& piece : local) {
@@ -309,17 +322,24 @@ std::vector<std::pair<Slice, std::vector<Share>>> shares_of(const TracedStep& st
                               [&](const auto& each) { return each.first == piece.slice; });
     if (group == groups.end()) group = groups.insert(groups.end(), {piece.slice, {}});
     Share share{piece.rank, step.facts.at(piece.rank).at("weight").get<double>(), piece.values()};
-    for (double& value : share.values) value *= factor_of(step, piece.rank);
+    for (double& value : share.values) value *= step.factor(piece.rank, name);
     group->second.push_back(std::move(share));
   }
   return groups;
 }
 
-// Of the precision that a gradient is averaged in: its own, or that of a compression.
-double rounding_of(const TracedStep& step, Dtype own) {
+// How numbers are rounded that a gradient is averaged in.
+struct Rounding {
+  double unit = 0x1p-23;    // relative to a number's size
+  double floor = 0x1p-149;  // between the smallest numbers
+};
+
+// Of the gradient's own precision, or that of a compression.
+Rounding rounding_of(const TracedStep& step, Dtype own) {
   const std::string sent = step.facts.begin()->second.at("sent_dtype").get<std::string>();
-  if (sent == "bfloat16" || own == Dtype::kBF16) return 0x1p-8;
-  return sent == "float16" || own == Dtype::kF16 ? 0x1p-10 : 0x1p-23;
+  if (sent == "bfloat16" || own == Dtype::kBF16) return {0x1p-8, 0x1p-133};
+  if (sent == "float16" || own == Dtype::kF16) return {0x1p-10, 0x1p-24};
+  return {};
 }
 
 // Where the mean leaves the bound; its elements are sums of as many terms as there are ranks.
@@ -329,7 +349,9 @@ struct Misfit {
   size_t size = 0;
 };
 
-Misfit misfit_of(const std::vector<double>& mean, const std::vector<Share>& shares, double unit) {
+// `factor`: what the optimizer multiplied the mean by, after it was rounded.
+Misfit misfit_of(const std::vector<double>& mean, const std::vector<Share>& shares,
+                 const Rounding& rounding, double factor) {
   double all = 0;
   for (const auto& share : shares) all += share.weight;
   Misfit misfit{.size = mean.size()};
@@ -340,7 +362,9 @@ Misfit misfit_of(const std::vector<double>& mean, const std::vector<Share>& shar
       expected += share.weight * share.values[i] / all;
       size += std::abs(share.weight * share.values[i]) / all;
     }
-    const double bound = static_cast<double>(shares.size() + 4) * unit * size + 1e-37;
+    const double bound = static_cast<double>(shares.size() + 4) *
+                             (rounding.unit * size + rounding.floor * std::abs(factor)) +
+                         1e-37;
     if (std::abs(mean[i] - expected) <= bound || !std::isfinite(expected)) continue;
     if (misfit.count++ == 0) misfit.first = i;
   }
@@ -463,8 +487,8 @@ std::optional<Divergence> check_mean(const TracedStep& step, const TracedStep* b
     if (averages_of(step, local.front().rank, name) > 1 || is_tied(step, name)) continue;
     ++looked_at;
     if (auto absent = absent_share(step, name, local, gradient->second)) return absent;
-    const double unit = rounding_of(step, local.front().dtype);
-    for (const auto& [slice, shares] : shares_of(step, local)) {
+    const Rounding rounding = rounding_of(step, local.front().dtype);
+    for (const auto& [slice, shares] : shares_of(step, name, local)) {
       if (shares.size() < 2) continue;
       std::vector<std::pair<int, std::vector<double>>> means;
       for (const auto& piece : gradient->second) {
@@ -476,7 +500,7 @@ std::optional<Divergence> check_mean(const TracedStep& step, const TracedStep* b
         }
       }
       for (const auto& [rank, mean] : means) {
-        const Misfit misfit = misfit_of(mean, shares, unit);
+        const Misfit misfit = misfit_of(mean, shares, rounding, step.factor(rank, name));
         if (misfit.count == 0) continue;
         if (!worst) worst = explain_mean(step, before, name, rank, mean, shares, misfit);
         ++wrong;
@@ -505,10 +529,14 @@ std::optional<Divergence> check_skipped(const TracedStep& step) {
                     "rank must skip the update on all",
                     skipping, skipping == rank ? first : rank)};
   }
-  const double factor = factor_of(step, first);
+  const auto factors = factors_of(step, first);
   for (const auto& [rank, updates] : step.updates) {
-    const double own = factor_of(step, rank);
-    if (std::abs(own - factor) <= 1e-6 * std::abs(factor)) continue;
+    const auto own = factors_of(step, rank);
+    if (own.size() != factors.size()) continue;  // ranks of other stages
+    const auto [mine, other] =
+        std::mismatch(own.begin(), own.end(), factors.begin(),
+                      [](double a, double b) { return std::abs(a - b) <= 1e-6 * std::abs(b); });
+    if (mine == own.end()) continue;
     return Divergence{
         step.step,
         "",
@@ -516,7 +544,7 @@ std::optional<Divergence> check_skipped(const TracedStep& step) {
         "factor-differs",
         fmt::format("rank {} multiplied its gradients by {:.4g} and rank {} by {:.4g}: "
                     "each clips by the norm of its own part",
-                    rank, own, first, factor)};
+                    rank, *mine, first, *other)};
   }
   return std::nullopt;
 }
@@ -581,6 +609,42 @@ size_t rows_of(const TracedStep& step) {
   size_t count = 0;
   for (const auto& [rank, rows] : rows_by_rank(step)) count += rows.size();
   return count;
+}
+
+size_t ranks_with_rows(const TracedStep& step) {
+  return rows_by_rank(step).size();
+}
+
+void find_batch_dimension(TracedStep& step, TracedStep& reference) {
+  const auto all = [](const TracedStep& each, const char* fact) {
+    std::set<int64_t> hashes;
+    for (const auto& [rank, facts] : each.facts) {
+      for (const json& hash : facts.value(fact, json::array())) hashes.insert(hash.get<int64_t>());
+    }
+    return hashes;
+  };
+  const auto meet = [&](const char* fact) {
+    const auto known = all(reference, fact);
+    const auto given = all(step, fact);
+    return std::any_of(given.begin(), given.end(),
+                       [&](int64_t hash) { return known.contains(hash); });
+  };
+  if (meet("rows") || !meet("columns")) return;
+  for (auto* each : {&step, &reference}) {
+    for (auto& [rank, facts] : each->facts) facts["rows"] = facts.at("columns");
+  }
+}
+
+bool trains_alone(const TracedStep& step, const TracedStep& reference) {
+  const auto wrappers = step.words("wrappers");
+  if (step.facts.size() < 2 || step.holds_parts() || wrappers.empty()) return false;
+  const bool of_one_process = std::all_of(wrappers.begin(), wrappers.end(), [](const auto& each) {
+    return each == "pipeline" || each == "data_parallel";
+  });
+  const auto rows = reference.facts.empty() ? json() : reference.facts.begin()->second.at("rows");
+  return of_one_process && std::all_of(step.facts.begin(), step.facts.end(), [&](const auto& each) {
+           return each.second.at("averages").empty() && each.second.at("rows") == rows;
+         });
 }
 
 std::string module_of(const std::string& parameter) {

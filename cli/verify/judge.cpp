@@ -22,14 +22,39 @@ bool is_compared(const std::string& key) {
   return !key.starts_with("local/") && !key.starts_with("rounded/");
 }
 
-std::set<std::string> kinds_of(const TracedStep& step) {
-  if (step.facts.empty()) return {};
-  return step.facts.begin()->second.at("kinds").get<std::set<std::string>>();
+bool has_wrapper(const TracedStep& step, const char* name) {
+  return step.words("wrappers").contains(name);
 }
 
-bool has_wrapper(const TracedStep& step, const char* name) {
-  return !step.facts.empty() &&
-         step.facts.begin()->second.at("wrappers").get<std::set<std::string>>().contains(name);
+int64_t forwards_of(const TracedStep& step) {
+  int64_t count = 0;
+  for (const auto& [rank, facts] : step.facts) count += facts.at("forwards").get<int64_t>();
+  return count;
+}
+
+bool scales_gradients(const TracedStep& step) {
+  return std::any_of(step.updates.begin(), step.updates.end(), [](const auto& each) {
+    return std::any_of(each.second.begin(), each.second.end(),
+                       [](const auto& update) { return factor_of(update) != 1; });
+  });
+}
+
+// Virtual shards promise every bit where both runs cut a batch into the same parts: each has a
+// forward. Stages draw other random numbers in another cut, and a norm of parts is another sum.
+bool has_same_parts(const TracedStep& step, const TracedStep& reference) {
+  if (!has_wrapper(step, "virtual_shards") || !has_wrapper(reference, "virtual_shards")) {
+    return false;
+  }
+  if (forwards_of(step) != forwards_of(reference)) return false;
+  if (has_wrapper(step, "pipeline") && step.words("kinds").contains("dropout")) return false;
+  return step.holds_parts() == reference.holds_parts() || !scales_gradients(step);
+}
+
+// Whether random numbers and statistics are those of a part of the rows. Ranks that hold parts of a
+// layer draw the numbers of the whole layer.
+bool has_rows_apart(const TracedStep& step, const RunFacts& facts) {
+  return ranks_with_rows(step) != 1 || facts.micro_steps > 1 || has_wrapper(step, "pipeline") ||
+         has_wrapper(step, "data_parallel");
 }
 
 // Why a correct run may differ from the reference by more than rounding.
@@ -47,8 +72,11 @@ Excuse excuse_of(const TracedStep& step, const TracedStep& reference, const RunF
                         rows, wanted),
             true};
   }
-  const auto kinds = kinds_of(step);
-  if (kinds.contains("dropout")) return {"dropout: each rank draws masks of its own"};
+  if (!has_rows_apart(step, facts)) return {};
+  const auto kinds = step.words("kinds");
+  if (kinds.contains("dropout")) {
+    return {"dropout, or other random numbers of the model: each rank draws its own"};
+  }
   if (kinds.contains("batch_norm")) return {"BatchNorm: each rank normalises by its own rows"};
   if (kinds.contains("sync_batch_norm") && facts.micro_steps > 1) {
     return {"SyncBatchNorm: each micro-step normalises by its own rows"};
@@ -79,6 +107,36 @@ std::optional<Divergence> unusable(const TracedStep& step, const TracedStep& ref
                       "model by lockstep::verify_name"};
   }
   return std::nullopt;
+}
+
+// A run that was to resume, and has begun anew or was never killed.
+std::optional<Divergence> not_resumed(const TracedStep& step, const RunFacts& facts) {
+  if (facts.resumed_after == 0 || step.step <= facts.resumed_after + 1) return std::nullopt;
+  for (const auto& [rank, own] : step.facts) {
+    if (own.value("resumed_after", int64_t{0}) > 0) continue;
+    return Divergence{
+        step.step,
+        "",
+        {rank},
+        "not-resumed",
+        fmt::format("the process that made this step had loaded no checkpoint, and one "
+                    "of step {} should exist: the program ignores it, or the rank "
+                    "was not killed in step {}",
+                    facts.resumed_after, facts.resumed_after + 2)};
+  }
+  return std::nullopt;
+}
+
+// What the checks inside a run had nothing of.
+std::vector<std::string> unrecorded_of(const TracedStep& step) {
+  std::vector<std::string> missing;
+  if (ranks_with_rows(step) == 0) missing.emplace_back("rows");
+  const bool averages = std::any_of(step.facts.begin(), step.facts.end(), [](const auto& each) {
+    return !each.second.at("averages").empty();
+  });
+  // With virtual shards every bit is compared instead.
+  if (!averages && !has_wrapper(step, "virtual_shards")) missing.emplace_back("averages");
+  return missing;
 }
 
 // Every bit was promised, so the first tensor that differs is the finding.
@@ -124,11 +182,24 @@ const char* verdict_text(Verdict verdict) {
   return "";
 }
 
+double RoundingGrowth::loss_tolerance(int64_t step, double loss, double spacing) const {
+  const auto own = losses_.find(step);
+  const double far = own == losses_.end() ? 0 : own->second;
+  return kSafety * std::max(far, spacing * std::abs(loss)) + 1e-30;
+}
+
 void RoundingGrowth::add(const TracedRun& reference, const TracedRun& perturbed) {
+  const auto losses = reference.losses();
+  const auto moved_losses = perturbed.losses();
   for (const int64_t number : reference.steps()) {
     if (std::find(perturbed.steps().begin(), perturbed.steps().end(), number) ==
         perturbed.steps().end()) {
       continue;
+    }
+    if (losses.contains(number) && moved_losses.contains(number)) {
+      double& known = losses_[number];
+      const double far = std::abs(losses.at(number) - moved_losses.at(number));
+      if (std::isfinite(far)) known = std::max(known, far);
     }
     const TracedStep step = reference.read(number);
     const TracedStep moved = perturbed.read(number);
@@ -167,10 +238,9 @@ double RoundingGrowth::tolerance(int64_t step, const std::string& key, double no
 }
 
 Judgement judge(const TracedRun& reference, const RoundingGrowth& growth, const TracedRun& run,
-                const RunFacts& facts) {
+                const RunFacts& given) {
   Judgement result;
   bool same_bits = true;
-  bool is_other_training = false;
   std::optional<TracedStep> before;
   std::optional<TracedStep> reference_before;
   const auto reference_losses = reference.losses();
@@ -180,14 +250,20 @@ Judgement judge(const TracedRun& reference, const RoundingGrowth& growth, const 
     if (std::find(known.begin(), known.end(), number) == known.end()) continue;
     TracedStep step = run.read(number);
     TracedStep wanted = reference.read(number);
+    find_batch_dimension(step, wanted);
+    RunFacts facts = given;
+    facts.same_bits = facts.same_bits || has_same_parts(step, wanted);
     ++result.steps;
+    if (trains_alone(step, wanted)) return result;
     const auto [excuse, is_other] = excuse_of(step, wanted, facts);
     if (!excuse.empty()) result.explanation = excuse;
-    is_other_training = is_other_training || is_other;
+    result.is_other_training = result.is_other_training || is_other;
     result.inside = result.inside || step.facts.size() > 1;
     result.is_parallel = result.is_parallel || result.inside || facts.micro_steps > 1 ||
                          has_wrapper(step, "data_parallel") || has_wrapper(step, "pipeline");
+    if (step.facts.size() > 1) result.unrecorded = unrecorded_of(step);
     auto found = unusable(step, wanted, facts);
+    if (!found) found = not_resumed(step, facts);
     if (!found) found = broken_invariant(step, before ? &*before : nullptr, &wanted);
     if (!found && !excuse.empty() && !is_other) found = differing_rates(step, wanted);
     if (found) {
@@ -205,6 +281,7 @@ Judgement judge(const TracedRun& reference, const RoundingGrowth& growth, const 
         wrong.push_back({key, expected.value(), {}, 0, true});
         continue;
       }
+      if (!excuse.empty()) continue;
       ++result.tensors;
       const double far = distance_of(*expected, *got);
       if (far == 0) continue;
@@ -213,7 +290,7 @@ Judgement judge(const TracedRun& reference, const RoundingGrowth& growth, const 
       const double tolerance = facts.same_bits ? 0 : growth.tolerance(number, key, norm);
       if (tolerance > norm / 2) ++result.loose;
       const double relative = norm > 0 ? far / norm : INFINITY;
-      if (excuse.empty() && norm > 0 && relative > result.largest) {
+      if (norm > 0 && relative > result.largest) {
         result.largest = relative;
         result.largest_tolerance = tolerance / norm;
         result.largest_at = key;
@@ -235,13 +312,30 @@ Judgement judge(const TracedRun& reference, const RoundingGrowth& growth, const 
       result.finding = facts.same_bits ? differing_bits(number, wrong, facts) : diagnose(input);
       return result;
     }
+    // Of several micro-steps a program may tell the last one's loss.
+    if (excuse.empty() && facts.micro_steps == 1 && reference_losses.contains(number) &&
+        losses.contains(number)) {
+      const double expected = reference_losses.at(number);
+      const double tolerance =
+          growth.loss_tolerance(number, expected, std::max(spacing_of(step), spacing_of(wanted)));
+      if (std::abs(losses.at(number) - expected) > tolerance) {
+        result.verdict = Verdict::kWrong;
+        result.finding = diagnose_loss(number, losses.at(number), expected, tolerance);
+        return result;
+      }
+    }
     before = std::move(step);
     reference_before = std::move(wanted);
   }
   if (result.steps == 0) {
     result.verdict = Verdict::kWrong;
-    result.finding = Divergence{0, "", {}, "nothing-recorded", "no step of it is in the reference"};
-  } else if (!is_other_training && run.steps() != reference.steps()) {
+    result.finding = Divergence{
+        0,
+        "",
+        {},
+        "nothing-recorded",
+        run.steps().empty() ? "it recorded no update" : "no step of it is in the reference"};
+  } else if (!result.is_other_training && run.steps() != reference.steps()) {
     const auto [ours, theirs] = std::mismatch(run.steps().begin(), run.steps().end(),
                                               reference.steps().begin(), reference.steps().end());
     result.verdict = Verdict::kWrong;
@@ -256,7 +350,7 @@ Judgement judge(const TracedRun& reference, const RoundingGrowth& growth, const 
   } else if (!result.explanation.empty()) {
     result.verdict = Verdict::kExplained;
   } else if (!same_bits) {
-    result.verdict = facts.divides_rows ? Verdict::kReordered : Verdict::kRounding;
+    result.verdict = given.divides_rows ? Verdict::kReordered : Verdict::kRounding;
   }
   return result;
 }

@@ -34,11 +34,15 @@ class RoundingGrowth {
   /// The tolerance for a tensor of this norm.
   double tolerance(int64_t step, const std::string& key, double norm) const;
 
+  /// The tolerance for a loss, in a precision of this spacing.
+  double loss_tolerance(int64_t step, double loss, double spacing) const;
+
  private:
   using StepKey = std::pair<int64_t, std::string>;  // step, key or kind
   std::map<StepKey, double> distances_;
   std::map<StepKey, std::vector<double>> relative_;  // [step, kind] distances by norms
   std::map<StepKey, double> largest_norm_;           // [step, kind]
+  std::map<int64_t, double> losses_;                 // [step] distances
 };
 
 /// What a run is, besides what it recorded.
@@ -57,13 +61,15 @@ struct Judgement {
   std::optional<Divergence> finding;  ///< with kWrong
   std::string explanation;            ///< with kExplained
   int64_t steps = 0;
-  int64_t tensors = 0;           ///< compared with the reference
-  int64_t loose = 0;             ///< of these, with a tolerance of more than half their norm
-  bool inside = false;           ///< several ranks recorded it, so that they could be compared
-  bool is_parallel = false;      ///< it divided something: else it is the reference once more
-  double largest = 0;            ///< difference, relative to the tensor's norm
-  double largest_tolerance = 0;  ///< that this tensor had, relative likewise
-  std::string largest_at;        ///< its key
+  int64_t tensors = 0;             ///< compared with the reference
+  int64_t loose = 0;               ///< of these, with a tolerance of more than half their norm
+  bool inside = false;             ///< several ranks recorded it, so that they could be compared
+  bool is_parallel = false;        ///< it divided something: else it is the reference once more
+  bool is_other_training = false;  ///< its updates have more rows than the reference's
+  std::vector<std::string> unrecorded = {};  ///< what several ranks did not record of their inside
+  double largest = 0;                        ///< difference, relative to the tensor's norm
+  double largest_tolerance = 0;              ///< that this tensor had, relative likewise
+  std::string largest_at;                    ///< its key
 };
 
 Judgement judge(const TracedRun& reference, const RoundingGrowth& growth, const TracedRun& run,

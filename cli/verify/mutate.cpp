@@ -155,14 +155,15 @@ Variant variant_of(const MutationCase& each) {
 // References that several bugs are compared with are run once.
 class Baselines {
  public:
-  Baselines(fs::path folder, const Interrupts& interrupts)
-      : folder_(std::move(folder)), interrupts_(interrupts) {}
+  Baselines(const RecordingsFolder& recordings, const Interrupts& interrupts)
+      : recordings_(recordings), interrupts_(interrupts) {}
 
   const Baseline& of(const std::string& program, const Words& arguments) {
     const auto key = std::pair(program, arguments);
     auto found = baselines_.find(key);
     if (found == baselines_.end()) {
-      found = baselines_.emplace(key, make_baseline(runner(program), arguments, 1)).first;
+      found = baselines_.emplace(key, make_baseline(runner(program), {program, arguments, {}}, 1))
+                  .first;
       if (const auto& flaw = found->second.flaw) {
         throw Error(Code::kInternal,
                     fmt::format("nothing can be compared with {} {}: {}", program,
@@ -176,16 +177,15 @@ class Baselines {
   VerifyRunner& runner(const std::string& program) {
     auto found = runners_.find(program);
     if (found == runners_.end()) {
-      found = runners_
-                  .emplace(program,
-                           VerifyRunner({sibling_path(program)}, folder_ / program, interrupts_))
-                  .first;
+      found =
+          runners_.emplace(program, VerifyRunner({sibling_path(program)}, recordings_, interrupts_))
+              .first;
     }
     return found->second;
   }
 
  private:
-  fs::path folder_;
+  const RecordingsFolder& recordings_;
   const Interrupts& interrupts_;
   std::map<std::string, VerifyRunner> runners_;
   std::map<std::pair<std::string, Words>, Baseline> baselines_;
@@ -286,7 +286,17 @@ std::vector<std::pair<const char*, std::vector<MutationCase>>> clean_cases(int s
                  {{.arguments = with(common, {"--model", "twins"}), .ranks = 2},
                   {.arguments = uneven, .ranks = 3},
                   {.arguments = feature("surgery"), .ranks = 2},
-                  {.arguments = feature("halved"), .variant = {"--sharding", "gradients"}}}});
+                  {.arguments = feature("halved"), .variant = {"--sharding", "gradients"}},
+                  {.arguments = feature("two-optimizers"), .ranks = 2},
+                  {.arguments = feature("compressed"), .ranks = 3},
+                  {.arguments = feature("bare"), .ranks = 2}}});
+  const Words dropped = with(common, {"--model", "dropped"});
+  const Words parts = with(feature("parts"), {"--model", "dropped"});
+  all.push_back({"random numbers",
+                 {{.arguments = dropped, .ranks = 2},
+                  {.arguments = dropped, .variant = {"--sharding", "parameters"}, .ranks = 2},
+                  {.arguments = parts, .ranks = 2},
+                  {.arguments = parts, .ranks = 3}}});
   return all;
 }
 
@@ -299,7 +309,8 @@ int run_mutations(const VerifyOptions& options, const std::string& command) {
   const fs::path folder = options.out;
   make_report_folder(folder);
   const FolderLock lock(folder.string());
-  Baselines baselines(folder / "recordings", interrupts);
+  const RecordingsFolder recordings(folder / "recordings", options.keep);
+  Baselines baselines(recordings, interrupts);
   Table table("Planted bugs", {{"bug"},
                                {"run"},
                                {"what was planted"},
@@ -320,10 +331,10 @@ int run_mutations(const VerifyOptions& options, const std::string& command) {
     const VerifiedRun unspoiled = verify_variant(runner, baseline, family, variant);
     // An injected fault is wrong by itself, but must not be taken for the bug.
     const bool injected = !each.launch.empty() && !each.is_killed();
-    const bool clean = unspoiled.refusal.empty() &&
-                       (injected ? unspoiled.judgement.finding &&
-                                       !each.is_named(unspoiled.judgement.finding->cause)
-                                 : !any_wrong({unspoiled}));
+    const bool clean =
+        unspoiled.is_judged() && (injected ? unspoiled.judgement.finding &&
+                                                 !each.is_named(unspoiled.judgement.finding->cause)
+                                           : !any_wrong({unspoiled}));
     const VerifiedRun spoiled = verify_variant(runner, baseline, family, variant,
                                                {{kMutateVariable, std::string(info.name)}});
     const auto& finding = spoiled.judgement.finding;
@@ -347,7 +358,6 @@ int run_mutations(const VerifyOptions& options, const std::string& command) {
                    shown.where.empty() ? "whole step" : module_of(shown.where),
                    ranks_text(shown.ranks), shown.cause, shown.text});
   }
-  if (!options.keep) fs::remove_all(folder / "recordings");
   const bool good = caught == cases.size() && alarms == 0;
   publish_report(
       own_report("Planted bugs", {{"mutations", table}}, "Is every planted bug caught and named?",
@@ -364,7 +374,8 @@ int run_clean(const VerifyOptions& options, const std::string& command) {
   const fs::path folder = options.out;
   make_report_folder(folder);
   const FolderLock lock(folder.string());
-  Baselines baselines(folder / "recordings", interrupts);
+  const RecordingsFolder recordings(folder / "recordings", options.keep);
+  Baselines baselines(recordings, interrupts);
   std::map<std::string, std::map<Verdict, int>> counts;  // [model]
   std::vector<VerifiedRun> alarms;
   int runs = 0;
@@ -378,12 +389,11 @@ int run_clean(const VerifyOptions& options, const std::string& command) {
             verify_variant(baselines.runner(each.program), baseline, family, variant_of(each));
         ++runs;
         ++counts[model][run.judgement.verdict];
-        if (any_wrong({run}) || !run.refusal.empty()) alarms.push_back(std::move(run));
+        if (any_wrong({run}) || !run.is_judged()) alarms.push_back(std::move(run));
       }
       print_error(fmt::format("{} of {} runs, {} alarms\n", runs, options.clean, alarms.size()));
     }
   }
-  if (!options.keep) fs::remove_all(folder / "recordings");
   Table table("Runs without a bug", {{"model"},
                                      {"same bits", Align::kRight},
                                      {"reordered sums", Align::kRight},
@@ -397,7 +407,7 @@ int run_clean(const VerifyOptions& options, const std::string& command) {
   for (const auto& alarm : alarms) {
     table.add_note(alarm.family + ":" +
                    (alarm.judgement.finding ? finding_text(*alarm.judgement.finding)
-                                            : " it did not run: " + alarm.refusal));
+                                            : " it did not run: " + alarm.refusal + alarm.failure));
   }
   publish_report(
       own_report("False alarms", {{"clean", table}}, "Is there a false alarm?",

@@ -83,6 +83,11 @@ void read_file(const fs::path& path, TracedStep& step) {
 
 }  // namespace
 
+double factor_of(const json& update) {
+  const json& factor = update.at("factor");
+  return factor.is_number() ? factor.get<double>() : 1;
+}
+
 std::vector<double> TracedPiece::values() const {
   const auto same = [](auto number) { return static_cast<double>(number); };
   switch (dtype) {
@@ -103,6 +108,44 @@ std::vector<double> TracedPiece::values() const {
     default:
       return converted<uint8_t>(bytes, same);
   }
+}
+
+std::set<std::string> TracedStep::words(const char* list) const {
+  std::set<std::string> all;
+  for (const auto& [rank, own] : facts) all.merge(own.at(list).get<std::set<std::string>>());
+  return all;
+}
+
+double TracedStep::factor(int rank, const std::string& parameter) const {
+  const auto found = updates.find(rank);
+  if (found == updates.end()) return 1;
+  for (const json& update : found->second) {
+    if (update.at("rates").contains(parameter)) return factor_of(update);
+  }
+  return 1;
+}
+
+std::map<std::string, double> TracedStep::rates() const {
+  std::map<std::string, double> rates;
+  for (const auto& [rank, own] : updates) {
+    for (const json& update : own) {
+      for (const auto& [name, rate] : update.at("rates").items()) {
+        if (rate.is_number()) rates.emplace(name, rate.get<double>());
+      }
+    }
+  }
+  return rates;
+}
+
+bool TracedStep::holds_parts() const {
+  for (const auto& [key, all] : pieces) {
+    if (!key.starts_with("weight/")) continue;
+    if (std::any_of(all.begin(), all.end(),
+                    [](const TracedPiece& piece) { return !piece.is_whole(); })) {
+      return true;
+    }
+  }
+  return false;
 }
 
 bool TracedStep::is_skipped(int rank) const {
@@ -149,11 +192,10 @@ TracedRun::TracedRun(fs::path folder) : folder_(std::move(folder)) {
     files_[step].push_back(entry.path());
     ranks_ = std::max(ranks_, rank + 1);
   }
-  for (const auto& [step, files] : files_) steps_.push_back(step);
-  if (!steps_.empty()) return;
-  throw Error(Code::kUsage, "the program recorded no update",
-              "it must update weights by an optimizer of lockstep; after step() of one of "
-              "torch::optim, call lockstep::verify_step(optimizer)");
+  for (auto& [step, files] : files_) {
+    std::sort(files.begin(), files.end());  // updates in the order of their optimizers
+    steps_.push_back(step);
+  }
 }
 
 TracedStep TracedRun::read(int64_t step) const {
@@ -177,17 +219,21 @@ std::map<int64_t, double> TracedRun::losses() const {
   for (const auto& [step, by_rank] : of_ranks) {
     if (!files_.contains(step)) continue;
     std::map<int, double> weights;
+    std::map<int, double> rows;
     for (const auto& path : files_.at(step)) {
       if (path.filename().string().find(".facts.") == std::string::npos) continue;
       const json facts = json::parse(SafetensorsReader(path.string()).metadata().at(kMetadata));
-      weights[facts.at("rank").get<int>()] = facts.at("weight").get<double>();
+      const int rank = facts.at("rank").get<int>();
+      weights[rank] = facts.at("weight").get<double>();
+      if (!facts.at("rows").empty()) rows[rank] = static_cast<double>(facts.at("rows").size());
     }
+    if (by_rank.size() != weights.size()) continue;
+    if (rows.size() == weights.size()) weights = std::move(rows);
     double sum = 0;
     double all = 0;
     for (const auto& [rank, loss] : by_rank) {
-      const double weight = weights.contains(rank) ? weights[rank] : 1;
-      sum += weight * loss;
-      all += weight;
+      sum += weights[rank] * loss;
+      all += weights[rank];
     }
     if (all > 0) losses[step] = sum / all;
   }

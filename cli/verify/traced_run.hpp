@@ -5,6 +5,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -28,9 +29,21 @@ struct TracedPiece {
 /// "state/NAME/WHAT", "buffer/NAME" and, before the average, "local/NAME".
 struct TracedStep {
   int64_t step = 0;
-  std::map<std::string, std::vector<TracedPiece>> pieces;
-  std::map<int, nlohmann::json> facts;                 ///< [rank]
-  std::map<int, std::vector<nlohmann::json>> updates;  ///< [rank], one for each optimizer
+  std::map<std::string, std::vector<TracedPiece>> pieces = {};
+  std::map<int, nlohmann::json> facts = {};                 ///< [rank]
+  std::map<int, std::vector<nlohmann::json>> updates = {};  ///< [rank], one for each optimizer
+
+  /// The words of a list of facts, such as "kinds" or "wrappers", of any rank.
+  std::set<std::string> words(const char* list) const;
+
+  /// What a rank's optimizer multiplied a parameter's gradient by.
+  double factor(int rank, const std::string& parameter) const;
+
+  /// The learning rate of each parameter.
+  std::map<std::string, double> rates() const;
+
+  /// Whether some rank holds only a part of a weight.
+  bool holds_parts() const;
 
   /// Whether a rank's updates of this step were skipped.
   bool is_skipped(int rank) const;
@@ -43,14 +56,15 @@ struct TracedStep {
 /// The folder in which the ranks of a run recorded their steps: see StepRecorder.
 class TracedRun {
  public:
-  /// Lists the files. A folder without any is an Error that says how a program is recorded.
+  /// Lists the files. There may be none.
   explicit TracedRun(std::filesystem::path folder);
 
   const std::vector<int64_t>& steps() const { return steps_; }  ///< ascending
   int ranks() const { return ranks_; }
   TracedStep read(int64_t step) const;
 
-  /// The mean over the ranks, weighted as their gradients are; steps without a loss are missing.
+  /// The mean over the ranks, weighted by their rows, or as their gradients are. Steps for which
+  /// not every rank recorded a loss are missing.
   std::map<int64_t, double> losses() const;
 
  private:
@@ -59,6 +73,9 @@ class TracedRun {
   int ranks_ = 0;
   std::map<int64_t, std::vector<std::filesystem::path>> files_;  // [step]
 };
+
+/// What an update multiplied its gradients by; 1 if it did not, or by a number that is not finite.
+double factor_of(const nlohmann::json& update);
 
 /// The part of a key after its kind, without the name of a state: "layers.0.weight".
 std::string parameter_of(const std::string& key);

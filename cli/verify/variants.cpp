@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <cstdlib>
 #include <numeric>
@@ -25,18 +26,12 @@ constexpr int64_t kMicroSteps = 2;
 constexpr int64_t kKilledIn = 4;            // after the checkpoint of step 2
 constexpr const char* kFreshFolder = "{}";  // as an argument of the program
 constexpr std::chrono::seconds kHelpDeadline{20};
-constexpr std::chrono::seconds kRunDeadline{1800};
+constexpr size_t kLongestHelp = 4096;  // of a flag: std::regex recurses for each character
 
 // Sizes with which the course's programs take a second, unless the user named some: uneven over
 // three and five ranks, and with several buckets.
 const std::map<std::string, std::string> kSmallSizes = {
     {"--dim", "32"}, {"--hidden", "48"}, {"--bucket-mib", "0.004"}, {"--print-steps", "0"}};
-
-bool names(const Words& words, const std::string& flag) {
-  return std::any_of(words.begin(), words.end(), [&](const std::string& word) {
-    return word == flag || word.starts_with(flag + "=");
-  });
-}
 
 std::string value_of(const Words& words, const ProgramFlags& flags, const std::string& flag) {
   for (size_t i = 0; i < words.size(); ++i) {
@@ -63,10 +58,11 @@ class Planner {
 
   std::vector<Family> plan() {
     common_ = common_arguments();
-    if (flags_.has("--amp") && !names(words_, "--amp")) {
+    if (flags_.has("--amp") && !names_flag(words_, "--amp")) {
       add_family("float32", {"--amp", "off"});
       if (!request_.quick) add_family("bf16", {"--amp", "bf16"});
-      if (!request_.quick && flags_.has("--master-weights") && !names(words_, "--master-weights")) {
+      if (!request_.quick && flags_.has("--master-weights") &&
+          !names_flag(words_, "--master-weights")) {
         add_family("bf16, float32 masters", {"--amp", "bf16", "--master-weights"});
       }
     } else {
@@ -79,11 +75,11 @@ class Planner {
  private:
   Words common_arguments() const {
     Words common;
-    if (flags_.has("--steps") && !names(words_, "--steps")) {
+    if (flags_.has("--steps") && !names_flag(words_, "--steps")) {
       common.insert(common.end(), {"--steps", std::to_string(kFewSteps)});
     }
     for (const auto& [flag, value] : kSmallSizes) {
-      if (flags_.has(flag) && !names(words_, flag)) common.insert(common.end(), {flag, value});
+      if (flags_.has(flag) && !names_flag(words_, flag)) common.insert(common.end(), {flag, value});
     }
     if (flags_.has("--quiet")) common.push_back("--quiet");
     if (flags_.has("--capture")) common.insert(common.end(), {"--capture", "off"});
@@ -115,18 +111,18 @@ class Planner {
 
   // One rank with virtual shards is a reference of its own, and more ranks must have its bits.
   void add_virtual_shards() {
-    if (!flags_.has("--virtual-shards") || names(words_, "--virtual-shards")) return;
+    if (!flags_.has("--virtual-shards") || names_flag(words_, "--virtual-shards")) return;
     std::vector<int> ranks = counts();
     if (request_.ranks.empty() && !request_.quick) ranks = {2, 3, 4};
     int64_t shards = 1;
     for (const int count : ranks) shards = std::lcm(shards, count);
-    const int64_t batch = number_of(value_of(words_, flags_, "--batch"));
+    const int64_t batch = flags_.number(words_, "--batch");
     const int64_t fitting = batch - batch % (kMicroSteps * shards);
     if (fitting == 0) return;
     Family family{"virtual shards", common_, {}};
     add(family.arguments, {"--virtual-shards", std::to_string(shards)});
     if (fitting != batch) {
-      if (names(words_, "--batch")) return;
+      if (names_flag(words_, "--batch")) return;
       add(family.arguments, {"--batch", std::to_string(fitting)});
     }
     family_ = &family;
@@ -167,7 +163,7 @@ class Planner {
 
   void add_accumulation() {
     if (!accumulates()) return;
-    const int64_t batch = number_of(value_of(words_, flags_, "--batch"));
+    const int64_t batch = flags_.number(words_, "--batch");
     if (batch < 6 * kMicroSteps || batch % kMicroSteps != 0) return;
     for (const int ranks : {1, 2, 3}) {
       if (request_.quick && ranks == 1) continue;
@@ -182,7 +178,7 @@ class Planner {
 
   void add_sharding() {
     const auto found = flags_.choices.find("--sharding");
-    if (found == flags_.choices.end() || names(words_, "--sharding")) return;
+    if (found == flags_.choices.end() || names_flag(words_, "--sharding")) return;
     for (const auto& stage : found->second) {
       if (stage == "off") continue;
       for (const int ranks : {2, 3}) {
@@ -206,7 +202,7 @@ class Planner {
   }
 
   void offer_layout(const std::string& flag, const std::string& value, const std::string& name) {
-    if (flags_.has(flag) && !names(words_, flag)) {
+    if (flags_.has(flag) && !names_flag(words_, flag)) {
       add_variant(fmt::format("2 ranks, {}", name), 2, {flag, value});
     }
   }
@@ -237,7 +233,9 @@ class Planner {
   }
 
   void add_resume() {
-    if (request_.quick || !flags_.has("--checkpoint") || names(words_, "--checkpoint")) return;
+    if (request_.quick || !flags_.has("--checkpoint") || names_flag(words_, "--checkpoint")) return;
+    const int64_t steps = flags_.number(words_, "--steps");
+    if (names_flag(words_, "--steps") && steps <= kKilledIn) return;
     const int ranks = varies_devices() ? 1 : 2;
     Variant& variant = add_variant("killed and resumed", ranks, {});
     for (const char* every : {"--checkpoint-every", "--save-every"}) {
@@ -260,6 +258,16 @@ class Planner {
 
 }  // namespace
 
+bool names_flag(const Words& words, const std::string& flag) {
+  return std::any_of(words.begin(), words.end(), [&](const std::string& word) {
+    return word == flag || word.starts_with(flag + "=");
+  });
+}
+
+int64_t ProgramFlags::number(const Words& words, const std::string& flag) const {
+  return number_of(value_of(words, *this, flag));
+}
+
 // A flag's text goes on in the next lines until another flag begins: "(default:" may stand in them.
 ProgramFlags parse_help(const std::string& help) {
   ProgramFlags flags;
@@ -271,6 +279,7 @@ ProgramFlags parse_help(const std::string& help) {
   std::string text;
   const auto finish = [&] {
     if (flag.empty()) return;
+    text.resize(std::min(text.size(), kLongestHelp));
     std::smatch part;
     std::string value;
     if (std::regex_search(text, part, kDefault)) value = part[1].matched ? part[1] : part[2];
@@ -284,6 +293,7 @@ ProgramFlags parse_help(const std::string& help) {
     flag.clear();
   };
   for (std::string line; std::getline(lines, line);) {
+    line.resize(std::min(line.size(), kLongestHelp));
     std::smatch found;
     if (std::regex_match(line, found, kFlag)) {
       finish();
@@ -305,19 +315,28 @@ std::vector<Family> plan_variants(const VerifyRequest& request, const ProgramFla
   return Planner(request, flags).plan();
 }
 
-VerifyRunner::VerifyRunner(std::vector<std::string> program, fs::path folder,
+RecordingsFolder::RecordingsFolder(fs::path path, bool keep) : path_(std::move(path)), keep_(keep) {
+  fs::remove_all(path_);  // of a command that was killed
+}
+
+RecordingsFolder::~RecordingsFolder() {
+  std::error_code ignored;
+  if (!keep_) fs::remove_all(path_, ignored);
+}
+
+VerifyRunner::VerifyRunner(std::vector<std::string> program, const RecordingsFolder& recordings,
                            const Interrupts& interrupts)
     : path_(fs::absolute(find_program(
                              program.front(), [](const char* name) { return std::getenv(name); },
                              program_folders()))
                 .string()),
       arguments_(program.begin() + 1, program.end()),
-      folder_(std::move(folder)),
+      recordings_(recordings),
       interrupts_(interrupts) {}
 
 // Asked in a folder of its own: a program without flags begins to train.
 ProgramFlags VerifyRunner::flags() const {
-  const fs::path folder = folder_ / "help";
+  const fs::path folder = recordings_.path() / "help";
   fs::create_directories(folder);
   ChildCommand command{.program = "/usr/bin/env",
                        .arguments = {"-C", folder.string(), path_},
@@ -337,21 +356,49 @@ ProgramFlags VerifyRunner::flags() const {
   }
 }
 
-VerifyRunner::Outcome VerifyRunner::run(const Variant& variant, const Words& family_arguments,
-                                        std::map<std::string, std::string> variables) const {
-  const fs::path folder = folder_ / fmt::format("run-{}", runs_++);
-  fs::remove_all(folder);
+bool VerifyRunner::Outcome::lacks_space() const {
+  const std::string said = fmt::format("cannot write {}", fs::absolute(recording).string());
+  return errors.find(said) != std::string::npos;
+}
+
+// "float32-2-ranks", or with a number if there is one already.
+fs::path VerifyRunner::new_folder(const Variant& variant) const {
+  std::string name;
+  for (const char each : variant.family + " " + variant.name) {
+    if (std::isalnum(static_cast<unsigned char>(each)) != 0) {
+      name += each;
+    } else if (!name.empty() && name.back() != '-') {
+      name += '-';
+    }
+  }
+  fs::path folder = recordings_.path() / name;
+  for (int i = 2; fs::exists(folder); ++i) {
+    folder = recordings_.path() / fmt::format("{}-{}", name, i);
+  }
   fs::create_directories(folder);
+  return folder;
+}
+
+void VerifyRunner::discard(const Outcome& outcome) const {
+  if (!recordings_.is_kept()) fs::remove_all(outcome.recording);
+}
+
+VerifyRunner::Outcome VerifyRunner::run(const Variant& variant, const Words& family_arguments,
+                                        std::map<std::string, std::string> variables,
+                                        std::chrono::seconds limit) const {
+  const fs::path folder = new_folder(variant);
   variables["LOCKSTEP_VERIFY_DIR"] = fs::absolute(folder).string();
   ChildCommand command{
       .program = sibling_path("lockstep"),
       .arguments = {"run", "--nproc-per-node", std::to_string(variant.ranks), "--quiet"},
       .variables = std::move(variables),
-      .deadline = kRunDeadline};
+      .deadline = std::min(3 * limit, kLongestRun)};
   auto& words = command.arguments;
   const auto add = [&words](const Words& more) {
     words.insert(words.end(), more.begin(), more.end());
   };
+  const std::string seconds = std::to_string(limit.count());
+  add({"--timeout", seconds, "--step-timeout", seconds});
   add(variant.launch);
   words.push_back(path_);
   for (const auto& word : arguments_) {

@@ -7,7 +7,6 @@
 #include <cmath>
 #include <ctime>
 #include <filesystem>
-#include <regex>
 
 #include "base/process.hpp"
 #include "cli/lab/folder_lock.hpp"
@@ -33,9 +32,9 @@ const std::vector<Example> kVerifyExamples = {
 
 // The first line of an error that lockstep or the program itself reported.
 std::string first_error(const std::string& errors) {
-  static const std::regex kError(R"((error\[LS\d+\]: [^\n]*))");
-  std::smatch found;
-  if (std::regex_search(errors, found, kError)) return found[1];
+  if (const size_t known = errors.find("error[LS"); known != std::string::npos) {
+    return errors.substr(known, errors.find('\n', known) - known);
+  }
   const size_t end = errors.find_last_not_of("\n ");
   if (end == std::string::npos) return "it wrote no error";
   const size_t begin = errors.rfind('\n', end);
@@ -45,8 +44,16 @@ std::string first_error(const std::string& errors) {
 [[noreturn]] void fail_reference(const VerifyRunner::Outcome& outcome) {
   throw ChildFailed(
       fmt::format("the program ended with exit code {} on one rank", outcome.exit_code),
-      "run it by itself until it works, then verify it", {"it said:\n" + outcome.errors},
-      outcome.exit_code);
+      outcome.lacks_space() ? "free some space, or give --out a folder on a larger disk"
+                            : "run it by itself until it works, then verify it",
+      {"it said:\n" + outcome.errors}, outcome.exit_code);
+}
+
+// How long a run may take that is to do what the reference did.
+std::chrono::seconds limit_of(double reference_seconds) {
+  constexpr double kLeast = 60;
+  constexpr double kTimes = 20;  // several ranks share the cores that it had alone
+  return std::chrono::seconds(static_cast<int64_t>(std::max(kLeast, kTimes * reference_seconds)));
 }
 
 // A run that ended with an error, by the steps that it recorded, else by what it said.
@@ -54,42 +61,100 @@ Judgement judge_failed(const Baseline& baseline, const VerifyRunner::Outcome& ou
                        const Variant& variant) {
   const std::string said = first_error(outcome.errors);
   Judgement judgement;
-  try {
-    judgement =
-        judge(*baseline.reference, baseline.growth, TracedRun(outcome.recording), variant.facts);
-  } catch (const Error&) {  // it ended before its first step
+  if (const TracedRun run(outcome.recording); !run.steps().empty()) {
+    judgement = judge(*baseline.reference, baseline.growth, run, variant.facts);
   }
-  if (judgement.verdict != Verdict::kWrong) {
+  // What its last step lacks, it lacks because it ended.
+  if (judgement.verdict != Verdict::kWrong || judgement.finding->cause.ends_with("-missing")) {
     judgement.verdict = Verdict::kWrong;
-    judgement.finding = Divergence{judgement.steps + 1, "", {}, "refused", said};
+    const int64_t step = judgement.finding ? judgement.finding->step : judgement.steps + 1;
+    judgement.finding = Divergence{step, "", {}, "refused", said};
   } else {
     judgement.finding->text += "; the run ended with " + said;
   }
   return judgement;
 }
 
-bool has_steps(const fs::path& recording) {
-  return std::any_of(fs::directory_iterator(recording), fs::directory_iterator(),
-                     [](const fs::directory_entry& entry) {
-                       return entry.path().filename().string().starts_with("step-");
-                     });
-}
-
 // A run that went on from a checkpoint has every bit of the same run without a kill, with dropout
 // and in bf16 too, where one rank alone tells little.
-void judge_resumed(const VerifyRunner& runner, const VerifyRunner::Outcome& resumed,
-                   const Family& family, const Variant& variant,
-                   const std::map<std::string, std::string>& variables, Judgement& judgement) {
+void judge_resumed(const VerifyRunner& runner, const Baseline& baseline,
+                   const VerifyRunner::Outcome& resumed, const Family& family,
+                   const Variant& variant, const std::map<std::string, std::string>& variables,
+                   Judgement& judgement) {
   Variant whole = variant;
+  whole.name += ", without the kill";
   whole.launch.clear();
-  const auto outcome = runner.run(whole, family.arguments, variables);
-  if (outcome.exit_code != 0) return;
-  RunFacts facts = variant.facts;
-  facts.same_bits = true;
-  const Judgement same =
-      judge(TracedRun(outcome.recording), {}, TracedRun(resumed.recording), facts);
-  if (same.verdict == Verdict::kWrong) judgement = same;
-  fs::remove_all(outcome.recording);
+  const auto outcome = runner.run(whole, family.arguments, variables, limit_of(baseline.seconds));
+  if (outcome.exit_code != 0) {
+    judgement = judge_failed(baseline, outcome, whole);
+    judgement.finding->text = "the same run without a kill: " + judgement.finding->text;
+  } else {
+    RunFacts facts = variant.facts;
+    facts.same_bits = true;
+    const Judgement same =
+        judge(TracedRun(outcome.recording), {}, TracedRun(resumed.recording), facts);
+    if (same.verdict == Verdict::kWrong) judgement = same;
+  }
+  runner.discard(outcome);
+}
+
+void run_and_judge(const VerifyRunner& runner, const Baseline& baseline, const Family& family,
+                   const Variant& variant, const std::map<std::string, std::string>& variables,
+                   VerifiedRun& run) {
+  const auto outcome = runner.run(variant, family.arguments, variables, limit_of(baseline.seconds));
+  run.seconds = outcome.seconds;
+  Judgement& judgement = run.judgement;
+  Variant recorded = variant;
+  recorded.facts.processes = variant.ranks;
+  const TracedRun traced(outcome.recording);
+  if (outcome.lacks_space()) {
+    run.failure = first_error(outcome.errors);
+  } else if (outcome.exit_code == 2 && traced.steps().empty()) {
+    run.refusal = first_error(outcome.errors);  // one that has begun to train has not refused to
+  } else if (outcome.exit_code == 0) {
+    judgement = judge(*baseline.reference, baseline.growth, traced, recorded.facts);
+  } else {
+    judgement = judge_failed(baseline, outcome, variant);
+  }
+  if (judgement.steps > 0 && !judgement.is_parallel && judgement.verdict != Verdict::kWrong) {
+    run.refusal = variant.ranks > 1
+                      ? "each process trained alone on all rows: it is no program of ranks"
+                      : "it is one process without DataParallel or stages, and divided nothing";
+  }
+  const bool resumed = run.is_judged() && variant.facts.resumed_after > 0;
+  if (resumed && judgement.verdict != Verdict::kWrong) {
+    judge_resumed(runner, baseline, outcome, family, recorded, variables, judgement);
+  }
+  runner.discard(outcome);
+}
+
+// Where each rank takes as many rows as the serial run alone, one rank that takes those of all is
+// what the run must be compared with. Without such a run, or if it has other rows, the judgement
+// stays what it is.
+void compare_with_larger_batch(const VerifyRunner& runner, const VerifyRequest& request,
+                               const ProgramFlags& flags, const Family& family,
+                               const Variant& variant, VerifiedRun& run) {
+  const int64_t batch = flags.number(request.program, "--batch");
+  if (!flags.has("--batch") || batch <= 0 || variant.facts.micro_steps > 1) return;
+  Family larger = family;
+  larger.name = fmt::format("{} {} times the rows", family.name, variant.ranks);
+  larger.arguments.insert(larger.arguments.end(),
+                          {"--batch", std::to_string(batch * variant.ranks)});
+  try {
+    const Baseline baseline = make_baseline(runner, larger, 1);
+    if (baseline.flaw) return;
+    VerifiedRun again = verify_variant(runner, baseline, family, variant);
+    runner.discard(baseline.run);
+    const auto& finding = again.judgement.finding;
+    if (!again.is_judged() || again.judgement.is_other_training ||
+        (finding && finding->cause.starts_with("rows-"))) {
+      return;
+    }
+    again.name = fmt::format("{}, against {} rows on one", run.name, batch * variant.ranks);
+    again.seconds += run.seconds;
+    run = std::move(again);
+  } catch (const Error&) {  // the program does not take so many
+  }
 }
 
 void tell(const std::string& line) {
@@ -100,35 +165,64 @@ std::string title_of(const std::string& family, const std::string& name) {
   return family.empty() ? name : fmt::format("{}: {}", family, name);
 }
 
+// A family whose reference fails: the first one's is an Error, since the program does not work.
+VerifiedRun failed_reference(const Family& family, const Error& error, bool refused) {
+  VerifiedRun run{.family = family.name, .name = "1 rank"};
+  (refused ? run.refusal : run.failure) =
+      error.notes().empty() ? error.message() : first_error(error.notes().front());
+  return run;
+}
+
+void verify_family(const VerifyRunner& runner, const VerifyRequest& request,
+                   const ProgramFlags& flags, const Family& family,
+                   std::vector<VerifiedRun>& runs) {
+  Baseline baseline;
+  try {
+    baseline = make_baseline(runner, family, request.quick ? 1 : 2);
+  } catch (const ChildFailed& error) {
+    if (runs.empty()) throw;
+    runs.push_back(failed_reference(family, error, error.child_exit() == 2));
+    return;
+  } catch (const Error& error) {
+    if (runs.empty()) throw;
+    runs.push_back(failed_reference(family, error, false));
+    return;
+  }
+  VerifiedRun repeated{.family = family.name, .name = "1 rank, twice"};
+  repeated.judgement.steps = static_cast<int64_t>(baseline.reference->steps().size());
+  repeated.judgement.finding = baseline.flaw;
+  if (baseline.flaw) repeated.judgement.verdict = Verdict::kWrong;
+  repeated.seconds = baseline.seconds;
+  runs.push_back(std::move(repeated));
+  tell(fmt::format("{}: {}", title_of(family.name, "1 rank"), format_seconds(baseline.seconds)));
+  for (const Variant& variant : family.variants) {
+    VerifiedRun run = verify_variant(runner, baseline, family, variant);
+    if (run.judgement.is_other_training && run.judgement.verdict == Verdict::kExplained) {
+      compare_with_larger_batch(runner, request, flags, family, variant, run);
+    }
+    tell(fmt::format("{}: {}, {}", title_of(family.name, run.name), verdict_text(run),
+                     format_seconds(run.seconds)));
+    runs.push_back(std::move(run));
+  }
+  runner.discard(baseline.run);
+}
+
 int verify_program(const VerifyOptions& options, const Words& program, const std::string& command) {
   require_font();
   const Interrupts interrupts;
   const fs::path folder = options.out;
-  const VerifyRunner runner(program, folder / "recordings", interrupts);
   make_report_folder(folder);
   const FolderLock lock(folder.string());
+  const RecordingsFolder recordings(folder / "recordings", options.keep);
+  const VerifyRunner runner(program, recordings, interrupts);
   const VerifyRequest request{program, options.quick, options.ranks};
+  const ProgramFlags flags = runner.flags();
   std::vector<VerifiedRun> runs;
-  for (const Family& family : plan_variants(request, runner.flags())) {
-    const Baseline baseline = make_baseline(runner, family.arguments, options.quick ? 1 : 2);
-    VerifiedRun repeated{.family = family.name, .name = "1 rank, twice"};
-    repeated.judgement.steps = static_cast<int64_t>(baseline.reference->steps().size());
-    repeated.judgement.finding = baseline.flaw;
-    if (baseline.flaw) repeated.judgement.verdict = Verdict::kWrong;
-    repeated.seconds = baseline.seconds;
-    runs.push_back(std::move(repeated));
-    tell(fmt::format("{}: {}", title_of(family.name, "1 rank"), format_seconds(baseline.seconds)));
-    for (const Variant& variant : family.variants) {
-      runs.push_back(verify_variant(runner, baseline, family, variant));
-      const VerifiedRun& run = runs.back();
-      tell(fmt::format("{}: {}, {}", title_of(family.name, variant.name),
-                       run.refusal.empty() ? verdict_text(run.judgement.verdict) : "not offered",
-                       format_seconds(run.seconds)));
-    }
-    if (!options.keep) fs::remove_all(folder / "recordings");
+  for (const Family& family : plan_variants(request, flags)) {
+    verify_family(runner, request, flags, family, runs);
   }
   publish_report(verify_report(program, runs), {command, std::time(nullptr), {}}, {}, folder);
-  return any_wrong(runs) || !any_compared(runs) ? 1 : 0;
+  return exit_code_of(runs);
 }
 
 // NaN equals NaN in every run, and says nothing.
@@ -150,28 +244,37 @@ std::optional<Divergence> not_finite(const TracedRun& reference) {
 
 }  // namespace
 
-Baseline make_baseline(const VerifyRunner& runner, const Words& arguments, int perturbed) {
-  const Variant one{.name = "1 rank"};
-  const auto run = [&](std::map<std::string, std::string> variables) {
-    auto outcome = runner.run(one, arguments, std::move(variables));
+Baseline make_baseline(const VerifyRunner& runner, const Family& family, int perturbed) {
+  auto limit = VerifyRunner::kLongestRun;
+  const auto run = [&](const char* name, std::map<std::string, std::string> variables) {
+    const Variant one{.name = name, .family = family.name};
+    auto outcome = runner.run(one, family.arguments, std::move(variables), limit);
     if (outcome.exit_code != 0) fail_reference(outcome);
     return outcome;
   };
-  const auto first = run({});
+  const auto first = run("1 rank", {});
+  limit = limit_of(first.seconds);
   Baseline baseline;
   baseline.seconds = first.seconds;
+  baseline.run = first;
   baseline.reference = std::make_unique<TracedRun>(first.recording);
   const TracedRun& reference = *baseline.reference;
+  if (reference.steps().empty()) {
+    throw Error(Code::kUsage, "the program recorded no update",
+                "it must update weights by an optimizer of lockstep; after step() of one of "
+                "torch::optim, call lockstep::verify_step(optimizer)");
+  }
   const TracedStep step = reference.read(reference.steps().front());
   baseline.dtype =
       step.facts.empty() ? "float32" : step.facts.begin()->second.at("dtype").get<std::string>();
   for (int seed = 1; seed <= perturbed; ++seed) {
     const auto moved =
-        run({{"LOCKSTEP_VERIFY_PERTURB", fmt::format("{}:{}", baseline.dtype, seed)}});
+        run("1 rank, weights moved",
+            {{"LOCKSTEP_VERIFY_PERTURB", fmt::format("{}:{}", baseline.dtype, seed)}});
     baseline.growth.add(reference, TracedRun(moved.recording));
-    fs::remove_all(moved.recording);
+    runner.discard(moved);
   }
-  const auto again = run({});
+  const auto again = run("1 rank, again", {});
   const Judgement same = judge(reference, baseline.growth, TracedRun(again.recording), {});
   baseline.flaw = not_finite(reference);
   if (!baseline.flaw && same.verdict != Verdict::kSameBits) {
@@ -182,7 +285,7 @@ Baseline make_baseline(const VerifyRunner& runner, const Words& arguments, int p
                    "not-repeatable",
                    "the same run twice differs: seed its random numbers, and draw rows by number"};
   }
-  fs::remove_all(again.recording);
+  runner.discard(again);
   return baseline;
 }
 
@@ -190,40 +293,32 @@ VerifiedRun verify_variant(const VerifyRunner& runner, const Baseline& baseline,
                            const Family& family, const Variant& variant,
                            const std::map<std::string, std::string>& variables) {
   VerifiedRun run{.family = family.name, .name = variant.name};
-  const auto outcome = runner.run(variant, family.arguments, variables);
-  run.seconds = outcome.seconds;
-  Judgement& judgement = run.judgement;
-  Variant recorded = variant;
-  recorded.facts.processes = variant.ranks;
-  // A program that has begun to train has not refused to.
-  if (outcome.exit_code == 2 && !has_steps(outcome.recording)) {
-    run.refusal = first_error(outcome.errors);
-  } else if (outcome.exit_code == 0) {
-    judgement =
-        judge(*baseline.reference, baseline.growth, TracedRun(outcome.recording), recorded.facts);
-  } else {
-    judgement = judge_failed(baseline, outcome, variant);
+  try {
+    run_and_judge(runner, baseline, family, variant, variables, run);
+  } catch (const Error& error) {
+    run.failure = error.message();
+  } catch (const std::exception& error) {
+    run.failure = error.what();
   }
-  if (judgement.tensors > 0 && !judgement.is_parallel && judgement.verdict != Verdict::kWrong) {
-    run.refusal = "it is one process without DataParallel or stages, and divided nothing";
-  }
-  const bool resumed = run.refusal.empty() && variant.facts.resumed_after > 0;
-  if (resumed && judgement.verdict != Verdict::kWrong) {
-    judge_resumed(runner, outcome, family, recorded, variables, judgement);
-  }
-  fs::remove_all(outcome.recording);
   return run;
 }
 
-bool any_compared(const std::vector<VerifiedRun>& runs) {
-  return std::any_of(runs.begin(), runs.end(), [](const VerifiedRun& run) {
-    return run.refusal.empty() && run.judgement.tensors > 0;
+int64_t compared_runs(const std::vector<VerifiedRun>& runs) {
+  return std::count_if(runs.begin(), runs.end(), [](const VerifiedRun& run) {
+    return run.is_judged() && run.judgement.tensors > 0 &&
+           run.judgement.verdict != Verdict::kExplained;
   });
+}
+
+int exit_code_of(const std::vector<VerifiedRun>& runs) {
+  const bool all_judged = std::all_of(runs.begin(), runs.end(),
+                                      [](const VerifiedRun& run) { return run.failure.empty(); });
+  return all_judged && !any_wrong(runs) && compared_runs(runs) > 0 ? 0 : 1;
 }
 
 bool any_wrong(const std::vector<VerifiedRun>& runs) {
   for (const auto& run : runs) {
-    if (run.refusal.empty() && run.judgement.verdict == Verdict::kWrong) return true;
+    if (run.is_judged() && run.judgement.verdict == Verdict::kWrong) return true;
   }
   return false;
 }

@@ -34,11 +34,14 @@ int run_verify(const VerifyOptions& options, const std::vector<std::string>& pro
 
 /// One line of the table of a verification.
 struct VerifiedRun {
-  std::string family;
+  std::string family = {};
   std::string name;
-  std::string refusal;  ///< why the program did not run so, by its exit code 2; empty: it ran
-  Judgement judgement;
+  std::string refusal = {};  ///< why the program did not run so, by its exit code 2; empty: it ran
+  std::string failure = {};  ///< why it could not be judged, as without space to record it
+  Judgement judgement = {};
   double seconds = 0;
+
+  bool is_judged() const { return refusal.empty() && failure.empty(); }
 };
 
 /// The runs of one rank that others are compared with: themselves, and how far rounding grows.
@@ -48,23 +51,32 @@ struct Baseline {
   std::optional<Divergence> flaw;  ///< why no run can be compared with it
   std::string dtype;
   double seconds = 0;
+  VerifyRunner::Outcome run;  ///< to discard when all have been compared with it
 };
 
-/// Runs the reference, once more to see that it repeats itself, and `perturbed` times with weights
-/// that begin one unit in the last place away. A program that fails is an Error that quotes it.
-Baseline make_baseline(const VerifyRunner& runner, const std::vector<std::string>& arguments,
-                       int perturbed);
+/// Runs a family's reference, once more to see that it repeats itself, and `perturbed` times with
+/// weights that begin one unit in the last place away. A program that fails is an Error that quotes
+/// it: a ChildFailed if it ended by itself.
+Baseline make_baseline(const VerifyRunner& runner, const Family& family, int perturbed);
 
-/// Runs a variant and judges it. A run that fails is wrong, with what the program said.
+/// Runs a variant and judges it. A run that fails is wrong, with what the program said. Throws
+/// nothing but Interrupted.
 VerifiedRun verify_variant(const VerifyRunner& runner, const Baseline& baseline,
                            const Family& family, const Variant& variant,
                            const std::map<std::string, std::string>& variables = {});
 
-/// Whether a tensor of any run was compared with the reference.
-bool any_compared(const std::vector<VerifiedRun>& runs);
+/// How many runs were compared with their reference, tensor by tensor. One that is explained was
+/// not, nor was the reference itself.
+int64_t compared_runs(const std::vector<VerifiedRun>& runs);
+
+/// The exit code: 0 if no run is wrong, all were judged and at least one was compared, else 1.
+int exit_code_of(const std::vector<VerifiedRun>& runs);
 
 /// Whether one of the runs is wrong.
 bool any_wrong(const std::vector<VerifiedRun>& runs);
+
+/// The verdict, or "not offered" or "not judged".
+std::string verdict_text(const VerifiedRun& run);
 
 /// The tables and answers of a verification, for the terminal and the report.
 LabReport verify_report(const std::vector<std::string>& program,

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <map>
 
+#include "base/counted.hpp"
 #include "cli/doctor/facts.hpp"
 #include "cli/verify/verify.hpp"
 #include "lockstep/units.hpp"
@@ -12,12 +13,12 @@
 namespace lockstep::cli {
 namespace {
 
-std::string verdict_cell(const VerifiedRun& run) {
-  return run.refusal.empty() ? verdict_text(run.judgement.verdict) : "not offered";
-}
-
 std::string small(double value) {
   return value == 0 ? "0" : fmt::format("{:.1e}", value);
+}
+
+std::string title_of(const VerifiedRun& run) {
+  return run.family.empty() ? run.name : run.family + ": " + run.name;
 }
 
 // Tensors whose tolerance is as large as they are were compared in vain.
@@ -25,6 +26,18 @@ std::string tensors_cell(const Judgement& judged) {
   if (judged.tensors == 0) return "—";
   return judged.loose == 0 ? std::to_string(judged.tensors)
                            : fmt::format("{}, {} loosely", judged.tensors, judged.loose);
+}
+
+// What was checked inside a run that could not be compared with the reference.
+std::vector<std::string> checked_inside(const Judgement& judged) {
+  std::vector<std::string> checked = {"replicas", "rates", "random numbers", "buffers"};
+  for (const char* each : {"averages", "rows"}) {
+    const auto& missing = judged.unrecorded;
+    if (std::find(missing.begin(), missing.end(), each) == missing.end()) {
+      checked.insert(checked.begin(), each);
+    }
+  }
+  return checked;
 }
 
 Table runs_table(const std::vector<VerifiedRun>& runs) {
@@ -39,7 +52,7 @@ Table runs_table(const std::vector<VerifiedRun>& runs) {
   for (const auto& run : runs) {
     const Judgement& judged = run.judgement;
     const bool compared = judged.tensors > 0 && judged.largest > 0;
-    table.add_row({run.family.empty() ? run.name : run.family + ": " + run.name, verdict_cell(run),
+    table.add_row({title_of(run), verdict_text(run),
                    judged.steps > 0 ? std::to_string(judged.steps) : "—", tensors_cell(judged),
                    compared ? small(judged.largest) : "—",
                    compared ? small(judged.largest_tolerance) : "—",
@@ -50,17 +63,25 @@ Table runs_table(const std::vector<VerifiedRun>& runs) {
       "times how far the same tensor moves by that step if every weight begins one rounding away, "
       "in the precision of the run. Loosely: by a tolerance of more than half of the norm.");
   for (const auto& run : runs) {
-    if (!run.judgement.explanation.empty()) {
+    const Judgement& judged = run.judgement;
+    if (!judged.explanation.empty()) {
       table.add_note(
-          run.judgement.inside
-              ? fmt::format("{}: {}. Compared inside the run only: rows, averages, replicas, "
-                            "rates, buffers and random numbers.",
-                            run.name, run.judgement.explanation)
-              : fmt::format("{}: {}. It is one process: of its inside, only rows and rates could "
-                            "be compared.",
-                            run.name, run.judgement.explanation));
+          judged.inside
+              ? fmt::format("{}: {}. It was not compared with one rank. Compared inside the run: "
+                            "{}.",
+                            title_of(run), judged.explanation,
+                            fmt::join(checked_inside(judged), ", "))
+              : fmt::format("{}: {}. It was not compared with one rank. It is one process: of its "
+                            "inside, only rows and rates could be compared.",
+                            title_of(run), judged.explanation));
     }
-    if (!run.refusal.empty()) table.add_note(fmt::format("{}: {}", run.name, run.refusal));
+    if (!judged.unrecorded.empty()) {
+      table.add_note(fmt::format("{}: {} were not recorded, and so not checked.", title_of(run),
+                                 fmt::join(judged.unrecorded, " and ")));
+    }
+    for (const std::string& why : {run.refusal, run.failure}) {
+      if (!why.empty()) table.add_note(fmt::format("{}: {}", title_of(run), why));
+    }
   }
   return table;
 }
@@ -70,10 +91,9 @@ Table findings_table(const std::vector<VerifiedRun>& runs) {
       "What is wrong",
       {{"run"}, {"step", Align::kRight}, {"module"}, {"ranks"}, {"likely cause"}, {"seen"}});
   for (const auto& run : runs) {
-    if (!run.judgement.finding) continue;
+    if (!run.is_judged() || !run.judgement.finding) continue;
     const Divergence& found = *run.judgement.finding;
-    table.add_row({run.family.empty() ? run.name : run.family + ": " + run.name,
-                   found.step > 0 ? std::to_string(found.step) : "—",
+    table.add_row({title_of(run), found.step > 0 ? std::to_string(found.step) : "—",
                    found.where.empty() ? "whole step" : module_of(found.where),
                    ranks_text(found.ranks), found.cause,
                    found.where.empty() ? found.text : found.where + ": " + found.text});
@@ -82,32 +102,55 @@ Table findings_table(const std::vector<VerifiedRun>& runs) {
 }
 
 std::string conclusion(const std::vector<VerifiedRun>& runs) {
-  std::map<Verdict, int> counts;
-  int refused = 0;
+  std::map<std::string, int> counts;
+  int64_t tensors = 0;
+  int64_t loose = 0;
+  int failed = 0;
+  int explained = 0;
   for (const auto& run : runs) {
-    if (run.refusal.empty()) {
-      ++counts[run.judgement.verdict];
-    } else {
-      ++refused;
-    }
+    ++counts[verdict_text(run)];
+    tensors += run.judgement.tensors;
+    loose += run.judgement.loose;
+    if (!run.failure.empty()) ++failed;
+    if (run.is_judged() && run.judgement.verdict == Verdict::kExplained) ++explained;
   }
   std::vector<std::string> parts;
-  for (const auto& [verdict, count] : counts) {
-    parts.push_back(fmt::format("{} {}", count, verdict_text(verdict)));
+  for (const auto& [verdict, count] : counts) parts.push_back(fmt::format("{} {}", count, verdict));
+  std::string text = fmt::format("{}.", fmt::join(parts, ", "));
+  if (any_wrong(runs)) {
+    return fmt::format(
+        "No. {} The table says where each wrong run leaves the serial one first, and what the "
+        "difference looks like.",
+        text);
   }
-  if (refused > 0) parts.push_back(fmt::format("{} not offered by the program", refused));
-  const std::string sum = fmt::format("{}", fmt::join(parts, ", "));
-  if (!any_wrong(runs) && !any_compared(runs)) {
-    return fmt::format("Nothing could be compared: {}.", sum);
+  if (loose > 0) {
+    text += fmt::format(
+        " {} of {} tensors were compared loosely: a difference of half their norm "
+        "would have passed.",
+        loose, tensors);
   }
-  return any_wrong(runs) ? fmt::format(
-                               "No. {}. The table says where each wrong run leaves the serial one "
-                               "first, and what the difference looks like.",
-                               sum)
-                         : fmt::format("Yes. {}.", sum);
+  const int64_t compared = compared_runs(runs);
+  if (explained > 0) {
+    text += fmt::format(
+        " {} {} another training or draw{} random numbers of {} own, and {} not compared with the "
+        "serial run: only what must hold inside {} was checked. To compare {}, verify without "
+        "dropout, and with as many rows in an update as one rank has.",
+        counted(explained, "run"), explained == 1 ? "is" : "are", explained == 1 ? "s" : "",
+        explained == 1 ? "its" : "their", explained == 1 ? "was" : "were",
+        explained == 1 ? "it" : "them", explained == 1 ? "it" : "them");
+  }
+  if (failed > 0)
+    return fmt::format("Not shown: {} could not be judged. {}", counted(failed, "run"), text);
+  if (compared > 0) return fmt::format("Yes, for {} compared. {}", counted(compared, "run"), text);
+  return fmt::format("{}: {}", explained > 0 ? "Not shown" : "Nothing could be compared", text);
 }
 
 }  // namespace
+
+std::string verdict_text(const VerifiedRun& run) {
+  if (!run.failure.empty()) return "not judged";
+  return run.refusal.empty() ? verdict_text(run.judgement.verdict) : "not offered";
+}
 
 LabReport verify_report(const std::vector<std::string>& program,
                         const std::vector<VerifiedRun>& runs) {

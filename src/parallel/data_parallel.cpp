@@ -20,6 +20,7 @@
 #include "optim/optimizer_state.hpp"
 #include "parallel/replicas.hpp"
 #include "torch_compat.hpp"
+#include "verify/step_recorder.hpp"
 
 namespace lockstep {
 namespace {
@@ -452,7 +453,10 @@ ReplicaResult ReplicaGroup::State::forward_one(size_t index, const Tensors& inpu
   if (!replicas->has_buffers()) replicas->refresh(index);
   const Tensors pieces = scatter(inputs, rows, index, devices);
   ReplicaResult result;
-  result.output = forward(index, pieces);
+  {
+    const WatchedForward watched(devices[index].torch_device());
+    result.output = forward(index, pieces);
+  }
   result.pass = pass_of(replicas->parameters(index), pieces, result.output.tensors);
   if (!leaves_known) require_known_leaves(result.pass);
   result.done = StreamOrder::now(devices[index]);

@@ -70,11 +70,12 @@ struct GradientSync::State {
   bool last_forward_synchronised = true;  // only then are buffers sent before the next forward
   bool awaits_training_backward = false;  // a forward that trains waits for its backward
   int64_t checked_at_step = 0;
-  std::optional<int64_t> joined_at_step;  // the last join in which ranks made different steps
-  int64_t compared_after_join = 0;        // how often the ranks were compared since then
-  Join* join = nullptr;                   // inside join()
-  std::unique_ptr<Parts> parts;           // with virtual shards
-  uint64_t forwards = 0;                  // for Mutation::kDropoutOneSeed
+  std::optional<int64_t> joined_at_step;        // the last join in which ranks made different steps
+  int64_t compared_after_join = 0;              // how often the ranks were compared since then
+  Join* join = nullptr;                         // inside join()
+  std::unique_ptr<Parts> parts;                 // with virtual shards
+  uint64_t forwards = 0;                        // for Mutation::kDropoutOneSeed
+  std::optional<WatchedForward> forward_watch;  // for `lockstep verify`
 };
 
 /// Lets ranks have different numbers of steps: before each forward all ranks say whether they still
@@ -421,6 +422,9 @@ GradientSync::GradientSync(std::shared_ptr<torch::nn::Module> module, const Comm
 
 // If the last window was applied on each rank alone, no later forward can report it.
 GradientSync::~GradientSync() {
+  // No forward will show that an optimizer of torch::optim made its last update.
+  auto* recorder = StepRecorder::of_process();
+  if (recorder != nullptr && std::uncaught_exceptions() == 0) recorder->note_rows({});
   const auto spoiled = state_->reducer->spoiled_micro_steps();
   if (std::uncaught_exceptions() > 0 || spoiled == 0) return;
   print_error(
@@ -458,10 +462,12 @@ void GradientSync::before_forward() {
     if (recorder != nullptr && shares_buffers) recorder->note_buffers(*state.module);
     if (is_planted(Mutation::kDropoutOneSeed)) torch::manual_seed(state.forwards++);
   }
+  if (recorder != nullptr) state.forward_watch.emplace(*state.module);
   state.last_forward_synchronised = synchronise;
 }
 
 void GradientSync::after_forward(const std::vector<torch::Tensor>& outputs) {
+  state_->forward_watch.reset();
   if (torch::GradMode::is_enabled()) state_->reducer->after_forward(outputs);
 }
 

@@ -308,7 +308,10 @@ void Pipeline::State::add_rank(int index, Device& device, std::unique_ptr<StageC
                                                     : make_averaged_stage;
       local->sync = make(stage, module, *data, options_);
     }
-    if (auto* recorder = StepRecorder::of_process()) recorder->learn(*module, "pipeline");
+    if (auto* recorder = StepRecorder::of_process()) {
+      recorder->learn(*module, "pipeline");
+      if (options_.virtual_shards > 0) recorder->learn(*module, "virtual_shards");
+    }
     rank.add(std::move(local));
     local_stages.push_back(stage);
   }
@@ -386,7 +389,9 @@ torch::Tensor Pipeline::State::step(const torch::Tensor& x, const torch::Tensor&
   const bool has_input =
       std::find(local_stages.begin(), local_stages.end(), 0) != local_stages.end();
   if (recorder != nullptr) {
-    if (has_input) recorder->note_rows({x});
+    if (has_input) {
+      recorder->note_rows({x}, plan.parts ? static_cast<int64_t>(plan.rows.size()) : 1);
+    }
     if (plan.data_factor != 1) recorder->note_weighed();
     const bool by_rows = options_.reduction == LossReduction::kMean && !options_.loss_weight;
     if (by_rows && !plan.parts) recorder->note_micro_batches(plan.rows, plan.loss_shares);

@@ -20,6 +20,7 @@
 #include "lockstep/autocast.hpp"
 #include "lockstep/clock.hpp"
 #include "lockstep/error.hpp"
+#include "verify/step_recorder.hpp"
 
 namespace lockstep {
 namespace {
@@ -148,7 +149,9 @@ Stage::Stage(int index, torch::nn::Sequential module, Device& device, bool recom
 torch::Tensor Stage::compute(const MicroBatchFacts& facts, const torch::Tensor& input) {
   const UseRng random(rng_);
   rng_.reseed(seed_of(facts, index_));
+  std::optional<WatchedForward> watched(device_.torch_device());
   const torch::Tensor output = module_->forward(input);
+  watched.reset();
   if (!is_last() || !facts.has_loss) return output;
   const torch::Tensor loss = loss_(output, facts.target);
   if (facts.compares_loss) compare_loss(facts, output, loss);

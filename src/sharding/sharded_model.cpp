@@ -324,12 +324,14 @@ void ShardedModel::before_forward() {
     state.awaits_training_backward = true;
     auto* recorder = StepRecorder::of_process();
     if (recorder != nullptr && state.last_forward_averaged) recorder->note_synchronised_forward();
+    if (recorder != nullptr) state.forward_watch.emplace(*state.module);
   }
   state.phase = State::Phase::kForwarded;
 }
 
 void ShardedModel::after_forward(const std::vector<torch::Tensor>& outputs) {
   State& state = *state_;
+  state.forward_watch.reset();
   state.rethrow_failure();
   const WithoutWatching own_work;
   state.window->forward_ended();

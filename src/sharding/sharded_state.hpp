@@ -22,6 +22,7 @@
 #include "sharding/unit_gradients.hpp"
 #include "sharding/unit_plan.hpp"
 #include "sharding/whole_parameters.hpp"
+#include "verify/step_recorder.hpp"
 
 namespace lockstep {
 
@@ -175,6 +176,7 @@ struct ShardedModel::State final : GradientListener, StorageWatcher {
   std::optional<AccumulationWindow> marks;  // for Note [Fresh parameters]
   std::optional<GradientStreams> streams;
   std::unique_ptr<Parts> parts;
+  std::optional<WatchedForward> forward_watch;  // for `lockstep verify`
   std::optional<GradientHooks> hooks;  // last, so that no hook runs before all else is ready
 };
 

@@ -1,6 +1,7 @@
 #include "verify/step_recorder.hpp"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/record_function.h>
 #include <fmt/format.h>
 #include <torch/torch.h>
 #define XXH_INLINE_ALL
@@ -8,6 +9,7 @@
 #undef XXH_INLINE_ALL
 
 #include <algorithm>
+#include <atomic>
 #include <charconv>
 #include <cstdlib>
 #include <fstream>
@@ -17,6 +19,7 @@
 #include "base/safetensors.hpp"
 #include "device/capture.hpp"
 #include "device/dtype_map.hpp"
+#include "device/rng.hpp"
 #include "device/slice_map.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/rank_environment.hpp"
@@ -35,6 +38,24 @@ torch::Tensor on_host(const torch::Tensor& tensor) {
 
 int64_t hash_of(const torch::Tensor& host) {
   return static_cast<int64_t>(XXH3_64bits(host.data_ptr(), host.nbytes()));
+}
+
+// One for each index of dimension 0.
+void add_hashes(const torch::Tensor& host, std::vector<int64_t>& hashes) {
+  const size_t bytes = host.nbytes() / static_cast<size_t>(host.size(0));
+  for (int64_t i = 0; i < host.size(0); ++i) {
+    hashes.push_back(static_cast<int64_t>(XXH3_64bits(
+        static_cast<const char*>(host.data_ptr()) + static_cast<size_t>(i) * bytes, bytes)));
+  }
+}
+
+int64_t hash_of(std::map<std::string, at::Generator>& generators) {
+  std::vector<int64_t> hashes;
+  for (auto& [device, generator] : generators) {
+    const std::lock_guard lock(generator.mutex());
+    hashes.push_back(hash_of(on_host(generator.get_state())));
+  }
+  return static_cast<int64_t>(XXH3_64bits(hashes.data(), hashes.size() * sizeof(int64_t)));
 }
 
 json to_json(const Slice& slice) {
@@ -91,6 +112,94 @@ std::optional<std::string> kind_of(const torch::nn::Module& module) {
   return std::nullopt;
 }
 
+// Note [Updates of torch::optim]
+// An optimizer of torch::optim tells nobody that it updates. The first operation that changes a
+// known weight in place after a forward gives it away: then its gradients are recorded, as it will
+// use them, and at the next forward its weights. A stand-in with all weights is recorded as the
+// optimizer. lockstep's own optimizers and verify_step() announce themselves, which takes
+// precedence. What is not seen: rates and state, and the last update if the wrapper outlives it.
+class UnannouncedUpdates {
+ public:
+  static UnannouncedUpdates& of_process() {
+    static auto* const updates = new UnannouncedUpdates;  // alive until the last operation
+    return *updates;
+  }
+
+  void watch(const torch::nn::Module& module) {
+    const std::lock_guard lock(mutex_);
+    if (!stand_in_) {
+      stand_in_ = std::make_unique<torch::optim::SGD>(std::vector<torch::Tensor>(), 0.0);
+      at::addGlobalCallback(at::RecordFunctionCallback(&before_operation)
+                                .needsInputs(true)
+                                .scopes({
+                                    at::RecordScope::FUNCTION,
+                                }));
+    }
+    auto& known = stand_in_->param_groups().front().params();
+    for (const auto& parameter : module.parameters()) {
+      const bool is_new = std::none_of(known.begin(), known.end(),
+                                       [&](const auto& each) { return each.is_same(parameter); });
+      if (parameter.defined() && is_new) known.push_back(parameter);
+    }
+  }
+
+  void forward_begins(StepRecorder& recorder) {
+    if (open_.exchange(false)) {
+      recorder.end_update(*stand_in_, 1, [](const torch::Tensor& parameter) { return parameter; });
+      ended_ = true;
+    }
+    awaited_ = stand_in_ && torch::GradMode::is_enabled();
+  }
+
+  bool is_stand_in(const torch::optim::Optimizer* optimizer) const {
+    return optimizer == stand_in_.get();
+  }
+
+  /// Returns whether the update continues the count of the steps, whatever optimizer made it.
+  bool announced(const torch::optim::Optimizer& optimizer) {
+    if (is_stand_in(&optimizer)) return true;
+    awaited_ = false;
+    open_ = false;
+    return ended_;
+  }
+
+ private:
+  static std::unique_ptr<at::ObserverContext> before_operation(
+      const at::RecordFunction& operation) {
+    of_process().look_at(operation);
+    return nullptr;
+  }
+
+  void look_at(const at::RecordFunction& operation) {
+    const std::string_view name(operation.name());
+    if (!awaited_ || torch::GradMode::is_enabled() || !name.ends_with('_')) return;
+    const auto& inputs = operation.inputs();
+    if (inputs.empty() || !inputs[0].isTensor() || !changes_weight(inputs[0].toTensor())) return;
+    if (!awaited_.exchange(false)) return;
+    open_ = true;
+    StepRecorder::of_process()->begin_update(*stand_in_);
+  }
+
+  bool changes_weight(const torch::Tensor& changed) {
+    const std::lock_guard lock(mutex_);
+    if (!changed.defined() || !changed.has_storage()) return false;
+    const auto& known = stand_in_->param_groups().front().params();
+    bool has_gradients = false;
+    bool is_weight = false;
+    for (const auto& each : known) {
+      has_gradients = has_gradients || each.grad().defined();
+      is_weight = is_weight || each.is_alias_of(changed);
+    }
+    return has_gradients && is_weight;
+  }
+
+  std::mutex mutex_;  // guards the stand-in's list
+  std::unique_ptr<torch::optim::SGD> stand_in_;
+  std::atomic<bool> awaited_{false};  // a forward has begun, and no update since
+  std::atomic<bool> open_{false};     // it has begun to change weights
+  std::atomic<bool> ended_{false};    // once
+};
+
 }  // namespace
 
 StepRecorder* StepRecorder::of_process() {
@@ -110,6 +219,8 @@ StepRecorder::StepRecorder(std::string folder)
 }
 
 void StepRecorder::learn(const torch::nn::Module& module, const char* wrapper) {
+  const std::string_view kind(wrapper);
+  if (kind == "ddp" || kind == "data_parallel") UnannouncedUpdates::of_process().watch(module);
   const std::lock_guard lock(mutex_);
   wrappers_.insert(wrapper);
   if (perturb_) perturb(module);
@@ -152,21 +263,27 @@ void StepRecorder::name(const torch::Tensor& parameter, const std::string& name)
   names_.set(parameter, name);
 }
 
-// A row's bytes stand for it. Of a model's several inputs the first has the batch.
-void StepRecorder::note_rows(const std::vector<torch::Tensor>& inputs) {
+// A row's bytes stand for it. Of a model's several inputs the first has the batch, in dimension 0;
+// in that of a recurrent network that reads [time, batch, ...] it is dimension 1. Which one it is
+// shows when the run is compared.
+void StepRecorder::note_rows(const std::vector<torch::Tensor>& inputs, int64_t forwards) {
+  UnannouncedUpdates::of_process().forward_begins(*this);
   if (!torch::GradMode::is_enabled() || Capture::current() != nullptr) return;
   const auto first = std::find_if(inputs.begin(), inputs.end(), [](const torch::Tensor& each) {
     return each.defined() && each.dim() > 0 && each.size(0) > 0;
   });
   if (first == inputs.end()) return;
   const torch::Tensor rows = on_host(*first);
-  const size_t bytes = rows.nbytes() / static_cast<size_t>(rows.size(0));
+  const bool is_sequence = rows.dim() > 2 || (rows.dim() == 2 && !rows.is_floating_point());
   const std::lock_guard lock(mutex_);
-  ++forwards_;
-  for (int64_t row = 0; row < rows.size(0); ++row) {
-    rows_.push_back(static_cast<int64_t>(XXH3_64bits(
-        static_cast<const char*>(rows.data_ptr()) + static_cast<size_t>(row) * bytes, bytes)));
-  }
+  forwards_ += forwards;
+  add_hashes(rows, rows_);
+  if (is_sequence && rows.size(1) > 0) add_hashes(rows.transpose(0, 1).contiguous(), columns_);
+}
+
+void StepRecorder::note_random() {
+  const std::lock_guard lock(mutex_);
+  kinds_.insert("dropout");
 }
 
 void StepRecorder::note_buffers(const torch::nn::Module& module) {
@@ -241,7 +358,10 @@ std::string StepRecorder::known_name(const torch::Tensor& parameter) {
 StepRecorder::Updates& StepRecorder::updates_of(const torch::optim::Optimizer& optimizer) {
   const auto [found, is_new] = updates_.try_emplace(&optimizer);
   if (is_new) {
-    found->second.index = static_cast<int64_t>(updates_.size()) - 1;
+    const auto& unannounced = UnannouncedUpdates::of_process();
+    found->second.index = std::count_if(updates_.begin(), updates_.end(), [&](const auto& each) {
+      return each.first != &optimizer && !unannounced.is_stand_in(each.first);
+    });
     found->second.step = resumed_after_;
   }
   return found->second;
@@ -249,8 +369,10 @@ StepRecorder::Updates& StepRecorder::updates_of(const torch::optim::Optimizer& o
 
 void StepRecorder::begin_update(const torch::optim::Optimizer& optimizer) {
   if (Capture::current() != nullptr) return;
+  const bool continues = UnannouncedUpdates::of_process().announced(optimizer);
   const std::lock_guard lock(mutex_);
   Updates& updates = updates_of(optimizer);
+  if (continues) updates.step = last_step_;
   ++updates.step;
   if (updates.step > last_step_) begin_step(updates.step, optimizer);
   updates.gradients.clear();
@@ -273,6 +395,8 @@ void StepRecorder::begin_step(int64_t step, const torch::optim::Optimizer& optim
                 {"weight", weight_},
                 {"weighed", std::exchange(weighed_, false)},
                 {"rows", std::exchange(rows_, {})},
+                {"columns", std::exchange(columns_, {})},
+                {"resumed_after", resumed_after_},
                 {"forward_buffers", std::exchange(forward_buffers_, {})},
                 {"forwards", std::exchange(forwards_, 0)},
                 {"synchronised_forwards", std::exchange(synchronised_forwards_, 0)},
@@ -310,11 +434,11 @@ void StepRecorder::end_update(const torch::optim::Optimizer& optimizer, double f
   const std::lock_guard lock(mutex_);
   Updates& updates = updates_of(optimizer);
   Items items = std::exchange(local_, {});
-  json rates = json::array();
+  json rates = json::object();
   for (const auto& group : optimizer.param_groups()) {
-    rates.push_back(group.options().get_lr());
     for (const auto& parameter : group.params()) {
       const std::string name = known_name(parameter);
+      rates[name] = group.options().get_lr();
       const torch::Tensor weight = master_of(parameter);
       const Slice slice = slice_of(parameter);
       items["weight/" + name] = {on_host(weight), slice};
@@ -336,7 +460,7 @@ void StepRecorder::end_update(const torch::optim::Optimizer& optimizer, double f
   }
   updates.gradients.clear();
   write(fmt::format("step-{}.rank-{}.update-{}", updates.step, rank_, updates.index), items,
-        {{"step", updates.step}, {"rank", rank_}, {"factor", factor}, {"lr", rates}});
+        {{"step", updates.step}, {"rank", rank_}, {"factor", factor}, {"rates", std::move(rates)}});
 }
 
 void StepRecorder::skip_update(const torch::optim::Optimizer& optimizer) {
@@ -346,13 +470,20 @@ void StepRecorder::skip_update(const torch::optim::Optimizer& optimizer) {
   Updates& updates = updates_of(optimizer);
   updates.gradients.clear();
   Items items;
+  json rates = json::object();
   for (const auto& group : optimizer.param_groups()) {
     for (const auto& parameter : group.params()) {
-      items["weight/" + known_name(parameter)] = {on_host(parameter), slice_of(parameter)};
+      const std::string name = known_name(parameter);
+      rates[name] = group.options().get_lr();
+      items["weight/" + name] = {on_host(parameter), slice_of(parameter)};
     }
   }
   write(fmt::format("step-{}.rank-{}.update-{}", updates.step, rank_, updates.index), items,
-        {{"step", updates.step}, {"rank", rank_}, {"factor", 1.0}, {"skipped", true}});
+        {{"step", updates.step},
+         {"rank", rank_},
+         {"factor", 1.0},
+         {"rates", std::move(rates)},
+         {"skipped", true}});
 }
 
 void StepRecorder::add_state(const torch::optim::Optimizer& optimizer,
@@ -408,6 +539,24 @@ void StepRecorder::resume_after(int64_t step) {
   resumed_after_ = step;
   last_step_ = step;
   for (auto& [optimizer, updates] : updates_) updates.step = step;
+}
+
+WatchedForward::WatchedForward(c10::Device device)
+    : recorder_(torch::GradMode::is_enabled() && Capture::current() == nullptr
+                    ? StepRecorder::of_process()
+                    : nullptr) {
+  if (recorder_ == nullptr) return;
+  generators_ = generators_of_thread(device.is_cuda() ? std::vector<c10::Device>{device}
+                                                      : std::vector<c10::Device>{});
+  before_ = hash_of(generators_);
+}
+
+WatchedForward::WatchedForward(const torch::nn::Module& module)
+    : WatchedForward(module.parameters().empty() ? c10::Device(c10::kCPU)
+                                                 : module.parameters().front().device()) {}
+
+WatchedForward::~WatchedForward() {
+  if (recorder_ != nullptr && hash_of(generators_) != before_) recorder_->note_random();
 }
 
 void verify_model(const torch::nn::Module& module) {

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <ATen/core/Generator.h>
+#include <c10/core/Device.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
@@ -41,8 +43,9 @@ class StepRecorder {
   /// Null unless this process runs under `lockstep verify`.
   static StepRecorder* of_process();
 
-  /// `wrapper`: "ddp", "sharded", "virtual_shards", "data_parallel", "pipeline" or "module".
-  /// Perturbs the weights, if that was asked for: called when all ranks have the same.
+  /// `wrapper`: "ddp", "sharded", "virtual_shards", "data_parallel", "pipeline" or "module"; a
+  /// pipeline with virtual shards is learnt as both. Perturbs the weights, if that was asked for:
+  /// called when all ranks have the same.
   void learn(const torch::nn::Module& module, const char* wrapper);
 
   /// A parameter has this name from now on, as a shard has that of the parameter it is part of.
@@ -51,7 +54,9 @@ class StepRecorder {
   /// The name that a parameter has; a new one if it has none.
   std::string name_of(const torch::Tensor& parameter);
 
-  void note_rows(const std::vector<torch::Tensor>& inputs);
+  /// `forwards`: how many the model makes of them, as a pipeline one for each of its parts.
+  void note_rows(const std::vector<torch::Tensor>& inputs, int64_t forwards = 1);
+  void note_random();                                  ///< a training forward drew random numbers
   void note_synchronised_forward();                    ///< by the program's own NoSync
   void note_buffers(const torch::nn::Module& module);  ///< as a synchronised forward begins
   void note_dtype(torch::ScalarType dtype);            ///< a precision that the model computes in
@@ -137,7 +142,23 @@ class StepRecorder {
   int64_t sent_bytes_ = 0;
   int64_t all_reduces_ = 0;
   std::vector<int64_t> rows_;
+  std::vector<int64_t> columns_;          // the same of dimension 1
   std::vector<int64_t> forward_buffers_;  // hashes
+};
+
+/// Guard around a training forward: notes if it drew random numbers, in whatever layer or function.
+class WatchedForward {
+ public:
+  explicit WatchedForward(c10::Device device);
+  explicit WatchedForward(const torch::nn::Module& module);  ///< on its device
+  ~WatchedForward();
+  WatchedForward(const WatchedForward&) = delete;
+  WatchedForward& operator=(const WatchedForward&) = delete;
+
+ private:
+  StepRecorder* recorder_;
+  std::map<std::string, at::Generator> generators_;
+  int64_t before_ = 0;
 };
 
 }  // namespace lockstep

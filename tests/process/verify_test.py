@@ -2,8 +2,10 @@
 """`lockstep verify` on the course's programs, on planted bugs and on models without one: verify_test.py BIN_FOLDER CASE..."""
 import csv
 import os
+import signal
 import subprocess
 import sys
+import time
 import unittest
 
 from scratch import ScratchTest
@@ -65,6 +67,47 @@ class Programs(Verified):
     def test_processes_that_train_alone_are_wrong(self):
         self.verify("--quick", self.script('unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE; exec "$@"'), code=1)
         self.assertEqual({row["likely_cause"] for row in self.table("findings")}, {"rank-missing"})
+
+    def test_processes_that_end_without_an_update_are_wrong_and_the_rest_is_judged(self):
+        self.verify("--quick", self.script('[ $WORLD_SIZE = 2 ] && exit 0; exec "$@"'), code=1)
+        self.assertEqual([row["likely_cause"] for row in self.table("findings")], ["nothing-recorded"])
+        self.assertEqual([row["verdict"] for row in self.table("runs")], ["same bits", "WRONG", "reordered sums"])
+
+    def test_a_recording_that_cannot_be_written_is_not_judged(self):
+        said = self.verify("--quick", self.script('mkdir -p "$LOCKSTEP_VERIFY_DIR/step-2.rank-1.update-0.safetensors/x"; exec "$@"'), code=1)
+        self.assertIn("Not shown: 2 runs could not be judged", said)
+        self.assertEqual({row["verdict"] for row in self.table("runs")}, {"same bits", "not judged"})
+
+    def test_the_users_flags_may_exclude_virtual_shards(self):
+        self.verify("--ranks", "2", os.path.join(BIN, "practical6_ddp"), "--compress", "fp16", "--steps", "4")
+        verdicts = {row["run"]: row["verdict"] for row in self.table("runs")}
+        self.assertEqual(verdicts["2 ranks"], "reordered sums")
+        self.assertEqual(verdicts["virtual shards: 1 rank"], "not offered")
+
+    def test_updates_of_torch_optim_are_noticed_and_nothing_compared_is_not_yes(self):
+        said = self.verify("--ranks", "2", os.path.join(BIN, "tutorial_distributed"), code=1)
+        self.assertIn("Not shown", said)
+        rows = {row["run"]: (row["verdict"], row["steps"], row["tensors"]) for row in self.table("runs")}
+        self.assertEqual(rows, {"1 rank, twice": ("same bits", "10", "—"), "2 ranks": ("explained", "10", "—")})
+
+    def test_a_program_of_one_process_is_not_offered_ranks(self):
+        self.verify("--ranks", "2", os.path.join(BIN, "tutorial_data_parallel"), code=1)
+        self.assertEqual([row["verdict"] for row in self.table("runs")], ["same bits", "not offered"])
+
+    def test_recordings_are_kept_by_name_and_go_on_an_interrupt(self):
+        self.verify("--quick", "--keep", self.script('exec "$@"'))
+        kept = set(os.listdir(self.path("out/recordings")))
+        self.assertLessEqual({"1-rank", "1-rank-again", "2-ranks", "3-ranks"}, kept)
+        self.assertTrue(any(name.startswith("step-2.rank-1.") for name in os.listdir(self.path("out/recordings/2-ranks"))))
+        hanging = subprocess.Popen([os.path.join(BIN, "lockstep"), "verify", "--out", self.path("stopped"),
+                                    self.script('[ -z "$WORLD_SIZE" ] || exec sleep 600')], stderr=subprocess.DEVNULL)
+        self.addCleanup(hanging.kill)
+        while not os.path.exists(self.path("stopped/recordings/2-ranks")):
+            self.assertIsNone(hanging.poll())
+            time.sleep(0.05)
+        hanging.send_signal(signal.SIGINT)
+        self.assertEqual(hanging.wait(timeout=60), 130)
+        self.assertFalse(os.path.exists(self.path("stopped/recordings")))
 
     def test_mistakes_are_named(self):
         for words, said in ((["no-such-program"], "no-such-program"), ([], "no program was given"),

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <fstream>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -15,6 +16,7 @@
 #include "cli/verify/judge.hpp"
 #include "cli/verify/least_squares.hpp"
 #include "cli/verify/variants.hpp"
+#include "cli/verify/verify.hpp"
 #include "tests/support.hpp"
 
 namespace lockstep::cli::verify_test {
@@ -24,6 +26,7 @@ using nlohmann::json;
 using Values = std::vector<float>;
 
 constexpr float kRate = 0.5F;
+const Values kOnes(16, 1.0F);
 
 Values ramp(float from, float by, size_t count = 16) {
   Values values;
@@ -73,6 +76,11 @@ class Recording {
     if (more.is_object()) facts.update(more);
     std::map<std::string, Values> local;
     if (ranks_ > 1 && !own.empty()) local["local/net.weight"] = own;
+    for (auto each = tensors.begin(); each != tensors.end();) {
+      auto next = std::next(each);
+      if (each->first.starts_with("local/")) local.insert(tensors.extract(each));
+      each = next;
+    }
     write(step, rank, "facts", local, facts);
     tensors["gradient/net.weight"] = used;
     tensors["weight/net.weight"] = weight;
@@ -80,8 +88,25 @@ class Recording {
           {{"step", step},
            {"rank", rank},
            {"factor", 1.0},
-           {"lr", {rate_}},
+           {"rates", {{"net.weight", rate_}}},
            {"slices", json::object()}});
+  }
+
+  // An update of another optimizer, which multiplied this parameter's gradient by a factor.
+  void add_update(int64_t step, int rank, int index, const std::string& name, const Values& used,
+                  double factor) const {
+    write(step, rank, fmt::format("update-{}", index),
+          {{"gradient/" + name, used}, {"weight/" + name, kOnes}},
+          {{"step", step},
+           {"rank", rank},
+           {"factor", factor},
+           {"rates", {{name, rate_}}},
+           {"slices", json::object()}});
+  }
+
+  void add_loss(int64_t step, int rank, double loss) const {
+    std::ofstream file(folder_->file(fmt::format("rank-{}.losses", rank)), std::ios::app);
+    file << fmt::format("{} {:.17g}\n", step, loss);
   }
 
   void set_rate(float rate) { rate_ = rate; }
@@ -312,6 +337,181 @@ TEST(Verify, VirtualShardsAllowNoRoundingAndNoExcuse) {
   run.add(1, 0, kOwn0, kMean, times(kWeight, 1.5F), drops);
   run.add(1, 1, kOwn1, kMean, times(kWeight, 1.5F), drops);
   EXPECT_EQ(judged(run, in_parts).finding.value().cause, "bits-differ");
+}
+
+TEST(Verify, AProgramsOwnVirtualShardsMustHaveTheSameBits) {
+  const json in_parts = {
+      {"kinds", {"dropout"}}, {"wrappers", {"virtual_shards"}}, {"generator", 5}};
+  json parts_of_rank = in_parts;
+  parts_of_rank["forwards"] = 1;
+  const auto judged_parts = [&](const Values& weight) {
+    Recording one(1);
+    one.add(1, 0, {}, kMean, kWeight, in_parts);
+    Recording run(2);
+    for (const int rank : {0, 1}) run.add(1, rank, {}, kMean, weight, parts_of_rank);
+    return judge(one.read(), {}, run.read(), {.divides_rows = true, .ranks = 2});
+  };
+  EXPECT_EQ(judged_parts(kWeight).verdict, Verdict::kSameBits) << "one seed is what they need";
+  EXPECT_EQ(judged_parts(times(kWeight, 1.5F)).finding.value().cause, "bits-differ");
+}
+
+TEST(Verify, EachOptimizerHasAFactorOfItsOwn) {
+  Recording one(1);
+  one.add(1, 0, {}, kMean, kWeight);
+  one.add_update(1, 0, 1, "other", times(kMean, 0.25F), 0.25);
+  Recording run(2);
+  for (const int rank : {1, 0}) {
+    const Values& own = rank == 0 ? kOwn0 : kOwn1;
+    run.add_update(1, rank, 1, "other", times(kMean, 0.25F), 0.25);
+    run.add(1, rank, own, kMean, kWeight, {{"averages", {{"net.weight", 1}, {"other", 1}}}},
+            {{"local/other", own}});
+  }
+  const Judgement found = judge(one.read(), {}, run.read(), {.divides_rows = true, .ranks = 2});
+  EXPECT_EQ(found.verdict, Verdict::kSameBits) << found.finding.value_or(Divergence{}).text;
+}
+
+TEST(Verify, SmallGradientsInHalfPrecisionAreRoundedToItsSmallestNumbers) {
+  const auto verdict = [](const char* sent) {
+    const float tiny = 0x1p-23F;
+    Recording one(1);
+    one.add(1, 0, {}, Values(16, 1.5F * tiny), kWeight);
+    Recording run(2);
+    for (const int rank : {0, 1}) {
+      run.add(1, rank, Values(16, rank == 0 ? tiny : 2 * tiny), Values(16, 2 * tiny), kWeight,
+              {{"sent_dtype", sent}});
+    }
+    return judge(one.read(), {}, run.read(), {.divides_rows = true, .ranks = 2})
+        .finding.value_or(Divergence{})
+        .cause;
+  };
+  EXPECT_EQ(verdict("float32"), "mean-wrong");
+  EXPECT_NE(verdict("float16"), "mean-wrong");
+}
+
+TEST(Verify, RowsOfAnotherTrainingMayNotOverlap) {
+  const auto found = [](std::vector<int64_t> rows0, std::vector<int64_t> rows1) {
+    Recording run(2);
+    run.add(1, 0, kOwn0, kMean, kWeight, {{"rows", rows0}});
+    run.add(1, 1, kOwn1, kMean, kWeight, {{"rows", rows1}});
+    return judged(run);
+  };
+  const Judgement apart = found({4, 5, 6, 7}, {8, 9, 10, 11});
+  EXPECT_EQ(apart.verdict, Verdict::kExplained);
+  EXPECT_TRUE(apart.is_other_training);
+  EXPECT_EQ(apart.tensors, 0) << "nothing was compared with the reference";
+  EXPECT_EQ(found({4, 5, 6, 7}, {6, 7, 8, 9}).finding.value().cause, "rows-repeated");
+  EXPECT_FALSE(found({4, 4, 6, 7}, {6, 7, 8, 9}).finding) << "the data has equal rows";
+}
+
+TEST(Verify, TheBatchMayBeTheSecondDimension) {
+  Recording one(1);
+  one.add(1, 0, {}, kMean, kWeight, {{"rows", {1, 2, 3}}, {"columns", {4, 5, 6, 7}}});
+  Recording run(2);
+  for (const int rank : {0, 1}) {
+    const int first = 4 + 2 * rank;
+    run.add(
+        1, rank, rank == 0 ? kOwn0 : kOwn1, kMean, kWeight,
+        {{"rows", {10 * first, 10 * first + 1, 10 * first + 2}}, {"columns", {first, first + 1}}});
+  }
+  EXPECT_EQ(judge(one.read(), {}, run.read(), {.divides_rows = true, .ranks = 2}).verdict,
+            Verdict::kSameBits);
+}
+
+TEST(Verify, ARunThatDidNotResumeIsNamed) {
+  const auto cause = [](int64_t resumed_after) {
+    Recording one(1);
+    Recording run(2);
+    for (const int64_t step : {1, 2, 3, 4, 5}) {
+      one.add(step, 0, {}, kMean, kWeight);
+      for (const int rank : {0, 1}) {
+        run.add(step, rank, rank == 0 ? kOwn0 : kOwn1, kMean, kWeight,
+                {{"resumed_after", step > 2 ? resumed_after : 0}});
+      }
+    }
+    return judge(one.read(), {}, run.read(), {.divides_rows = true, .resumed_after = 2, .ranks = 2})
+        .finding.value_or(Divergence{})
+        .cause;
+  };
+  EXPECT_EQ(cause(2), "");
+  EXPECT_EQ(cause(0), "not-resumed");
+}
+
+TEST(Verify, TheLossIsJudged) {
+  const auto cause = [](double loss) {
+    Recording one = serial();
+    one.add_loss(1, 0, 2.5);
+    Recording run = parallel(kMean, kMean);
+    run.add_loss(1, 0, loss - 1);
+    run.add_loss(1, 1, loss + 1);
+    return judge(one.read(), {}, run.read(), {.divides_rows = true, .ranks = 2})
+        .finding.value_or(Divergence{})
+        .cause;
+  };
+  EXPECT_EQ(cause(2.5), "");
+  EXPECT_EQ(cause(7.5), "loss-differs");
+}
+
+TEST(Verify, AProgramThatKnowsNothingOfRanksIsNoParallelRun) {
+  const auto alone = [](const char* wrapper) {
+    Recording run(2);
+    const json all = {
+        {"rows", {4, 5, 6, 7}}, {"averages", json::object()}, {"wrappers", {wrapper}}};
+    for (const int rank : {0, 1}) run.add(1, rank, {}, kMean, kWeight, all);
+    return judged(run);
+  };
+  EXPECT_FALSE(alone("pipeline").is_parallel);
+  EXPECT_FALSE(alone("pipeline").finding);
+  EXPECT_EQ(alone("ddp").finding.value().cause, "rows-repeated");
+}
+
+TEST(Verify, NothingRecordedIsAFinding) {
+  const Recording nothing(2);
+  EXPECT_EQ(judged(nothing).finding.value().cause, "nothing-recorded");
+}
+
+TEST(Verify, OnlyWhatWasComparedIsTheSerialRun) {
+  VerifiedRun explained{.name = "2 ranks"};
+  explained.judgement.verdict = Verdict::kExplained;
+  explained.judgement.explanation = "another training";
+  VerifiedRun compared{.name = "3 ranks"};
+  compared.judgement.verdict = Verdict::kReordered;
+  compared.judgement.tensors = 8;
+  compared.judgement.loose = 1;
+  VerifiedRun failed{.name = "5 ranks", .failure = "no space"};
+  const auto answer = [](const std::vector<VerifiedRun>& runs) {
+    return verify_report({"./train"}, runs).answers.front().text;
+  };
+  EXPECT_EQ(exit_code_of({explained}), 1);
+  EXPECT_TRUE(answer({explained}).starts_with("Not shown")) << answer({explained});
+  EXPECT_EQ(exit_code_of({explained, compared}), 0);
+  const std::string some = answer({explained, compared});
+  EXPECT_TRUE(some.starts_with("Yes, for 1 run compared")) << some;
+  EXPECT_NE(some.find("1 of 8 tensors were compared loosely"), std::string::npos) << some;
+  EXPECT_NE(some.find("was not compared with the serial run"), std::string::npos) << some;
+  EXPECT_EQ(exit_code_of({compared, failed}), 1);
+  EXPECT_TRUE(answer({compared, failed}).starts_with("Not shown: 1 run could not be judged"));
+}
+
+TEST(Verify, ARunOfTooFewStepsIsNotKilled) {
+  const auto has_resume = [](std::vector<std::string> program) {
+    const ProgramFlags flags = parse_help(
+        "  --checkpoint DIR  folder\n"
+        "  --steps INT [40]  updates\n");
+    const auto families = plan_variants({.program = std::move(program)}, flags);
+    return std::any_of(families.front().variants.begin(), families.front().variants.end(),
+                       [](const Variant& each) { return each.name == "killed and resumed"; });
+  };
+  EXPECT_TRUE(has_resume({"./train"}));
+  EXPECT_TRUE(has_resume({"./train", "--steps", "5"}));
+  EXPECT_FALSE(has_resume({"./train", "--steps", "3"}));
+}
+
+TEST(Verify, ALongHelpIsNoMatterForTheStack) {
+  const std::string long_text(200'000, 'x');
+  const ProgramFlags flags = parse_help("  --batch INT [64]  " + long_text + "\n      " +
+                                        long_text + "\n  --quiet  print nothing\n");
+  EXPECT_EQ(flags.defaults.at("--batch"), "64");
+  EXPECT_TRUE(flags.has("--quiet"));
 }
 
 TEST(Verify, ARunThatEndsTooSoonIsWrong) {
