@@ -513,6 +513,27 @@ TEST_F(LaunchFailure, CtrlCTwiceIsNow) {
   expect_nothing_left();
 }
 
+TEST_F(LaunchFailure, RanksHaveTimeToSaveWhenTheLauncherIsAskedToStop) {
+  const std::string list = file("pids");
+  for (const auto& [signal, grace, flags] : {std::tuple{SIGTERM, " 25 s;", test::Texts{}},
+                                             {SIGINT, " 5 s;", {}},
+                                             {SIGTERM, " 7.5 s;", {"--grace", "7.5"}}}) {
+    std::filesystem::remove(list);
+    test::Texts arguments = flags;
+    for (const auto& each : {std::string("-n"), std::string("1"), worker(),
+                             std::string("pid:") + list, std::string("loop")}) {
+      arguments.push_back(each);
+    }
+    const pid_t job = start(arguments);
+    pids_in(list, 1);
+    ::kill(job, signal);
+    const JobResult result = finish(job);
+    EXPECT_NE(result.errors.find(std::string("stopping all ranks, which have") + grace),
+              std::string::npos)
+        << result.errors;
+  }
+}
+
 TEST_F(LaunchFailure, ASignalThatRanksAnswerWithExitCode75GivesThatCode) {
   const pid_t job = start({"-n", "2", worker(), "graceful:75", "pid:" + file("pids"), "loop"});
   pids_in(file("pids"), 2);
