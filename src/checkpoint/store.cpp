@@ -190,7 +190,8 @@ std::string CheckpointStore::publish(const std::string& draft, const Manifest& m
 void CheckpointStore::move_damaged_aside(const std::string& path) {
   try {
     CheckpointReader(path).verify();
-  } catch (const Error&) {
+  } catch (const Error& reason) {
+    if (!is_damage(reason)) throw;
     for (int number = 1;; ++number) {
       const int error = files_.rename(path, fmt::format("{}.damaged-{}", path, number));
       if (error == 0) return;
