@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/process.hpp"
+#include "base/utf8.hpp"
 #include "lockstep/error.hpp"
 #include "parallel/joined_loop.hpp"
 #include "train/checkpoint_state.hpp"
@@ -15,6 +16,10 @@ namespace lockstep {
 Checkpoint::State::State(std::string folder, const std::optional<Communicator>& ranks,
                          const CheckpointOptions& options)
     : folder_(std::move(folder)), options_(options) {
+  if (!is_utf8(folder_)) {
+    throw Error(Code::kUsage, "the name of a folder for checkpoints is not UTF-8",
+                "name it in UTF-8: manifests and messages hold such text only");
+  }
   if (options.every < 0 || options.keep < 1) {
     throw Error(Code::kUsage,
                 fmt::format("a checkpoint was asked for every {} steps, to keep {}", options.every,
@@ -37,11 +42,17 @@ Checkpoint::State::State(std::string folder, const std::optional<Communicator>& 
 }
 
 Checkpoint::State::~State() {
+  bool failed = std::uncaught_exceptions() > 0;
+  try {
+    // A question that is not waited for would abort the ranks that still ask it.
+    if (stop_asked_ && !failed) stop_asked_->wait();
+  } catch (...) {  // another rank has failed, and says so itself
+    failed = true;
+  }
+  if (failed) abandon_save();
   try {
     wait_for_save();
-    // A question that is not waited for would abort the ranks that still ask it.
-    if (stop_asked_ && std::uncaught_exceptions() == 0) stop_asked_->wait();
-  } catch (...) {  // another rank has failed, and says so itself
+  } catch (...) {  // likewise
   }
 }
 
@@ -122,10 +133,14 @@ bool Checkpoint::State::step(int64_t step) {
   if (!stop) return true;
   PreemptionSignals::expect();
   wait_for_save();
-  if (is_writer()) {
-    print_error(fmt::format("lockstep: asked to stop: {} step {}\n",
-                            failures_ == 0 ? "saved" : "could not save", step));
+  if (latest_step_ != step) {
+    throw Error(Code::kCheckpoint,
+                fmt::format("asked to stop, and the last step could not be saved to {}: {}",
+                            folder_, last_failure_),
+                "earlier checkpoints are intact; make room or repair the disk, and start again to "
+                "resume from the latest");
   }
+  if (is_writer()) print_error(fmt::format("lockstep: asked to stop: saved step {}\n", step));
   return false;
 }
 

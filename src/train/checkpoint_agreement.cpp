@@ -14,6 +14,34 @@
 
 namespace lockstep {
 
+// What failed on one rank fails on all of them: with its own error there, elsewhere with one that
+// names it.
+void Checkpoint::State::require_on_all_ranks(const std::exception_ptr& error,
+                                             const CallOptions& options) const {
+  nlohmann::json failure;
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const Error& caught) {
+    failure = {static_cast<int>(caught.code()), caught.message(), caught.help()};
+  } catch (const std::exception& caught) {
+    failure = {static_cast<int>(Code::kCheckpoint), first_line_of(describe(caught)), ""};
+  }
+  if (!control_) {
+    if (error) std::rethrow_exception(error);
+    return;
+  }
+  const auto failures =
+      control_->all_gather_text(error ? dump_anything(failure) : std::string(), options);
+  if (error) std::rethrow_exception(error);
+  for (size_t rank = 0; rank < failures.size(); ++rank) {
+    if (failures[rank].empty()) continue;
+    const auto theirs = nlohmann::json::parse(failures[rank]);
+    throw RankError(static_cast<Code>(theirs[0].get<int>()), static_cast<int>(rank),
+                    fmt::format("rank {}: {}", rank, theirs[1].get<std::string>()),
+                    theirs[2].get<std::string>());
+  }
+}
+
 std::vector<std::vector<int64_t>> Checkpoint::State::numbers_of_all_ranks(
     const std::vector<int64_t>& mine) const {
   if (!control_) return {mine};
