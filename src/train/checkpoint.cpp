@@ -56,13 +56,17 @@ Checkpoint::State::~State() {
   }
 }
 
-// Rank 0 alone holds the folder; the others hear how it went, and must see the same folder.
+// Rank 0 alone holds the folder; the others hear how it went, and must be able to write to the same
+// folder.
 void Checkpoint::State::open_store() {
   std::string failure;
+  std::string probe;
   std::exception_ptr error;
+  auto& files = FileSystem::system();
   if (is_writer()) {
     try {
       store_.emplace(folder_);
+      if (control_) probe = write_probe(files, folder_);
     } catch (const Error& caught) {
       error = std::current_exception();
       failure = caught.message();
@@ -71,9 +75,11 @@ void Checkpoint::State::open_store() {
   int blamed = 0;
   if (control_) {
     failure = control_->broadcast_text(failure, 0, checkpoint_call());
-    const bool unseen = failure.empty() && !is_held_for_writing(folder_);
-    const auto others = control_->all_gather_text(
-        unseen ? "it does not see rank 0's " + folder_ : "", checkpoint_call());
+    probe = control_->broadcast_text(probe, 0, checkpoint_call());
+    std::string trouble;
+    if (failure.empty()) trouble = trouble_at_probe(files, folder_, probe, rank_);
+    const auto others = control_->all_gather_text(trouble, checkpoint_call());
+    if (is_writer() && !probe.empty()) files.remove(folder_ + probe);
     for (size_t rank = 0; rank < others.size() && failure.empty(); ++rank) {
       failure = others[rank];
       blamed = static_cast<int>(rank);

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <csignal>
+#include <cstring>
 #include <filesystem>
 #include <mutex>
 #include <nlohmann/json.hpp>
@@ -394,6 +395,28 @@ TEST(RankCheckpoint, TextThatIsNotUtf8OnOneRankIsAnErrorOnAll) {
         << outcome.text();
   }
   EXPECT_NE(outcomes[0].text().find("rank 1"), std::string::npos) << outcomes[0].text();
+}
+
+// Ranks that are threads have one folder; each of them writes to it before training begins.
+TEST(RankCheckpoint, AFolderThatOneRankCannotWriteToIsRefusedAtOnce) {
+  const ScratchFolder scratch;
+  const std::string folder = scratch.file("run");
+  test::FaultFiles files(scratch.file(""));
+  const ReplaceFileSystem replaced(files);
+  { const Checkpoint first(folder, {.every = 1}); }
+  const int calls = files.calls();
+  { const Checkpoint second(folder, {.every = 1}); }
+  // Rank 0 opens the folder, writes a probe (create, write, sync, close), and then ranks do too.
+  files.fail_at = files.calls() + (files.calls() - calls) + 4 + 1;
+  files.fails_for_good = true;
+  files.error = EROFS;
+  const auto outcomes = test::outcomes_of_ranks(2, [&](const Communicator& comm) {
+    const Checkpoint checkpoint(folder, comm, {.every = 1});
+  });
+  for (const auto& outcome : outcomes) {
+    EXPECT_EQ(outcome.code(), Code::kFileWrite);
+    EXPECT_NE(outcome.text().find(std::strerror(EROFS)), std::string::npos) << outcome.text();
+  }
 }
 
 // Rank 0's error, of two ranks that are processes. Rank 1 is one that stops itself.
