@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -55,10 +56,27 @@ std::vector<std::vector<int64_t>> Checkpoint::State::numbers_of_all_ranks(
   return all;
 }
 
+// The optimizer updates them; without them a run would go on from rounded weights.
+void Checkpoint::State::require_masters() const {
+  for (const auto& [section, part] : parts_) {
+    for (const auto& parameter : part->needs_masters_of()) {
+      const bool saved = std::any_of(parts_.begin(), parts_.end(), [&](const Part& each) {
+        return each.part->saves_master_of(parameter);
+      });
+      if (saved) continue;
+      throw Error(Code::kUsage,
+                  fmt::format("{} updates float32 weights that were not added", section),
+                  "add its MasterWeights too: checkpoint.add(\"masters\", masters, module)");
+    }
+  }
+}
+
 // Stages that a program has built one by one often have the same names, such as 0.weight. One of
 // them would be saved, and all would load it.
 void Checkpoint::State::require_own_names_of_stages() {
-  if (std::exchange(names_checked_, true)) return;
+  if (names_checked_) return;
+  require_masters();
+  names_checked_ = true;
   auto mine = nlohmann::json::array();  // names and stages in turn
   for (const auto& [section, part] : parts_) {
     for (const auto& each : part->stage_tensors()) {

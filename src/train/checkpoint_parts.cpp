@@ -147,6 +147,10 @@ class MastersPart final : public CheckpointPart {
   MastersPart(MasterWeights masters, std::function<NamedParameters()> parameters)
       : masters_(std::move(masters)), parameters_(std::move(parameters)) {}
 
+  bool saves_master_of(const torch::Tensor& parameter) const override {
+    return masters_.holds(parameter);
+  }
+
   PartContents contents() override {
     PartContents contents;
     for (const auto& [name, parameter] : parameters_()) {

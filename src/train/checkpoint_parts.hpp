@@ -91,6 +91,10 @@ class CheckpointPart {
   };
   virtual std::vector<StageTensor> stage_tensors() const { return {}; }
 
+  /// Parameters whose float32 weights the part updates, and whether it saves those of one.
+  virtual std::vector<torch::Tensor> needs_masters_of() const { return {}; }
+  virtual bool saves_master_of(const torch::Tensor& /*parameter*/) const { return false; }
+
   /// Checks that the section fits and reads it, but changes nothing: the function returned does.
   virtual std::function<void()> load(SectionSource& source) = 0;
 };

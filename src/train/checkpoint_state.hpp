@@ -120,6 +120,7 @@ class Checkpoint::State {
   std::vector<std::vector<int64_t>> numbers_of_all_ranks(const std::vector<int64_t>& mine) const;
   void require_outside_join() const;
   void require_own_names_of_stages();
+  void require_masters() const;
   void warn_of_other_values(const std::vector<ItemToSave>& mine);
   std::string check(const std::string& path, std::optional<CheckpointReader>& reader) const;
   void load(const CheckpointReader& reader);

@@ -124,6 +124,15 @@ class OptimizerPart final : public CheckpointPart {
   PartContents contents() override;
   std::function<void()> load(SectionSource& source) override;
 
+  std::vector<torch::Tensor> needs_masters_of() const override {
+    std::vector<torch::Tensor> needed;
+    const auto* fused = dynamic_cast<const FusedOptimizer*>(&optimizer_);
+    for_each_parameter([&](const torch::Tensor& parameter) {
+      if (fused != nullptr && fused->has_master(parameter)) needed.push_back(parameter);
+    });
+    return needed;
+  }
+
  private:
   using State = typename Kind::State;
   using Options = typename Kind::Options;

@@ -283,6 +283,22 @@ TEST_F(RefusalTest, TextThatIsNotUtf8) {
   expect_error(Code::kUsage, {"folder", "UTF-8"}, [&] { Checkpoint other(folder_ + "\xff"); });
 }
 
+TEST_F(RefusalTest, MastersThatWereNotAdded) {
+  auto net = two_layers();
+  const MasterWeights masters(*net, MasterWeightsOptions{torch::kBFloat16});
+  AdamWOptions options;
+  options.masters = masters;
+  AdamW optimizer(net->parameters(), options);
+  Checkpoint checkpoint(folder_);
+  checkpoint.add("model", *net).add("optimizer", optimizer, *net);
+  for (int time = 0; time < 2; ++time) {
+    expect_error(Code::kUsage, {"optimizer", "float32 weights"}, [&] { checkpoint.save(1); });
+  }
+  checkpoint.add("masters", masters, *net).save(1);
+  checkpoint.finish();
+  EXPECT_EQ(checkpoint.resume(), 1);
+}
+
 TEST_F(RefusalTest, AScaleOfZero) {
   auto net = two_layers();
   Sgd optimizer(net->parameters(), {.lr = 0.1});
