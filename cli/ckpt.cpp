@@ -64,6 +64,7 @@ std::string damage_of(const std::string& path, bool thorough) {
     if (thorough) reader.verify();
     return "";
   } catch (const Error& error) {
+    if (!is_damage(error)) throw;
     return error.message();
   }
 }

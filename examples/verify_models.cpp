@@ -294,7 +294,9 @@ struct Wrapped {
   lockstep::Accumulating* accumulating = nullptr;
   std::function<void(double)> set_weight = {};
   std::function<void()> halve = {};
-  std::function<void(lockstep::Checkpoint&, torch::optim::Optimizer&)> save_with = {};
+  std::function<void(lockstep::Checkpoint&, torch::optim::Optimizer&,
+                     const lockstep::MasterWeights*)>
+      save_with = {};
 };
 
 void halve_all(const nn::Module& module) {
@@ -309,8 +311,9 @@ Wrapped wrapped(lockstep::DistributedDataParallel<Net>& ddp) {
           .set_weight = [&](double weight) { ddp.set_weight(weight); },
           .halve = [&] { halve_all(*ddp.module()); },
           .save_with =
-              [&](auto& checkpoint, auto& optimizer) {
+              [&](auto& checkpoint, auto& optimizer, const auto* masters) {
                 checkpoint.add("model", *ddp.module()).add("optimizer", optimizer, *ddp.module());
+                if (masters != nullptr) checkpoint.add("masters", *masters, *ddp.module());
               }};
 }
 
@@ -325,8 +328,9 @@ Wrapped wrapped(lockstep::FullyShardedDataParallel<Net>& fsdp) {
                 halve_all(*fsdp.module());
               },
           .save_with =
-              [&](auto& checkpoint, auto& optimizer) {
+              [&](auto& checkpoint, auto& optimizer, const auto* masters) {
                 checkpoint.add("model", fsdp).add("optimizer", optimizer, fsdp);
+                if (masters != nullptr) checkpoint.add("masters", *masters, fsdp);
               }};
 }
 
@@ -438,7 +442,7 @@ int train_on(const lockstep::World& world, const Options& options, Net& net, con
   if (!options.checkpoint.empty()) {
     checkpoint.emplace(options.checkpoint, world.comm(),
                        lockstep::CheckpointOptions{.every = 2, .asynchronous = false});
-    model.save_with(*checkpoint, *optimizer);
+    model.save_with(*checkpoint, *optimizer, masters ? &*masters : nullptr);
     checkpoint->add("scaler", scaler).add("scheduler", scheduler).add("sampler", sampler);
     step = checkpoint->resume();
   }

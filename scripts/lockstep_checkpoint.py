@@ -95,6 +95,9 @@ def optimizer_state(folder, model, optimizer, part="optimizer"):
     state = optimizer.state_dict()
     value = manifest["values"][part]
     groups = (value["all"] if "all" in value else value["ranks"][0])["groups"]
+    if len(groups) != len(state["param_groups"]):
+        raise ValueError(f"{folder}: {part} has {len(groups)} parameter groups, and this optimizer has "
+                         f"{len(state['param_groups'])}")
     for ours, saved in zip(state["param_groups"], groups):
         ours.update({key: tuple(value) if key == "betas" else value for key, value in saved.items() if key in ours})
     for number, name in enumerate(_parameter_names(model, optimizer)):
@@ -105,6 +108,8 @@ def optimizer_state(folder, model, optimizer, part="optimizer"):
             fields["step"] = fields["step"].to(torch.float32)
         if fields:
             state["state"][number] = fields
+        else:  # saved before the first update
+            state["state"].pop(number, None)
     return state
 
 

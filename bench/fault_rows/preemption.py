@@ -16,7 +16,7 @@ def preempted(bench, found):
     for turn in range(bench.times(2, 1)):
         for phase in phases:
             for sent in (signal.SIGTERM, signal.SIGUSR1):
-                with jobs.Scratch() as scratch, bench.run(2, "--ranks", "all", "--grace", "60",
+                with jobs.Scratch() as scratch, bench.run(2, "--ranks", "all",
                                                         bench.program("bench_faults"), "preempt", scratch.file("run"),
                                                         "100000") as job:
                     begun = 2 if phase == "warm-up" else 2 + 2 * turn  # on two ranks; there is one warm-up

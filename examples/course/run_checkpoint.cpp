@@ -75,8 +75,7 @@ int64_t RunCheckpoint::resume() {
 }
 
 void RunCheckpoint::save_last(int64_t steps_done) {
-  const bool saved = steps_done % options_.checkpoint_every == 0;
-  if (!saved && steps_done > resumed_after_) checkpoint_.save(steps_done);
+  if (steps_done > 0) checkpoint_.save(steps_done);
 }
 
 }  // namespace course

@@ -120,8 +120,9 @@ class Checkpoint {
   /// Epoch and position: the rows that next_batch(), or the next loop over a loader, will give.
   Checkpoint& add(const std::string& name, DistributedSampler& sampler);
 
-  /// The program's own values. If they differ between ranks, each rank gets its own back; with
-  /// another number of ranks, all get those of rank 0. A tensor is always that of rank 0.
+  /// The program's own values; text is UTF-8. If they differ between ranks, each rank gets its own
+  /// back; with another number of ranks, all get those of rank 0. A tensor is always that of rank
+  /// 0.
   Checkpoint& add(const std::string& name, torch::Tensor& tensor);
   Checkpoint& add(const std::string& name, int64_t& value);
   Checkpoint& add(const std::string& name, double& value);
@@ -137,15 +138,19 @@ class Checkpoint {
   /// Loads the latest good checkpoint into everything that was added and returns the step after
   /// which it was saved; 0 if there is none. Damaged ones are named on standard error and skipped.
   /// A checkpoint of another model is an Error that names the difference; then nothing has changed.
+  /// So is a file that cannot be read. The program's own load functions run after all checks, in
+  /// the order in which parts were added: one that throws leaves what was added later as it was.
   /// Call it when everything has been added, after Pipeline and DistributedDataParallel were
   /// constructed.
   int64_t resume();
 
   /// Call it after each optimizer step. Saves if this step is due. Returns false if the run should
-  /// end (see CheckpointOptions::preemption); it has then been saved.
+  /// end (see CheckpointOptions::preemption); it has then been saved. If that save fails, it is an
+  /// Error.
   [[nodiscard]] bool step(int64_t step);
 
-  /// Saves now. Waits for the previous save, if it has not ended yet. A save that fails is reported
+  /// Saves now, unless this step was the last to be saved or resumed. Waits for the previous save,
+  /// if it has not ended yet. A save that fails is reported
   /// on standard error, and by finish(); training can continue, and earlier checkpoints are intact.
   void save(int64_t step);
 

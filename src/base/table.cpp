@@ -410,6 +410,15 @@ Utf8Character first_character(std::string_view utf8) {
   return is_well_formed(point, length) ? Utf8Character{point, length} : kBroken;
 }
 
+bool is_utf8(std::string_view text) {
+  while (!text.empty()) {
+    const auto [point, bytes] = first_character(text);
+    if (point == 0xFFFD && bytes == 1) return false;
+    text.remove_prefix(bytes);
+  }
+  return true;
+}
+
 std::string clean_text(std::string_view text) {
   std::string clean;
   clean.reserve(text.size());

@@ -23,14 +23,25 @@ constexpr int64_t kLargestManifest = int64_t{1} << 30;
   throw Error(Code::kFileFormat, fmt::format("{}: {}", path, reason), kDamagedFileHelp);
 }
 
+[[noreturn]] void fail_to_read(const std::string& path, int error) {
+  throw Error(Code::kFileRead, fmt::format("cannot read {}: {}", path, std::strerror(error)),
+              limit_help(error, "check its permissions and the disk; it need not be damaged"));
+}
+
+bool is_there(const std::string& path, struct stat& status) {
+  if (::stat(path.c_str(), &status) == 0) return true;
+  if (errno != ENOENT) fail_to_read(path, errno);
+  return false;
+}
+
 std::string read_manifest(const std::string& folder) {
   const std::string path = folder + "/" + kManifestName;
   struct stat status {};
-  if (::stat(folder.c_str(), &status) != 0 || !S_ISDIR(status.st_mode)) {
+  if (!is_there(folder, status) || !S_ISDIR(status.st_mode)) {
     throw Error(Code::kFileRead, fmt::format("{} is not the folder of a checkpoint", folder),
                 "name a folder such as runs/a/step-00000100");
   }
-  if (::stat(path.c_str(), &status) != 0) fail_damaged(folder, "it has no manifest.json");
+  if (!is_there(path, status)) fail_damaged(folder, "it has no manifest.json");
   if (!S_ISREG(status.st_mode)) fail_damaged(path, "it is not a regular file");
   if (status.st_size > kLargestManifest) fail_damaged(path, "it is too large for a manifest");
   return read_text_file(path);
@@ -46,11 +57,14 @@ std::string checksum_of_file(const std::string& path) {
     if (count == 0) return digest_text(sum.digest());
     if (count > 0) sum.add(std::span(chunk).first(static_cast<size_t>(count)));
   }
-  throw Error(Code::kFileRead, fmt::format("cannot read {}: {}", path, std::strerror(errno)),
-              limit_help(errno, kDamagedFileHelp));
+  fail_to_read(path, errno);
 }
 
 }  // namespace
+
+bool is_damage(const Error& error) {
+  return error.code() == Code::kFileFormat;
+}
 
 CheckpointReader::CheckpointReader(std::string path)
     : path_(std::move(path)),
@@ -59,7 +73,7 @@ CheckpointReader::CheckpointReader(std::string path)
   for (const auto& file : manifest_.files) {
     const std::string name = path_ + "/" + file.name;
     struct stat status {};
-    if (::stat(name.c_str(), &status) != 0) fail_damaged(name, "the file is missing");
+    if (!is_there(name, status)) fail_damaged(name, "the file is missing");
     if (status.st_size != file.bytes) {
       fail_damaged(name, fmt::format("the file has {} instead of {}",
                                      counted(status.st_size, "byte"), file.bytes));

@@ -12,6 +12,12 @@
 
 namespace lockstep {
 
+class Error;
+
+/// Whether reading a checkpoint failed because it is damaged. Otherwise a file could not be read,
+/// for a reason that says nothing about it: a limit, a permission, a disk.
+bool is_damage(const Error& error);
+
 /// A checkpoint on disk. The constructor checks everything but the tensors' bytes: the manifest,
 /// the sizes of the files, and that their headers say the same as the manifest.
 class CheckpointReader {

@@ -13,6 +13,7 @@
 #include <filesystem>
 #include <map>
 #include <optional>
+#include <random>
 #include <string_view>
 
 #include "base/checksum.hpp"
@@ -62,6 +63,12 @@ std::string parent_of(const std::string& folder) {
   return parent.empty() ? "." : parent;
 }
 
+void write_probe_file(FileSystem& files, const std::string& path) {
+  const std::string text = "lockstep checks that this folder can be written to\n";
+  const std::span<const std::byte> bytes = std::as_bytes(std::span(text));
+  write_new_file(files, path, std::span(&bytes, 1));
+}
+
 }  // namespace
 
 std::string checkpoint_name(int64_t step) {
@@ -87,9 +94,25 @@ std::vector<CheckpointEntry> list_checkpoints(const std::string& folder) {
   return found;
 }
 
-bool is_held_for_writing(const std::string& folder) {
+std::string write_probe(FileSystem& files, const std::string& folder) {
+  std::random_device random;
+  const std::string probe = fmt::format("{}{:08x}{:08x}", kProbePrefix, random(), random());
+  write_probe_file(files, folder + probe);
+  return probe;
+}
+
+std::string trouble_at_probe(FileSystem& files, const std::string& folder, const std::string& probe,
+                             int rank) {
   std::error_code ignored;
-  return fs::exists(folder + kLockName, ignored);
+  if (!fs::exists(folder + probe, ignored)) return "it does not see rank 0's " + folder;
+  const std::string own = fmt::format("{}{}-rank{}", folder, probe, rank);
+  try {
+    write_probe_file(files, own);
+  } catch (const Error& error) {
+    return error.message();
+  }
+  files.remove(own);
+  return "";
 }
 
 CheckpointStore::CheckpointStore(std::string folder, FileSystem& files)
@@ -103,9 +126,7 @@ CheckpointStore::CheckpointStore(std::string folder, FileSystem& files)
   lock();
   const std::string probe = fmt::format("{}{}{}", folder_, kProbePrefix, ::getpid());
   if (locked_) remove_leftovers();
-  const std::string text = "lockstep checks that this folder can be written to\n";
-  const std::span<const std::byte> bytes = std::as_bytes(std::span(text));
-  write_new_file(files_, probe, std::span(&bytes, 1));
+  write_probe_file(files_, probe);
   files_.remove(probe);
 }
 
@@ -190,7 +211,8 @@ std::string CheckpointStore::publish(const std::string& draft, const Manifest& m
 void CheckpointStore::move_damaged_aside(const std::string& path) {
   try {
     CheckpointReader(path).verify();
-  } catch (const Error&) {
+  } catch (const Error& reason) {
+    if (!is_damage(reason)) throw;
     for (int number = 1;; ++number) {
       const int error = files_.rename(path, fmt::format("{}.damaged-{}", path, number));
       if (error == 0) return;

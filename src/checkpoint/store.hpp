@@ -24,9 +24,13 @@ std::string checkpoint_name(int64_t step);
 /// The checkpoints of a folder, ascending. Empty if there is no such folder.
 std::vector<CheckpointEntry> list_checkpoints(const std::string& folder);
 
-/// Whether a CheckpointStore was opened for this folder, as seen by this process: false for a rank
-/// that has another folder of that name.
-bool is_held_for_writing(const std::string& folder);
+/// Writes a file that no other run has, and returns its name: ranks that see it share this folder.
+/// Whoever opens the folder next removes it.
+std::string write_probe(FileSystem& files, const std::string& folder);
+
+/// What keeps this rank from writing where the probe is; empty: nothing.
+std::string trouble_at_probe(FileSystem& files, const std::string& folder, const std::string& probe,
+                             int rank);
 
 /// Note [How a checkpoint is written]
 /// Everything goes to a new folder whose name starts with a dot. When all files, the manifest and

@@ -172,8 +172,9 @@ void Attempt::take_signals() {
     }
     interrupted_by_ = signal;
     const std::string name = ::strsignal(signal);
-    context_.console.message(fmt::format("lockstep: {}: stopping all ranks; once more kills them",
-                                         signal == SIGINT ? "Ctrl-C" : name));
+    context_.console.message(
+        fmt::format("lockstep: {}: stopping all ranks, which have {} s; once more kills them",
+                    signal == SIGINT ? "Ctrl-C" : name, grace_s()));
     if (context_.link != nullptr) {
       const auto& layout = context_.environment.layout;
       // An elastic job goes on without this host, but not without the one that coordinates it.
@@ -380,10 +381,18 @@ void Attempt::judge_if_accused() {
   ask_for_stacks();
 }
 
+// Ranks that are well, and were asked to stop here or on another host, finish their step and save.
+double Attempt::grace_s() const {
+  const bool asked = interrupted_by_ == SIGTERM ||
+                     (remote_ && remote_->rank < 0 && remote_->exit_code == 128 + SIGTERM);
+  const bool well = !any_bad_ && !root_cause_;
+  return asked && well ? context_.plan.grace_to_save_s : context_.plan.grace_s;
+}
+
 void Attempt::stop(int signal) {
   output_.silence_others();
   group_.signal_all(signal);
-  deadline_ns_ = running_ns() + static_cast<int64_t>(context_.plan.grace_s * 1e9);
+  deadline_ns_ = running_ns() + static_cast<int64_t>(grace_s() * 1e9);
   state_ = State::kStopping;
 }
 

@@ -80,6 +80,7 @@ class Attempt {
   void ask_for_stacks() const;
   void judge_if_accused();
   void finish_stopping(int64_t now_ns);
+  double grace_s() const;
   void stop(int signal);
   void kill();
   bool all_ended() const { return order_ == group_.size(); }

@@ -1,8 +1,11 @@
 #include "launch/crash_bundle.hpp"
 
 #include <fmt/format.h>
+#include <sys/stat.h>
+#include <sys/utsname.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <ctime>
@@ -27,6 +30,22 @@ constexpr int64_t kTailBytes = 8192;
 constexpr std::array<std::string_view, 9> kTold = {
     "LOCKSTEP_", "OMP_", "NCCL_", "GLOO_", "CUDA_", "SLURM_", "MASTER_", "TORCH", "OPENBLAS_"};
 
+// Unless their names say that they are secrets.
+constexpr std::array<std::string_view, 6> kSecret = {"TOKEN", "JWT",      "SECRET",
+                                                     "KEY",   "PASSWORD", "CREDENTIAL"};
+
+bool is_secret(std::string_view name) {
+  return std::any_of(kSecret.begin(), kSecret.end(), [name](std::string_view word) {
+    return name.find(word) != std::string_view::npos;
+  });
+}
+
+std::string kernel() {
+  utsname system{};
+  if (::uname(&system) != 0) return "";
+  return fmt::format("{} {} {}", system.sysname, system.release, system.machine);
+}
+
 json told_environment() {
   json variables = json::object();
   for (char** entry = environ; *entry != nullptr; ++entry) {
@@ -36,7 +55,7 @@ json told_environment() {
     const bool told = std::any_of(kTold.begin(), kTold.end(), [name](std::string_view prefix) {
       return name.starts_with(prefix);
     });
-    if (!told || name.find("TOKEN") != std::string_view::npos) continue;
+    if (!told || is_secret(name)) continue;
     variables[std::string(name)] = text.substr(std::min(equals + 1, text.size()));
   }
   return variables;
@@ -116,6 +135,7 @@ std::string write_crash_bundle(const CrashBundle& bundle) {
   json text = {{"lockstep", kVersion},
                {"time", utc_now()},
                {"host", layout.hosts[static_cast<size_t>(layout.node_rank)]},
+               {"kernel", kernel()},
                {"hosts", layout.hosts},
                {"world_size", layout.world_size()},
                {"attempt", layout.attempt},
@@ -129,12 +149,14 @@ std::string write_crash_bundle(const CrashBundle& bundle) {
   json& ranks = text["ranks"] = json::array();
   const int64_t now_ns = monotonic_ns();
   for (size_t i = 0; i < bundle.ranks.size(); ++i) ranks.push_back(rank_json(bundle, i, now_ns));
-  const std::string path = bundle.environment.logs + "/crash.json";
+  std::string path = bundle.environment.logs + "/crash.json";
+  const mode_t before = ::umask(077);  // commands and logs are this user's own
   try {
     write_file_atomically(path, text.dump(1, ' ', false, json::error_handler_t::replace) + "\n");
   } catch (const Error&) {
-    return "";  // the disk is full, perhaps: the failure itself is what must be reported
+    path.clear();  // the disk is full, perhaps: the failure itself is what must be reported
   }
+  ::umask(before);
   return path;
 }
 

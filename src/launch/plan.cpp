@@ -223,7 +223,9 @@ void plan_failures(PlanReader& reader, LaunchPlan& plan) {
     plan.step_timeout_s = reader.seconds("step-timeout", "longest time without progress", 0);
     if (*plan.step_timeout_s < 1) PlanReader::fail(*timeout, "is less than 1 s", "write 600");
   }
-  plan.grace_s = reader.seconds("grace", "from SIGTERM to SIGKILL", 5);
+  plan.grace_s = reader.seconds("grace", "from SIGTERM to SIGKILL", plan.grace_s);
+  plan.grace_to_save_s =
+      reader.seconds("grace", "the same, asked to stop by SIGTERM", plan.grace_to_save_s);
   plan.max_restarts = reader.whole("max-restarts", "restarts", 0, 0, 1'000'000);
   plan_signals(reader, plan);
   if (const Setting* faults = reader.find("inject")) {

@@ -65,7 +65,8 @@ struct LaunchPlan {
 
   std::optional<double> timeout_s;
   std::optional<double> step_timeout_s;  ///< without a step or collective of any rank
-  double grace_s = 5;
+  double grace_s = 5;                    ///< from SIGTERM to SIGKILL, after a failure or Ctrl-C
+  double grace_to_save_s = 25;           ///< the same, when this job was asked to stop by SIGTERM
   int max_restarts = 0;
   std::vector<int> signals;   ///< handled by the launcher; see SignalWatch
   std::vector<Fault> faults;  ///< provoked in the first attempt

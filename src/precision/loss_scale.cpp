@@ -16,6 +16,15 @@ void require_option(bool holds, const std::string& what, const std::string& help
   if (!holds) throw Error(Code::kUsage, "GradScaler: " + what, help);
 }
 
+#if LOCKSTEP_CUDA
+bool same_rules(const GradScalerState& one, const GradScalerState& other) {
+  return one.growth_factor == other.growth_factor && one.backoff_factor == other.backoff_factor &&
+         one.growth_interval == other.growth_interval;
+}
+#endif
+
+}  // namespace
+
 void require_usable(const GradScalerState& state) {
   require_scale(state.scale);
   require_option(std::isfinite(state.growth_factor) && state.growth_factor > 1,
@@ -32,15 +41,6 @@ void require_usable(const GradScalerState& state) {
                              state.growth_tracker, state.growth_interval),
                  "the saved state is damaged: load an intact one");
 }
-
-#if LOCKSTEP_CUDA
-bool same_rules(const GradScalerState& one, const GradScalerState& other) {
-  return one.growth_factor == other.growth_factor && one.backoff_factor == other.backoff_factor &&
-         one.growth_interval == other.growth_interval;
-}
-#endif
-
-}  // namespace
 
 void require_scale(double scale) {
   const auto rounded = static_cast<float>(scale);

@@ -57,6 +57,9 @@ class LossScale {
   bool has_scaled_ = false;
 };
 
+/// Refuses a state with which no scaler can go on.
+void require_usable(const GradScalerState& state);
+
 /// Refuses a scale that is not a positive finite float.
 void require_scale(double scale);
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/process.hpp"
+#include "base/utf8.hpp"
 #include "lockstep/error.hpp"
 #include "parallel/joined_loop.hpp"
 #include "train/checkpoint_state.hpp"
@@ -15,6 +16,10 @@ namespace lockstep {
 Checkpoint::State::State(std::string folder, const std::optional<Communicator>& ranks,
                          const CheckpointOptions& options)
     : folder_(std::move(folder)), options_(options) {
+  if (!is_utf8(folder_)) {
+    throw Error(Code::kUsage, "the name of a folder for checkpoints is not UTF-8",
+                "name it in UTF-8: manifests and messages hold such text only");
+  }
   if (options.every < 0 || options.keep < 1) {
     throw Error(Code::kUsage,
                 fmt::format("a checkpoint was asked for every {} steps, to keep {}", options.every,
@@ -37,21 +42,31 @@ Checkpoint::State::State(std::string folder, const std::optional<Communicator>& 
 }
 
 Checkpoint::State::~State() {
+  bool failed = std::uncaught_exceptions() > 0;
+  try {
+    // A question that is not waited for would abort the ranks that still ask it.
+    if (stop_asked_ && !failed) stop_asked_->wait();
+  } catch (...) {  // another rank has failed, and says so itself
+    failed = true;
+  }
+  if (failed) abandon_save();
   try {
     wait_for_save();
-    // A question that is not waited for would abort the ranks that still ask it.
-    if (stop_asked_ && std::uncaught_exceptions() == 0) stop_asked_->wait();
-  } catch (...) {  // another rank has failed, and says so itself
+  } catch (...) {  // likewise
   }
 }
 
-// Rank 0 alone holds the folder; the others hear how it went, and must see the same folder.
+// Rank 0 alone holds the folder; the others hear how it went, and must be able to write to the same
+// folder.
 void Checkpoint::State::open_store() {
   std::string failure;
+  std::string probe;
   std::exception_ptr error;
+  auto& files = FileSystem::system();
   if (is_writer()) {
     try {
       store_.emplace(folder_);
+      if (control_) probe = write_probe(files, folder_);
     } catch (const Error& caught) {
       error = std::current_exception();
       failure = caught.message();
@@ -60,9 +75,11 @@ void Checkpoint::State::open_store() {
   int blamed = 0;
   if (control_) {
     failure = control_->broadcast_text(failure, 0, checkpoint_call());
-    const bool unseen = failure.empty() && !is_held_for_writing(folder_);
-    const auto others = control_->all_gather_text(
-        unseen ? "it does not see rank 0's " + folder_ : "", checkpoint_call());
+    probe = control_->broadcast_text(probe, 0, checkpoint_call());
+    std::string trouble;
+    if (failure.empty()) trouble = trouble_at_probe(files, folder_, probe, rank_);
+    const auto others = control_->all_gather_text(trouble, checkpoint_call());
+    if (is_writer() && !probe.empty()) files.remove(folder_ + probe);
     for (size_t rank = 0; rank < others.size() && failure.empty(); ++rank) {
       failure = others[rank];
       blamed = static_cast<int>(rank);
@@ -122,10 +139,14 @@ bool Checkpoint::State::step(int64_t step) {
   if (!stop) return true;
   PreemptionSignals::expect();
   wait_for_save();
-  if (is_writer()) {
-    print_error(fmt::format("lockstep: asked to stop: {} step {}\n",
-                            failures_ == 0 ? "saved" : "could not save", step));
+  if (latest_step_ != step) {
+    throw Error(Code::kCheckpoint,
+                fmt::format("asked to stop, and the last step could not be saved to {}: {}",
+                            folder_, last_failure_),
+                "earlier checkpoints are intact; make room or repair the disk, and start again to "
+                "resume from the latest");
   }
+  if (is_writer()) print_error(fmt::format("lockstep: asked to stop: saved step {}\n", step));
   return false;
 }
 

@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -14,6 +15,34 @@
 
 namespace lockstep {
 
+// What failed on one rank fails on all of them: with its own error there, elsewhere with one that
+// names it.
+void Checkpoint::State::require_on_all_ranks(const std::exception_ptr& error,
+                                             const CallOptions& options) const {
+  nlohmann::json failure;
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const Error& caught) {
+    failure = {static_cast<int>(caught.code()), caught.message(), caught.help()};
+  } catch (const std::exception& caught) {
+    failure = {static_cast<int>(Code::kCheckpoint), first_line_of(describe(caught)), ""};
+  }
+  if (!control_) {
+    if (error) std::rethrow_exception(error);
+    return;
+  }
+  const auto failures =
+      control_->all_gather_text(error ? dump_anything(failure) : std::string(), options);
+  if (error) std::rethrow_exception(error);
+  for (size_t rank = 0; rank < failures.size(); ++rank) {
+    if (failures[rank].empty()) continue;
+    const auto theirs = nlohmann::json::parse(failures[rank]);
+    throw RankError(static_cast<Code>(theirs[0].get<int>()), static_cast<int>(rank),
+                    fmt::format("rank {}: {}", rank, theirs[1].get<std::string>()),
+                    theirs[2].get<std::string>());
+  }
+}
+
 std::vector<std::vector<int64_t>> Checkpoint::State::numbers_of_all_ranks(
     const std::vector<int64_t>& mine) const {
   if (!control_) return {mine};
@@ -27,10 +56,27 @@ std::vector<std::vector<int64_t>> Checkpoint::State::numbers_of_all_ranks(
   return all;
 }
 
+// The optimizer updates them; without them a run would go on from rounded weights.
+void Checkpoint::State::require_masters() const {
+  for (const auto& [section, part] : parts_) {
+    for (const auto& parameter : part->needs_masters_of()) {
+      const bool saved = std::any_of(parts_.begin(), parts_.end(), [&](const Part& each) {
+        return each.part->saves_master_of(parameter);
+      });
+      if (saved) continue;
+      throw Error(Code::kUsage,
+                  fmt::format("{} updates float32 weights that were not added", section),
+                  "add its MasterWeights too: checkpoint.add(\"masters\", masters, module)");
+    }
+  }
+}
+
 // Stages that a program has built one by one often have the same names, such as 0.weight. One of
 // them would be saved, and all would load it.
 void Checkpoint::State::require_own_names_of_stages() {
-  if (std::exchange(names_checked_, true)) return;
+  if (names_checked_) return;
+  require_masters();
+  names_checked_ = true;
   auto mine = nlohmann::json::array();  // names and stages in turn
   for (const auto& [section, part] : parts_) {
     for (const auto& each : part->stage_tensors()) {

@@ -16,7 +16,8 @@
 
 namespace lockstep {
 
-// What makes a checkpoint useless to this rank; empty: nothing. Each rank reads every n-th file.
+// What is damaged in a checkpoint; empty: nothing. Each rank reads every n-th file. A file that
+// cannot be read is no damage, but an Error: the checkpoint may be good.
 std::string Checkpoint::State::check(const std::string& path,
                                      std::optional<CheckpointReader>& reader) const {
   try {
@@ -27,16 +28,16 @@ std::string Checkpoint::State::check(const std::string& path,
     }
     return "";
   } catch (const Error& error) {
+    if (!is_damage(error)) throw;
     return error.message();
-  } catch (const std::exception& error) {
-    return describe(error);
   }
 }
 
 int64_t Checkpoint::State::resume() {
   wait_for_save();
+  latest_step_.reset();
   require_own_names_of_stages();
-  nlohmann::json paths = nlohmann::json::array();
+  auto paths = nlohmann::json::array();
   if (is_writer()) {
     auto entries = list_checkpoints(folder_);
     for (auto entry = entries.rbegin(); entry != entries.rend(); ++entry) {
@@ -49,7 +50,14 @@ int64_t Checkpoint::State::resume() {
   for (const auto& candidate : paths) {
     const auto path = candidate.get<std::string>();
     std::optional<CheckpointReader> reader;
-    std::string reason = check(path, reader);
+    std::string reason;
+    std::exception_ptr unreadable;
+    try {
+      reason = check(path, reader);
+    } catch (const std::exception&) {
+      unreadable = std::current_exception();
+    }
+    require_on_all_ranks(unreadable, files_call(control_));
     if (control_) {
       for (const auto& text : control_->all_gather_text(reason, checkpoint_call())) {
         if (reason.empty()) reason = text;
@@ -57,6 +65,7 @@ int64_t Checkpoint::State::resume() {
     }
     if (reason.empty()) {
       load(*reader);
+      latest_step_ = reader->manifest().step;
       set_resumed_steps(reader->manifest().step);
       if (auto* recorder = StepRecorder::of_process()) {
         recorder->resume_after(reader->manifest().step);
@@ -79,7 +88,6 @@ int64_t Checkpoint::State::resume() {
 void Checkpoint::State::load(const CheckpointReader& reader) {
   std::vector<SectionSource> sources;
   std::vector<std::function<void()>> apply;
-  std::string failure;
   std::exception_ptr error;
   try {
     for (size_t i = 1; i <= parts_.size(); ++i) {  // random numbers last
@@ -87,21 +95,10 @@ void Checkpoint::State::load(const CheckpointReader& reader) {
       auto& source = sources.emplace_back(reader, section, rank_, size_);
       apply.push_back(part->load(source));
     }
-  } catch (const std::exception& caught) {
+  } catch (const std::exception&) {
     error = std::current_exception();
-    failure = first_line_of(describe(caught));
-    sources.clear();
   }
-  if (control_) {  // all load it, or none
-    const auto failures = control_->all_gather_text(failure, checkpoint_call());
-    for (size_t rank = 0; rank < failures.size() && !error; ++rank) {
-      if (failures[rank].empty()) continue;
-      throw RankError(Code::kTensorMismatch, static_cast<int>(rank),
-                      fmt::format("rank {}: {}", rank, failures[rank]),
-                      "resume with the program and the options that saved it");
-    }
-  }
-  if (error) std::rethrow_exception(error);
+  require_on_all_ranks(error, files_call(control_));  // all load it, or none
   require_all_used(reader, sources);
   for (const auto& each : apply) each();
 }

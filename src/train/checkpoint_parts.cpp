@@ -9,11 +9,13 @@
 #include <utility>
 
 #include "base/counted.hpp"
+#include "base/process.hpp"
 #include "device/dtype_map.hpp"
 #include "device/rng.hpp"
 #include "device/slice_map.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
+#include "precision/loss_scale.hpp"
 
 namespace lockstep {
 namespace {
@@ -145,6 +147,10 @@ class MastersPart final : public CheckpointPart {
   MastersPart(MasterWeights masters, std::function<NamedParameters()> parameters)
       : masters_(std::move(masters)), parameters_(std::move(parameters)) {}
 
+  bool saves_master_of(const torch::Tensor& parameter) const override {
+    return masters_.holds(parameter);
+  }
+
   PartContents contents() override {
     PartContents contents;
     for (const auto& [name, parameter] : parameters_()) {
@@ -181,7 +187,7 @@ class AveragePart final : public CheckpointPart {
   PartContents contents() override { return {items(), {{"updates", average_.updates()}}}; }
 
   std::function<void()> load(SectionSource& source) override {
-    const json& value = source.value();
+    const json value = source.value();
     if (!value.is_object() || !value.contains("updates") || !value["updates"].is_number_integer()) {
       source.fail("it does not tell the number of updates", kSameModelHelp);
     }
@@ -237,9 +243,10 @@ class ValuePart final : public CheckpointPart {
   PartContents contents() override { return {{}, save_()}; }
 
   std::function<void()> load(SectionSource& source) override {
-    if (source.value().is_null()) source.fail("the checkpoint does not have it", kSameModelHelp);
+    const json value = source.value();
+    if (value.is_null()) source.fail("the checkpoint does not have it", kSameModelHelp);
     try {
-      return load_(source, source.value());
+      return load_(source, value);
     } catch (const json::exception&) {
       source.fail("its value is of another kind", kSameModelHelp);
     }
@@ -278,6 +285,19 @@ double number_from(const json& value) {
   return text == "inf" ? infinity : text == "-inf" ? -infinity : std::nan("");
 }
 
+constexpr const char* kNumberKey = "lockstep:number";
+
+json decode_numbers(const json& stored) {
+  if (stored.is_object() && stored.size() == 1 && stored.contains(kNumberKey)) {
+    return number_from(stored[kNumberKey]);
+  }
+  json value = stored;
+  if (value.is_structured()) {
+    for (auto& each : value) each = decode_numbers(each);
+  }
+  return value;
+}
+
 torch::Tensor state_of_generator(at::Generator generator) {
   const std::lock_guard lock(generator.mutex());
   return generator.get_state();
@@ -286,7 +306,7 @@ torch::Tensor state_of_generator(at::Generator generator) {
 class RandomPart final : public CheckpointPart {
  public:
   RandomPart(const RandomStreams& streams, int rank)
-      : streams_(streams), prefix_(fmt::format("rank{}.", rank)) {}
+      : streams_(streams), rank_(rank), prefix_(fmt::format("rank{}.", rank)) {}
 
   PartContents contents() override {
     PartContents contents;
@@ -300,15 +320,7 @@ class RandomPart final : public CheckpointPart {
 
   std::function<void()> load(SectionSource& source) override {
     if (!source.same_ranks() || source.value().is_null()) return [] {};
-    const json ours = positions();
-    const json& stored = source.value();
-    for (const char* kind : {"devices", "pipelines"}) {
-      if (stored.contains(kind) && stored[kind].size() == ours[kind].size()) continue;
-      source.fail(
-          fmt::format("it has random numbers of {} {}, and this run has {}",
-                      stored.contains(kind) ? stored[kind].size() : 0, kind, ours[kind].size()),
-          kSameModelHelp);
-    }
+    const json stored = fitting_positions(source);
     std::vector<std::pair<at::Generator, torch::Tensor>> states;
     for (const auto& name : source.names_with(prefix_)) {
       const std::string device = name.substr(prefix_.size());
@@ -345,24 +357,54 @@ class RandomPart final : public CheckpointPart {
     return {{"devices", devices}, {"pipelines", pipelines}};
   }
 
+  // Another number of devices or pipelines divides the work differently: their numbers start anew.
+  json fitting_positions(const SectionSource& source) const {
+    json stored = source.value();
+    const json ours = positions();
+    for (const char* kind : {"devices", "pipelines"}) {
+      const size_t count = stored.contains(kind) ? stored[kind].size() : 0;
+      if (count == ours[kind].size()) continue;
+      stored[kind] = nullptr;
+      if (rank_ != 0) continue;
+      print_error(
+          fmt::format("lockstep: {} has random numbers of {} {}, and this run has {}: they "
+                      "start anew\n",
+                      source.path(), count, kind, ours[kind].size()));
+    }
+    return stored;
+  }
+
   void put_positions(const json& stored) const {
     size_t next = 0;
     for (const auto& each : streams_.devices) {
-      for (size_t i = 0; i < each.size(); ++i) {
+      for (size_t i = 0; i < each.size() && !stored["devices"].is_null(); ++i) {
         each[i].set_random_position(stored["devices"][next++].get<int64_t>());
       }
     }
     next = 0;
     for (Pipeline* each : streams_.pipelines) {
+      if (stored["pipelines"].is_null()) break;
       each->set_random_position(stored["pipelines"][next++].get<int64_t>());
     }
   }
 
   const RandomStreams& streams_;
+  int rank_;
   std::string prefix_;
 };
 
 }  // namespace
+
+json encode_numbers(const json& value) {
+  if (value.is_number_float() && !std::isfinite(value.get<double>())) {
+    return {{kNumberKey, number_or_text(value.get<double>())}};
+  }
+  json stored = value;
+  if (stored.is_structured()) {
+    for (auto& each : stored) each = encode_numbers(each);
+  }
+  return stored;
+}
 
 SectionSource::SectionSource(const CheckpointReader& reader, std::string section, int rank,
                              int ranks)
@@ -371,13 +413,12 @@ SectionSource::SectionSource(const CheckpointReader& reader, std::string section
       rank_(rank),
       same_ranks_(reader.manifest().ranks == ranks) {}
 
-const json& SectionSource::value() const {
-  static const json kNone;
+json SectionSource::value() const {
   const auto& values = reader_.manifest().values;
-  if (!values.contains(section_)) return kNone;
+  if (!values.contains(section_)) return nullptr;
   const json& stored = values.at(section_);
-  if (stored.contains("all")) return stored["all"];
-  return stored["ranks"].at(same_ranks_ ? static_cast<size_t>(rank_) : 0);
+  if (stored.contains("all")) return decode_numbers(stored["all"]);
+  return decode_numbers(stored["ranks"].at(same_ranks_ ? static_cast<size_t>(rank_) : 0));
 }
 
 bool SectionSource::has(const std::string& name) const {
@@ -536,6 +577,12 @@ std::unique_ptr<CheckpointPart> scaler_part(GradScaler& scaler) {
   const auto save = [&scaler]() -> json {
     const auto state = scaler.state_dict();
     if (!state) return {{"enabled", false}};
+    if (state->scale <= 0) {
+      throw Error(
+          Code::kUsage, "the GradScaler's scale has shrunk to 0: every step overflows",
+          "look for the loss or the gradient that is not finite, and resume from an earlier "
+          "checkpoint");
+    }
     return {{"enabled", true},
             {"scale", state->scale},
             {"growth_factor", state->growth_factor},
@@ -555,6 +602,7 @@ std::unique_ptr<CheckpointPart> scaler_part(GradScaler& scaler) {
         value.at("scale").get<double>(), value.at("growth_factor").get<double>(),
         value.at("backoff_factor").get<double>(), value.at("growth_interval").get<int64_t>(),
         value.at("_growth_tracker").get<int64_t>()};
+    require_usable(state);
     return [&scaler, state] { scaler.load_state_dict(state); };
   };
   return std::make_unique<ValuePart>(save, load);

@@ -29,6 +29,10 @@ struct PartContents {
   nlohmann::json value;  ///< null: none
 };
 
+/// A value as a manifest holds it: infinite numbers and NaN, which JSON does not have, are
+/// {"lockstep:number": "inf"} there. SectionSource::value() undoes it.
+nlohmann::json encode_numbers(const nlohmann::json& value);
+
 /// One section of a checkpoint that is being loaded, as this rank sees it.
 class SectionSource {
  public:
@@ -36,11 +40,13 @@ class SectionSource {
 
   const std::string& section() const { return section_; }
 
+  const std::string& path() const { return reader_.path(); }
+
   /// Whether as many ranks load it as saved it, so that each finds its own.
   bool same_ranks() const { return same_ranks_; }
 
   /// The value of this rank, or what rank 0 had if the number of ranks is another. Null: none.
-  const nlohmann::json& value() const;
+  nlohmann::json value() const;
 
   bool has(const std::string& name) const;
 
@@ -84,6 +90,10 @@ class CheckpointPart {
     std::string name;
   };
   virtual std::vector<StageTensor> stage_tensors() const { return {}; }
+
+  /// Parameters whose float32 weights the part updates, and whether it saves those of one.
+  virtual std::vector<torch::Tensor> needs_masters_of() const { return {}; }
+  virtual bool saves_master_of(const torch::Tensor& /*parameter*/) const { return false; }
 
   /// Checks that the section fits and reads it, but changes nothing: the function returned does.
   virtual std::function<void()> load(SectionSource& source) = 0;

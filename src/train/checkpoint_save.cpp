@@ -44,6 +44,18 @@ Dtype dtype_to_save(const std::string& section, const PartContents::Item& item) 
               "convert it first, e.g. with .to(torch::kFloat32)");
 }
 
+// As the manifest holds it: its text is UTF-8.
+json stored_value(const std::string& section, const json& value) {
+  json stored = encode_numbers(value);
+  try {
+    (void)stored.dump();
+  } catch (const json::exception&) {
+    throw Error(Code::kUsage, fmt::format("{} has text that is not UTF-8", section),
+                "save bytes as a tensor, or as a JSON array of numbers");
+  }
+  return stored;
+}
+
 }  // namespace
 
 // Note [Who writes what] Ranks tell each other the numbers of the slices that they have. Each slice
@@ -55,32 +67,17 @@ SaveJob Checkpoint::State::snapshot(int64_t step) {
   SaveJob job;
   job.step = step;
   std::vector<ItemToSave> mine;
+  std::exception_ptr error;
+  try {
+    mine = collect(job);
+  } catch (const std::exception&) {
+    error = std::current_exception();
+  }
+  require_on_all_ranks(error, checkpoint_call());
   std::vector<int64_t> numbers;  // of section and slice, in turn
-  streams_.gpus.clear();
-  // The random numbers come last: the GPUs are known then.
-  for (size_t i = 1; i <= parts_.size(); ++i) {
-    auto& [section, part] = parts_[i % parts_.size()];
-    PartContents contents = part->contents();
-    if (!contents.value.is_null()) {
-      const auto [found, is_new] = job.values.emplace(section, contents.value);
-      if (!is_new && *found != contents.value) {
-        throw Error(Code::kUsage, fmt::format("two parts named {} have different values", section),
-                    "add them under different names");
-      }
-    }
-    for (auto& item : contents.items) {
-      const Dtype dtype = dtype_to_save(section, item);
-      const int64_t number = number_of(section, item, dtype);
-      if (item.tensor.is_cuda()) {
-        auto& gpus = streams_.gpus;
-        if (std::find(gpus.begin(), gpus.end(), item.tensor.device()) == gpus.end()) {
-          gpus.push_back(item.tensor.device());
-        }
-      }
-      numbers.push_back(static_cast<int64_t>(hash_of(section)));
-      numbers.push_back(number);
-      mine.push_back({section, std::move(item), dtype, number});
-    }
+  for (const auto& each : mine) {
+    numbers.push_back(static_cast<int64_t>(hash_of(each.section)));
+    numbers.push_back(each.number);
   }
   warn_of_other_values(mine);
   const auto all = numbers_of_all_ranks(numbers);
@@ -117,6 +114,37 @@ SaveJob Checkpoint::State::snapshot(int64_t step) {
   return job;
 }
 
+// The tensors and values of all parts of this rank.
+std::vector<ItemToSave> Checkpoint::State::collect(SaveJob& job) {
+  std::vector<ItemToSave> mine;
+  streams_.gpus.clear();
+  // The random numbers come last: the GPUs are known then.
+  for (size_t i = 1; i <= parts_.size(); ++i) {
+    auto& [section, part] = parts_[i % parts_.size()];
+    PartContents contents = part->contents();
+    if (!contents.value.is_null()) {
+      const json value = stored_value(section, contents.value);
+      const auto [found, is_new] = job.values.emplace(section, value);
+      if (!is_new && *found != value) {
+        throw Error(Code::kUsage, fmt::format("two parts named {} have different values", section),
+                    "add them under different names");
+      }
+    }
+    for (auto& item : contents.items) {
+      const Dtype dtype = dtype_to_save(section, item);
+      const int64_t number = number_of(section, item, dtype);
+      if (item.tensor.is_cuda()) {
+        auto& gpus = streams_.gpus;
+        if (std::find(gpus.begin(), gpus.end(), item.tensor.device()) == gpus.end()) {
+          gpus.push_back(item.tensor.device());
+        }
+      }
+      mine.push_back({section, std::move(item), dtype, number});
+    }
+  }
+  return mine;
+}
+
 // On a GPU the copy is queued behind the step's work, and nothing waits for it here. Memory of the
 // save before is used again: no page of it is new.
 torch::Tensor Checkpoint::State::copy_of(const std::string& key, const torch::Tensor& tensor) {
@@ -136,13 +164,16 @@ void Checkpoint::State::save(int64_t step) {
   require_not_capturing("saving a checkpoint", "save it between two steps");
   require_outside_join();
   wait_for_save();
+  if (latest_step_ == step) return;
   require_own_names_of_stages();
   if (!opened_) open_store();
   finished_ = false;
   ++saves_;
   writing_step_ = step;
   auto job = std::make_shared<const SaveJob>(snapshot(step));
-  const auto work = [this, job] {
+  auto written = std::make_shared<std::promise<void>>();
+  written_ = written->get_future();
+  const auto work = [this, job, written] {
     try {
       for (const auto& event : job->copied) event.ns();
       write(*job);
@@ -152,6 +183,7 @@ void Checkpoint::State::save(int64_t step) {
     } catch (const std::exception& error) {
       outcome_ = describe(error);
     }
+    written->set_value();
   };
   if (options_.asynchronous) {
     writer_ = start_quiet_thread(work);
@@ -177,7 +209,7 @@ void Checkpoint::State::write(const SaveJob& job) {
   if (is_writer()) attempt([&] { draft = store_->begin(job.step); });
   if (commit_) {
     const auto told = json::parse(commit_->broadcast_text(
-        json({{"draft", draft}, {"failure", failure}}).dump(), 0, checkpoint_call()));
+        dump_anything({{"draft", draft}, {"failure", failure}}), 0, checkpoint_call()));
     draft = told["draft"].get<std::string>();
     failure = told["failure"].get<std::string>();
   }
@@ -186,8 +218,8 @@ void Checkpoint::State::write(const SaveJob& job) {
   report["failure"] = failure;
   try {
     const std::vector<std::string> reports =
-        commit_ ? commit_->gather_text(report.dump(), 0, checkpoint_call())
-                : std::vector<std::string>{report.dump()};
+        commit_ ? commit_->gather_text(dump_anything(report), 0, files_call(commit_))
+                : std::vector<std::string>{dump_anything(report)};
     for (size_t rank = 0; rank < reports.size() && failure.empty(); ++rank) {
       const auto told = json::parse(reports[rank]).at("failure").get<std::string>();
       if (!told.empty()) failure = fmt::format("rank {}: {}", rank, told);
@@ -196,16 +228,28 @@ void Checkpoint::State::write(const SaveJob& job) {
       attempt([&] {
         store_->publish(draft, assemble(job, reports));
         draft.clear();
-        store_->keep_latest(job.step, options_.keep);
       });
+      if (failure.empty()) remove_older(job.step);
     }
-    if (commit_) failure = commit_->broadcast_text(failure, 0, checkpoint_call());
+    if (commit_) failure = commit_->broadcast_text(failure, 0, files_call(commit_));
   } catch (...) {  // another rank is gone: there is no checkpoint of all
     if (is_writer() && !draft.empty()) store_->discard(draft);
     throw;
   }
   if (is_writer() && !draft.empty()) store_->discard(draft);
   if (!failure.empty()) throw std::runtime_error(failure);
+}
+
+// The new checkpoint is on disk, whatever becomes of the older ones.
+void Checkpoint::State::remove_older(int64_t step) {
+  try {
+    store_->keep_latest(step, options_.keep);
+  } catch (const Error& error) {
+    print_error(
+        fmt::format("lockstep: step {} is saved; older checkpoints could not be removed: "
+                    "{}\n",
+                    step, error.message()));
+  }
 }
 
 json Checkpoint::State::write_files(const SaveJob& job, const std::string& draft) {
@@ -259,8 +303,22 @@ Manifest Checkpoint::State::assemble(const SaveJob& job,
 void Checkpoint::State::wait_for_save() {
   if (writer_.joinable()) writer_.join();
   if (lost_rank_) std::rethrow_exception(std::exchange(lost_rank_, nullptr));
-  if (outcome_.empty()) return;
-  note_failure(writing_step_, std::exchange(outcome_, ""));
+  if (!written_.valid()) return;
+  written_ = {};
+  if (outcome_.empty()) {
+    latest_step_ = writing_step_;
+  } else {
+    note_failure(writing_step_, std::exchange(outcome_, ""));
+  }
+}
+
+// The run has failed. A save that goes on by itself may still end well; one that waits for a rank
+// which no longer answers must not keep this process from ending.
+void Checkpoint::State::abandon_save() noexcept {
+  if (!commit_ || !written_.valid()) return;
+  const auto patience = std::min<std::chrono::milliseconds>(commit_->timeout(), kAbandonAfter);
+  if (written_.wait_for(patience) == std::future_status::ready) return;
+  commit_->abort("gave up a save, since the run has failed");
 }
 
 void Checkpoint::State::note_failure(int64_t step, const std::string& reason) {

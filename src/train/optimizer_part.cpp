@@ -124,6 +124,15 @@ class OptimizerPart final : public CheckpointPart {
   PartContents contents() override;
   std::function<void()> load(SectionSource& source) override;
 
+  std::vector<torch::Tensor> needs_masters_of() const override {
+    std::vector<torch::Tensor> needed;
+    const auto* fused = dynamic_cast<const FusedOptimizer*>(&optimizer_);
+    for_each_parameter([&](const torch::Tensor& parameter) {
+      if (fused != nullptr && fused->has_master(parameter)) needed.push_back(parameter);
+    });
+    return needed;
+  }
+
  private:
   using State = typename Kind::State;
   using Options = typename Kind::Options;
@@ -210,7 +219,7 @@ template <class Kind>
 std::function<void()> OptimizerPart<Kind>::load(SectionSource& source) {
   constexpr const char* kHelp =
       "resume with the optimizer that was saved, with its parameters in the same groups";
-  const json& value = source.value();
+  const json value = source.value();
   if (!value.is_object()) source.fail("the checkpoint does not have it", kHelp);
   const auto kind = value.value("kind", std::string("of no known kind"));
   if (kind != Kind::kName) {
@@ -237,7 +246,7 @@ std::function<void()> OptimizerPart<Kind>::load(SectionSource& source) {
   }
   struct Loaded {
     torch::Tensor parameter;
-    std::shared_ptr<State> state;
+    std::shared_ptr<State> state;  // null: it had none yet
   };
   std::vector<Loaded> states;
   for_each_parameter([&](const torch::Tensor& parameter) {
@@ -255,7 +264,7 @@ std::function<void()> OptimizerPart<Kind>::load(SectionSource& source) {
         field = source.read(prefix + name, whole_slice({}), torch::kInt64).template item<int64_t>();
       }
     });
-    if (any) states.push_back({parameter, std::move(state)});
+    states.push_back({parameter, any ? std::move(state) : nullptr});
   });
   return [this, options = std::move(options), states = std::move(states)] {
     for (size_t i = 0; i < options.size(); ++i) {
@@ -263,13 +272,15 @@ std::function<void()> OptimizerPart<Kind>::load(SectionSource& source) {
     }
     if (is_planted(Mutation::kStateNotRestored)) return;
     for (const auto& each : states) {
+      const auto key = compat::optimizer_state_key(each.parameter.unsafeGetTensorImpl());
+      optimizer_.state().erase(key);
+      if (each.state == nullptr) continue;
       auto state = std::make_unique<State>(*each.state);
       Kind::visit(*state, [&](const char*, auto& field) {
         if constexpr (std::is_same_v<std::decay_t<decltype(field)>, torch::Tensor>) {
           if (field.defined()) field = field.to(each.parameter.device());
         }
       });
-      const auto key = compat::optimizer_state_key(each.parameter.unsafeGetTensorImpl());
       optimizer_.state()[key] = std::move(state);
     }
     if (auto* fused = dynamic_cast<FusedOptimizer*>(&optimizer_)) fused->note_loaded_state();

@@ -1,14 +1,20 @@
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <csignal>
+#include <cstring>
 #include <filesystem>
 #include <mutex>
 #include <nlohmann/json.hpp>
 #include <thread>
 
+#include "base/running_clock.hpp"
 #include "checkpoint/reader.hpp"
+#include "comm/backend.hpp"
 #include "comm/network/transport_loader.hpp"
 #include "fault_files.hpp"
 #include "ranks/gloo_threads.hpp"
@@ -375,6 +381,114 @@ TEST(RankCheckpoint, TrainingGoesOnDuringASave) {
 TEST(RankCheckpoint, TrainingGoesOnDuringASaveOverGloo) {
   if (find_module("lockstep-gloo.so").empty()) GTEST_SKIP() << "lockstep-gloo.so was not built";
   expect_training_goes_on_during_a_save([](const auto& body) { run_gloo_ranks(3, body); });
+}
+
+TEST(RankCheckpoint, TextThatIsNotUtf8OnOneRankIsAnErrorOnAll) {
+  const ScratchFolder scratch;
+  const auto outcomes = test::outcomes_of_ranks(2, [&](const Communicator& comm) {
+    std::string text = comm.rank() == 1 ? "\xff" : "good";
+    Checkpoint checkpoint(scratch.file("run"), comm, {.every = 1});
+    checkpoint.add("name", text);
+    (void)checkpoint.step(1);
+  });
+  for (const auto& outcome : outcomes) {
+    EXPECT_EQ(outcome.code(), Code::kUsage);
+    EXPECT_NE(outcome.text().find("name has text that is not UTF-8"), std::string::npos)
+        << outcome.text();
+  }
+  EXPECT_NE(outcomes[0].text().find("rank 1"), std::string::npos) << outcomes[0].text();
+}
+
+// Ranks that are threads have one folder; each of them writes to it before training begins.
+TEST(RankCheckpoint, AFolderThatOneRankCannotWriteToIsRefusedAtOnce) {
+  const ScratchFolder scratch;
+  const std::string folder = scratch.file("run");
+  test::FaultFiles files(scratch.file(""));
+  const ReplaceFileSystem replaced(files);
+  { const Checkpoint first(folder, {.every = 1}); }
+  const int calls = files.calls();
+  { const Checkpoint second(folder, {.every = 1}); }
+  // Rank 0 opens the folder, writes a probe (create, write, sync, close), and then ranks do too.
+  files.fail_at = files.calls() + (files.calls() - calls) + 4 + 1;
+  files.fails_for_good = true;
+  files.error = EROFS;
+  const auto outcomes = test::outcomes_of_ranks(2, [&](const Communicator& comm) {
+    const Checkpoint checkpoint(folder, comm, {.every = 1});
+  });
+  for (const auto& outcome : outcomes) {
+    EXPECT_EQ(outcome.code(), Code::kFileWrite);
+    EXPECT_NE(outcome.text().find(std::strerror(EROFS)), std::string::npos) << outcome.text();
+  }
+}
+
+// Rank 0's error, of two ranks that are processes. Rank 1 is one that stops itself.
+std::string error_without_rank_1(const std::function<void(const Communicator&)>& body) {
+  const ScratchFolder scratch;
+  std::array<pid_t, 2> ranks{};
+  std::fflush(nullptr);
+  for (int rank = 0; rank < 2; ++rank) {
+    const pid_t pid = ::fork();
+    ranks[static_cast<size_t>(rank)] = pid;
+    if (pid != 0) continue;
+    std::string error;
+    try {
+      torch::manual_seed(1);
+      const Communicator comm(make_shm_backend({.session = "checkpoint" + scratch.file(""),
+                                                .rank = rank,
+                                                .size = 2,
+                                                .deadline_ns = running_ns() + 60'000'000'000}),
+                              std::chrono::seconds(2));
+      body(comm);
+    } catch (const std::exception& caught) {
+      error = describe(caught);
+    }
+    test::write_bytes(scratch.file("error" + std::to_string(rank)), error);
+    ::_exit(0);
+  }
+  ::waitpid(ranks[0], nullptr, 0);
+  ::kill(ranks[1], SIGKILL);
+  ::waitpid(ranks[1], nullptr, 0);
+  return test::read_bytes(scratch.file("error0"));
+}
+
+void expect_rank_1_is_named(const std::string& error) {
+  EXPECT_NE(error.find("LS0021"), std::string::npos) << error;
+  EXPECT_NE(error.find("rank 1"), std::string::npos) << error;
+}
+
+TEST(StoppedRank, IsNamedWhenItStopsBeforeASave) {
+  const ScratchFolder scratch;
+  expect_rank_1_is_named(error_without_rank_1([&](const Communicator& comm) {
+    torch::nn::Linear net(2, 2);
+    Checkpoint checkpoint(scratch.file("run"), comm, {.every = 1, .preemption = false});
+    checkpoint.add("model", *net);
+    comm.barrier();
+    if (comm.rank() == 1) ::raise(SIGSTOP);
+    (void)checkpoint.step(1);
+  }));
+}
+
+// Stops its process when it begins to write a file.
+struct StoppingFiles final : test::FaultFiles {
+  using FaultFiles::FaultFiles;
+  int create(const std::string& /*path*/, int& /*file*/) override { return ::raise(SIGSTOP); }
+};
+
+// Training notices it, and the rank that has failed does not wait for the save.
+TEST(StoppedRank, IsNamedWhenItStopsDuringASave) {
+  const ScratchFolder scratch;
+  expect_rank_1_is_named(error_without_rank_1([&](const Communicator& comm) {
+    torch::nn::Linear net(2, 2);
+    Checkpoint checkpoint(scratch.file("run"), comm, {.every = 1, .preemption = false});
+    checkpoint.add("model", *net);
+    comm.barrier();
+    StoppingFiles files(scratch.file(""));
+    std::optional<ReplaceFileSystem> replaced;
+    if (comm.rank() == 1) replaced.emplace(files);
+    (void)checkpoint.step(1);
+    while (comm.rank() == 1) ::pause();
+    comm.all_reduce(torch::ones({4}));
+  }));
 }
 
 }  // namespace

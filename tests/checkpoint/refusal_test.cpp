@@ -1,5 +1,9 @@
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
+#include <cmath>
+#include <csignal>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
@@ -195,6 +199,133 @@ TEST_F(RefusalTest, ADiskThatFailsDoesNotStopTraining) {
       EXPECT_EQ(checkpoint.resume(), 3);
     }
   }
+}
+
+TEST_F(RefusalTest, AFailedSaveOnRequestIsAnErrorAndAnEarlierOneIsNot) {
+  for (const int fails_at_step : {1, 2}) {
+    const ScratchFolder scratch;
+    auto net = two_layers();
+    test::FaultFiles files(scratch.file(""));
+    const ReplaceFileSystem replaced(files);
+    Checkpoint checkpoint(scratch.file("run"), {.every = 1, .asynchronous = false});
+    checkpoint.add("model", *net);
+    testing::internal::CaptureStderr();
+    files.error = ENOSPC;
+    if (fails_at_step == 1) files.fail_at = files.calls() + 4;
+    EXPECT_TRUE(checkpoint.step(1));
+    if (fails_at_step == 2) files.fail_at = files.calls() + 4;
+    std::raise(SIGUSR1);
+    if (fails_at_step == 1) {
+      EXPECT_FALSE(checkpoint.step(2));
+    } else {
+      expect_error(Code::kCheckpoint, {"asked to stop", "step 2", std::strerror(ENOSPC)},
+                   [&] { (void)checkpoint.step(2); });
+    }
+    const std::string errors = testing::internal::GetCapturedStderr();
+    EXPECT_EQ(errors.find("asked to stop: saved step 2") != std::string::npos, fails_at_step == 1)
+        << errors;
+    EXPECT_EQ(test::list_steps(scratch.file("run")), std::vector<int64_t>{3 - fails_at_step});
+  }
+}
+
+TEST_F(RefusalTest, AnOldCheckpointThatStaysIsNoFailureOfTheNewOne) {
+  auto net = two_layers();
+  test::FaultFiles files(scratch_.file(""));
+  const ReplaceFileSystem replaced(files);
+  Checkpoint checkpoint(folder_, {.every = 1, .keep = 1, .asynchronous = false});
+  checkpoint.add("model", *net);
+  EXPECT_TRUE(checkpoint.step(1));
+  const int before = files.calls();
+  EXPECT_TRUE(checkpoint.step(2));
+  files.fail_at = files.calls() + (files.calls() - before);  // the last call that removes step 2
+  files.error = EIO;
+  testing::internal::CaptureStderr();
+  EXPECT_TRUE(checkpoint.step(3));
+  const std::string errors = testing::internal::GetCapturedStderr();
+  EXPECT_NE(errors.find("step 3 is saved; older checkpoints could not be removed"),
+            std::string::npos)
+      << errors;
+  checkpoint.finish();
+  EXPECT_EQ(checkpoint.resume(), 3);
+}
+
+// So few descriptors are left that a checkpoint cannot be read to its end.
+TEST_F(RefusalTest, AFileThatCannotBeReadIsNoDamage) {
+  auto net = two_layers();
+  save(*net, 1);
+  save(*net, 2);
+  Checkpoint reader(folder_);
+  reader.add("model", *net);
+  Checkpoint writer(folder_, {.every = 2});
+  writer.add("model", *net);
+  rlimit before{};
+  ::getrlimit(RLIMIT_NOFILE, &before);
+  const int next = ::dup(STDERR_FILENO);
+  ::close(next);
+  const rlimit one_more{static_cast<rlim_t>(next) + 1, before.rlim_max};
+  ::setrlimit(RLIMIT_NOFILE, &one_more);
+  expect_error(Code::kFileRead, {"step-00000002", "cannot read"}, [&] { reader.resume(); });
+  writer.save(2);
+  expect_error(Code::kCheckpoint, {"cannot read"}, [&] { writer.finish(); });
+  ::setrlimit(RLIMIT_NOFILE, &before);
+  EXPECT_FALSE(fs::exists(folder_ + "/step-00000002.damaged-1"));
+  EXPECT_EQ(reader.resume(), 2);
+}
+
+TEST_F(RefusalTest, TextThatIsNotUtf8) {
+  std::string text = "\xff";
+  Checkpoint checkpoint(folder_);
+  checkpoint.add("name", text);
+  expect_error(Code::kUsage, {"name", "UTF-8"}, [&] { checkpoint.save(1); });
+  text = "good";
+  checkpoint.save(1);
+  checkpoint.finish();
+  expect_error(Code::kUsage, {"folder", "UTF-8"}, [&] { Checkpoint other(folder_ + "\xff"); });
+}
+
+TEST_F(RefusalTest, MastersThatWereNotAdded) {
+  auto net = two_layers();
+  const MasterWeights masters(*net, MasterWeightsOptions{torch::kBFloat16});
+  AdamWOptions options;
+  options.masters = masters;
+  AdamW optimizer(net->parameters(), options);
+  Checkpoint checkpoint(folder_);
+  checkpoint.add("model", *net).add("optimizer", optimizer, *net);
+  for (int time = 0; time < 2; ++time) {
+    expect_error(Code::kUsage, {"optimizer", "float32 weights"}, [&] { checkpoint.save(1); });
+  }
+  checkpoint.add("masters", masters, *net).save(1);
+  checkpoint.finish();
+  EXPECT_EQ(checkpoint.resume(), 1);
+}
+
+TEST_F(RefusalTest, AScaleOfZero) {
+  auto net = two_layers();
+  Sgd optimizer(net->parameters(), {.lr = 0.1});
+  GradScaler scaler({.init_scale = 1e-45});
+  scaler.scale(net->forward(torch::full({1, 2}, INFINITY)).sum()).backward();
+  scaler.step(optimizer);
+  scaler.update();
+  {
+    Checkpoint checkpoint(folder_);
+    checkpoint.add("model", *net).add("scaler", scaler);
+    expect_error(Code::kUsage, {"scale", "0", "overflows"}, [&] { checkpoint.save(1); });
+  }
+  nlohmann::json state = {{"enabled", true},       {"scale", 0.0},          {"growth_factor", 2.0},
+                          {"backoff_factor", 0.5}, {"growth_interval", 10}, {"_growth_tracker", 0}};
+  {
+    Checkpoint checkpoint(folder_);
+    checkpoint.add("model", *net).add("scaler", state);
+    checkpoint.save(1);
+    checkpoint.finish();
+  }
+  auto other = two_layers();
+  const auto before = weights_of(*other);
+  GradScaler second;
+  Checkpoint checkpoint(folder_);
+  checkpoint.add("model", *other).add("scaler", second);
+  expect_error(Code::kUsage, {"0 cannot be a scale"}, [&] { checkpoint.resume(); });
+  expect_same_bits(weights_of(*other), before);
 }
 
 TEST(TensorFile, EveryByteFlipOfSavedWeightsIsRefused) {

@@ -206,7 +206,9 @@ TEST(Checkpoint, SavesTheProgramsOwnValues) {
   int64_t count = 3;
   double ratio = std::numeric_limits<double>::infinity();
   std::string name = "größe \"1\"";
-  nlohmann::json more = {{"a", {1, 2.5, nullptr}}};
+  const nlohmann::json all = {
+      {"a", {1, 2.5, nullptr}}, {"best", -std::numeric_limits<double>::infinity()}, {"b", "inf"}};
+  nlohmann::json more = all;
   torch::Tensor average = torch::arange(5);
   torch::Tensor none;
   std::map<std::string, int> own = {{"x", 1}};
@@ -236,10 +238,95 @@ TEST(Checkpoint, SavesTheProgramsOwnValues) {
   EXPECT_EQ(count, 3);
   EXPECT_EQ(ratio, std::numeric_limits<double>::infinity());
   EXPECT_EQ(name, "größe \"1\"");
-  EXPECT_EQ(more, (nlohmann::json{{"a", {1, 2.5, nullptr}}}));
+  EXPECT_EQ(more, all);
   EXPECT_TRUE(torch::equal(average, torch::arange(5)));
   EXPECT_FALSE(none.defined());
   EXPECT_EQ(own, (std::map<std::string, int>{{"x", 1}}));
+}
+
+// Whoever calls save() after the last step need not know whether step() has saved it.
+TEST(Checkpoint, AStepThatIsSavedAlreadyNeedsNoSecondSave) {
+  const test::ScratchFolder scratch;
+  torch::nn::Linear net(2, 2);
+  {
+    Checkpoint checkpoint(scratch.file("a"), {.every = 2});
+    checkpoint.add("model", *net);
+    for (int64_t step = 1; step <= 4; ++step) EXPECT_TRUE(checkpoint.step(step));
+    checkpoint.save(4);
+    checkpoint.finish();
+  }
+  Checkpoint checkpoint(scratch.file("a"));
+  checkpoint.add("model", *net);
+  EXPECT_EQ(checkpoint.resume(), 4);
+  checkpoint.save(4);
+  checkpoint.finish();
+  EXPECT_EQ(test::list_steps(scratch.file("a")), (std::vector<int64_t>{2, 4}));
+}
+
+// Momentum that was made since the save is forgotten.
+TEST(Checkpoint, ARunThatGoesBackHasTheOptimizersStateOfThen) {
+  for (const bool of_torch : {false, true}) {
+    const test::ScratchFolder scratch;
+    torch::manual_seed(1);
+    torch::nn::Linear net(4, 4);
+    const auto options = torch::optim::SGDOptions(0.1).momentum(0.9);
+    std::unique_ptr<torch::optim::Optimizer> optimizer;
+    if (of_torch) {
+      optimizer = std::make_unique<torch::optim::SGD>(net->parameters(), options);
+    } else {
+      optimizer = std::make_unique<Sgd>(net->parameters(), SgdOptions{.lr = 0.1, .momentum = 0.9});
+    }
+    Checkpoint checkpoint(scratch.file("a"));
+    checkpoint.add("model", *net).add("optimizer", *optimizer, *net);
+    checkpoint.save(0);
+    checkpoint.finish();
+    const auto update = [&] {
+      optimizer->zero_grad();
+      net->forward(torch::ones({2, 4})).square().mean().backward();
+      optimizer->step();
+    };
+    update();
+    const auto first = weights_of(*net);
+    update();
+    EXPECT_EQ(checkpoint.resume(), 0);
+    update();
+    test::expect_same_bits(weights_of(*net), first);
+  }
+}
+
+// An evaluation, another number of devices, and no pipeline: what does not fit starts anew.
+TEST(Checkpoint, RandomNumbersOfOtherDevicesAreLeftOut) {
+  const test::ScratchFolder scratch;
+  torch::manual_seed(3);
+  {
+    const Devices devices("cpu:2");
+    auto net = dropout_net();
+    DataParallel parallel(net, devices);
+    Checkpoint checkpoint(scratch.file("devices"));
+    checkpoint.add("model", *net).add(devices).save(5);
+    Checkpoint staged(scratch.file("pipeline"));
+    auto other = dropout_net();
+    Pipeline pipeline(
+        split_stages(other, std::vector<int64_t>{3, 2}), devices, one_f_one_b(2, 4),
+        {.loss = [](const auto& out, const auto& y) { return torch::mse_loss(out, y); }});
+    staged.add("model", pipeline).save(6);
+  }
+  const auto expect_told = [&](const std::string& folder, int64_t step, const std::string& counts,
+                               const std::optional<Devices>& devices) {
+    auto net = dropout_net();
+    Checkpoint checkpoint(scratch.file(folder));
+    checkpoint.add("model", *net);
+    if (devices) checkpoint.add(*devices);
+    testing::internal::CaptureStderr();
+    EXPECT_EQ(checkpoint.resume(), step);
+    const std::string errors = testing::internal::GetCapturedStderr();
+    EXPECT_NE(errors.find("has random numbers of " + counts + ": they start anew"),
+              std::string::npos)
+        << errors;
+  };
+  expect_told("devices", 5, "2 devices, and this run has 0", std::nullopt);
+  expect_told("devices", 5, "2 devices, and this run has 1", Devices("cpu:1"));
+  expect_told("pipeline", 6, "1 pipelines, and this run has 0", std::nullopt);
 }
 
 // What is written is what was there when save() was called, whatever the step does next.

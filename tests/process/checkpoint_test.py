@@ -99,8 +99,9 @@ class Checkpoints(unittest.TestCase):
         self.expect_same_end(folder)
 
     def test_ranks_need_the_same_folder(self):
-        for rank in (0, 1):
-            os.makedirs(os.path.join(self.scratch.name, f"rank{rank}"))
+        for rank in (0, 1):  # an earlier run has left a lock in both
+            os.makedirs(os.path.join(self.scratch.name, f"rank{rank}", "runs", "a"))
+            open(os.path.join(self.scratch.name, f"rank{rank}", "runs", "a", ".lock"), "w").close()
         line = f"cd {self.scratch.name}/rank$RANK && exec {os.path.abspath(BIN)}/tutorial_checkpoint runs/a 10"
         done = subprocess.run([os.path.join(BIN, "lockstep"), "run", "-n", "2", "sh", "-c", line], capture_output=True,
                               text=True, timeout=120)

@@ -53,6 +53,25 @@ TEST_F(LaunchFailure, AnExitCodeIsKept) {
   EXPECT_EQ(log_folders(), 1U) << "after a failure the logs stay";
 }
 
+TEST_F(LaunchFailure, TheBundleHoldsNoSecretsAndIsTheUsersOwn) {
+  const JobResult result =
+      run({"--log-dir", file("logs"), worker(), "exit:3"}, {{"SLURM_JWT", "s3cret"},
+                                                            {"NCCL_API_KEY", "s3cret"},
+                                                            {"TORCH_PASSWORD", "s3cret"},
+                                                            {"SLURM_JOB_NAME", "t5x"}});
+  EXPECT_EQ(result.exit_code, 3) << result.errors;
+  std::string bundle;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(file("logs"))) {
+    if (entry.path().filename() == "crash.json") bundle = entry.path();
+  }
+  const std::string text = test::read_bytes(bundle);
+  EXPECT_NE(text.find("t5x"), std::string::npos) << text;
+  EXPECT_EQ(text.find("s3cret"), std::string::npos) << text;
+  EXPECT_NE(text.find("\"kernel\": \"Linux "), std::string::npos) << text;
+  EXPECT_EQ(std::filesystem::status(bundle).permissions(),
+            std::filesystem::perms::owner_read | std::filesystem::perms::owner_write);
+}
+
 TEST_F(LaunchFailure, ExceptionsSignalsAndCodesOfOurOwn) {
   const JobResult thrown = rank_1_does("throw:the tensor is too wide");
   EXPECT_EQ(thrown.exit_code, 1);
@@ -511,6 +530,27 @@ TEST_F(LaunchFailure, CtrlCTwiceIsNow) {
   EXPECT_EQ(result.exit_code, 143);
   EXPECT_LT(result.seconds, 10);
   expect_nothing_left();
+}
+
+TEST_F(LaunchFailure, RanksHaveTimeToSaveWhenTheLauncherIsAskedToStop) {
+  const std::string list = file("pids");
+  for (const auto& [signal, grace, flags] : {std::tuple{SIGTERM, " 25 s;", test::Texts{}},
+                                             {SIGINT, " 5 s;", {}},
+                                             {SIGTERM, " 7.5 s;", {"--grace", "7.5"}}}) {
+    std::filesystem::remove(list);
+    test::Texts arguments = flags;
+    for (const auto& each : {std::string("-n"), std::string("1"), worker(),
+                             std::string("pid:") + list, std::string("loop")}) {
+      arguments.push_back(each);
+    }
+    const pid_t job = start(arguments);
+    pids_in(list, 1);
+    ::kill(job, signal);
+    const JobResult result = finish(job);
+    EXPECT_NE(result.errors.find(std::string("stopping all ranks, which have") + grace),
+              std::string::npos)
+        << result.errors;
+  }
 }
 
 TEST_F(LaunchFailure, ASignalThatRanksAnswerWithExitCode75GivesThatCode) {

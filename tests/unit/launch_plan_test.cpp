@@ -44,6 +44,15 @@ std::string fact(const LaunchPlan& plan, const std::string& name) {
   return "no such fact";
 }
 
+TEST(LaunchPlan, RanksThatAreAskedToStopHaveTimeToSave) {
+  const LaunchPlan usual = World().plan({});
+  EXPECT_EQ(fact(usual, "from SIGTERM to SIGKILL"), "5 s from default");
+  EXPECT_EQ(fact(usual, "the same, asked to stop by SIGTERM"), "25 s from default");
+  const LaunchPlan given = World().plan({{"grace", "7"}});
+  EXPECT_EQ(fact(given, "from SIGTERM to SIGKILL"), "7 s from --grace");
+  EXPECT_EQ(fact(given, "the same, asked to stop by SIGTERM"), "7 s from --grace");
+}
+
 TEST(LaunchPlan, OneRankWithAllCoresByDefault) {
   const LaunchPlan plan = World().plan({});
   EXPECT_EQ(plan.local_world_size, 1);
