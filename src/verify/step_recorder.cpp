@@ -20,7 +20,6 @@
 #include "device/slice_map.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/rank_environment.hpp"
-#include "lockstep/sync_batch_norm.hpp"
 #include "lockstep/verify.hpp"
 #include "torch_compat.hpp"
 
@@ -67,7 +66,7 @@ std::optional<std::pair<double, uint64_t>> perturbation_of_environment() {
   return std::pair(step_of(given.substr(0, colon)), seed);
 }
 
-// Layers whose result depends on which rows are computed together, or on random numbers.
+// libtorch's layers whose result depends on which rows are computed together, or on random numbers.
 std::optional<std::string> kind_of(const torch::nn::Module& module) {
   const auto* batch_norm1 = module.as<torch::nn::BatchNorm1d>();
   const auto* batch_norm2 = module.as<torch::nn::BatchNorm2d>();
@@ -75,7 +74,6 @@ std::optional<std::string> kind_of(const torch::nn::Module& module) {
   if (batch_norm1 != nullptr || batch_norm2 != nullptr || batch_norm3 != nullptr) {
     return "batch_norm";
   }
-  if (module.as<SyncBatchNorm>() != nullptr) return "sync_batch_norm";
   const auto drops = [](const auto* layer) { return layer != nullptr && layer->options.p() > 0; };
   if (drops(module.as<torch::nn::Dropout>()) || drops(module.as<torch::nn::Dropout2d>()) ||
       drops(module.as<torch::nn::Dropout3d>()) || drops(module.as<torch::nn::AlphaDropout>())) {
@@ -152,7 +150,7 @@ void StepRecorder::name(const torch::Tensor& parameter, const std::string& name)
   names_.set(parameter, name);
 }
 
-// A row's bytes stand for it. Of a model's several inputs the first has the batch.
+// A row is identified by its bytes. If a model has several inputs, the first one holds the batch.
 void StepRecorder::note_rows(const std::vector<torch::Tensor>& inputs) {
   if (!torch::GradMode::is_enabled() || Capture::current() != nullptr) return;
   const auto first = std::find_if(inputs.begin(), inputs.end(), [](const torch::Tensor& each) {
@@ -211,6 +209,11 @@ void StepRecorder::note_sent(int64_t bytes) {
   const std::lock_guard lock(mutex_);
   sent_bytes_ += bytes;
   ++all_reduces_;
+}
+
+void StepRecorder::note_kind(const char* kind) {
+  const std::lock_guard lock(mutex_);
+  kinds_.insert(kind);
 }
 
 void StepRecorder::note_compression(torch::ScalarType dtype) {
