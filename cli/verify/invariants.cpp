@@ -315,7 +315,7 @@ std::vector<std::pair<Slice, std::vector<Share>>> shares_of(const TracedStep& st
   return groups;
 }
 
-// Of the precision that a gradient is averaged in: its own, or that of a compression.
+// The rounding error of the precision that a gradient is averaged in: its own, or a compression's.
 double rounding_of(const TracedStep& step, Dtype own) {
   const std::string sent = step.facts.begin()->second.at("sent_dtype").get<std::string>();
   if (sent == "bfloat16" || own == Dtype::kBF16) return 0x1p-8;
