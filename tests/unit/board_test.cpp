@@ -171,7 +171,7 @@ TEST_F(BoardTest, ForeignAndOutdatedFilesAreRefused) {
   with(0, 0);
   expect_error(Code::kBoard, {"is not a board, or is still being made"}, open);
   with(8, 1);
-  expect_error(Code::kBoard, {"has layout 1", "reads layout 4", "same version"}, open);
+  expect_error(Code::kBoard, {"has layout 1", "reads layout 5", "same version"}, open);
   with(12, 0);
   expect_error(Code::kBoard, {"0 ranks need"}, open);
   with(12, UINT32_MAX);
