@@ -28,9 +28,9 @@ struct TracedPiece {
 /// "state/NAME/WHAT", "buffer/NAME" and, before the average, "local/NAME".
 struct TracedStep {
   int64_t step = 0;
-  std::map<std::string, std::vector<TracedPiece>> pieces;
-  std::map<int, nlohmann::json> facts;                 ///< [rank]
-  std::map<int, std::vector<nlohmann::json>> updates;  ///< [rank], one for each optimizer
+  std::map<std::string, std::vector<TracedPiece>> pieces = {};
+  std::map<int, nlohmann::json> facts = {};                 ///< [rank]
+  std::map<int, std::vector<nlohmann::json>> updates = {};  ///< [rank], one for each optimizer
 
   /// Whether a rank's updates of this step were skipped.
   bool is_skipped(int rank) const;

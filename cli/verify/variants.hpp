@@ -23,11 +23,11 @@ ProgramFlags parse_help(const std::string& help);
 /// A way to run the program that must train as its reference does.
 struct Variant {
   std::string name;
-  std::string family;  ///< of runs that are compared with one reference
+  std::string family = {};  ///< of runs that are compared with one reference
   int ranks = 1;
-  std::vector<std::string> arguments;    ///< that it adds to the family's
-  std::vector<std::string> launch = {};  ///< flags of `lockstep run`
-  bool saves = false;                    ///< it gets a folder for checkpoints
+  std::vector<std::string> arguments = {};  ///< that it adds to the family's
+  std::vector<std::string> launch = {};     ///< flags of `lockstep run`
+  bool saves = false;                       ///< it gets a folder for checkpoints
   RunFacts facts = {};
 };
 

@@ -36,8 +36,8 @@ int run_verify(const VerifyOptions& options, const std::vector<std::string>& pro
 struct VerifiedRun {
   std::string family;
   std::string name;
-  std::string refusal;  ///< why the program did not run so, by its exit code 2; empty: it ran
-  Judgement judgement;
+  std::string refusal = {};  ///< why the program did not run so, by its exit code 2; empty: it ran
+  Judgement judgement = {};
   double seconds = 0;
 };
 
