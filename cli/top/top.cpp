@@ -24,7 +24,7 @@ namespace {
 
 const std::vector<Example> kTopExamples = {
     {"lockstep top", "every run of yours, until q"},
-    {"lockstep top practical5", "runs whose name begins so"},
+    {"lockstep top practical5", "runs whose names begin with practical5"},
     {"lockstep top --once", "one sample of every run, printed"},
     {"lockstep top --once --json", "one sample as a JSON object"}};
 

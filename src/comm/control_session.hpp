@@ -119,9 +119,9 @@ class ControlSession {
   // The ends of a wait.
 
   /// At the deadline: names the cause, which is the same on every rank.
-  [[noreturn]] void fail_stalled(const StalledCall& stalled, const Fingerprint& spoken_of);
+  [[noreturn]] void fail_stalled(const StalledCall& stalled, const Fingerprint& reported);
   /// A peer gave up with this record.
-  [[noreturn]] void fail_recorded(const AbortRecord& record, const Fingerprint& spoken_of,
+  [[noreturn]] void fail_recorded(const AbortRecord& record, const Fingerprint& reported,
                                   int64_t waited_ns);
 
  private:

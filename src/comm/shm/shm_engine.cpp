@@ -308,12 +308,12 @@ bool ShmEngine::look_around(const std::function<bool()>& ready,
   std::vector<int> awaited = task.awaited();
   for (const auto& [peer, how] : gone) {
     if (std::find(awaited.begin(), awaited.end(), peer) != awaited.end()) {
-      throw_rank_failed(group(), task.spoken_of(), peer, how);
+      throw_rank_failed(group(), task.reported(), peer, how);
     }
   }
   if (now_ns >= deadline_ns) {
     session_.fail_stalled({task.call, task.peer(), std::move(awaited), now_ns - task.begun_ns},
-                          task.spoken_of());
+                          task.reported());
   }
   return false;
 }
@@ -395,7 +395,7 @@ void ShmEngine::sweep_segments() {
 
 void ShmEngine::check_abort(const ShmTask& task) {
   if (!link_.aborted()) return;
-  session_.fail_recorded(link_.record(), task.spoken_of(), running_ns() - task.begun_ns);
+  session_.fail_recorded(link_.record(), task.reported(), running_ns() - task.begun_ns);
 }
 
 void ShmEngine::abort(const AbortRecord& record) noexcept {

@@ -33,8 +33,8 @@ class ShmTask {
   /// The group rank of the other side of a message; -1 of a collective.
   virtual int peer() const { return -1; }
 
-  /// The call that errors speak of.
-  const Fingerprint& spoken_of() const { return part_of_ == nullptr ? call : *part_of_; }
+  /// The call that errors report.
+  const Fingerprint& reported() const { return part_of_ == nullptr ? call : *part_of_; }
 
   Fingerprint call;
   int64_t begun_ns;
