@@ -94,7 +94,7 @@ struct ExecPlan {
     ::dup2(errors, STDERR_FILENO);
     ::execve(argv[0], argv.data(), envp.data());
     const int reason = errno;
-    [[maybe_unused]] const ssize_t told = ::write(report, &reason, sizeof(reason));
+    [[maybe_unused]] const ssize_t written = ::write(report, &reason, sizeof(reason));
     ::_exit(127);
   }
 };

@@ -35,7 +35,7 @@ struct ChildCommand {
   std::string program;  ///< path
   std::vector<std::string> arguments;
   std::vector<int> cores = {};  ///< cores it may use; empty: those of lockstep
-  std::map<std::string, std::string> variables = {};  ///< set besides those of lockstep
+  std::map<std::string, std::string> variables = {};  ///< set in addition to those of lockstep
   std::chrono::seconds deadline{600};  ///< after that it is killed, which is an Error
   std::function<void()> tick = [] {};  ///< called a few times a second while it runs
 };

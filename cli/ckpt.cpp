@@ -41,9 +41,10 @@ const std::vector<Example> kCkptExamples = {
 std::vector<CheckpointEntry> entries_of(const std::string& path) {
   if (fs::exists(path + "/" + kManifestName)) return {{0, path}};
   if (!fs::is_directory(path)) {
-    throw Error(Code::kFileRead,
-                fmt::format("{} is neither a checkpoint nor a folder of some", path),
-                "name a run's folder, such as runs/a, or one of its checkpoints");
+    throw Error(
+        Code::kFileRead,
+        fmt::format("{} is neither a checkpoint nor a folder that contains checkpoints", path),
+        "name a run's folder, such as runs/a, or one of its checkpoints");
   }
   auto entries = list_checkpoints(path);
   // A folder that is named like a checkpoint and has no manifest is a damaged one.

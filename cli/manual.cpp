@@ -29,7 +29,7 @@ struct Remarks {
   std::vector<Item> files = {};
 };
 
-// Of the last change to this file's text: a build must not depend on the day.
+// The date of the last change to this file's text: a build must not depend on the day.
 constexpr const char* kDate = "2026-11-18";
 
 const std::vector<Item> kExitCodes = {{"0", "success"},

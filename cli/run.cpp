@@ -276,13 +276,12 @@ CLI::App* add_slurm_script_command(CLI::App& app, SlurmScriptOptions& options) {
       ->capture_default_str()
       ->type_name("H:M:S");
   command
-      ->add_option(
-          "--requeue", options.requeue,
-          "so long before the time limit ranks save a checkpoint, and the job starts again")
+      ->add_option("--requeue", options.requeue,
+                   "how long before the time limit ranks save a checkpoint and the job is requeued")
       ->check(in_range(1, 86'400))
       ->type_name("SECONDS");
   command->add_option("--partition", options.partition, "SLURM's partition")->type_name("NAME");
-  command->add_option("--account", options.account, "who pays")->type_name("NAME");
+  command->add_option("--account", options.account, "account to charge")->type_name("NAME");
   command->add_option("PROGRAM")
       ->description("what to start, with its own flags after it")
       ->type_name("")

@@ -35,7 +35,7 @@ class RunFlags {
 
   CLI::App* command() const { return command_; }
 
-  /// Those that were given; switches have an empty text.
+  /// The flags that were given; switches have an empty text.
   std::map<std::string, std::string> given() const;
 
  private:

@@ -10,10 +10,10 @@ import os
 import re
 import sys
 
-# Headers without a .cpp of their name in src.
+# Headers without a .cpp of their name in src. tests/process/layers_test.py reads this, too.
 LAYERS = {"clock": "base", "version": "base", "gradients": "gradients", "device_event": "device", "memory": "device",
-          "optim": "optim", "reduce_op": "world", "schedule": "schedule", "lockstep": "train", "task": "device",
-          "tensor_tree": "parallel", "tensor_text": "train", "accumulate": "parallel", "data_loader": "device",
+          "optim": "optim", "reduce_op": "base", "schedule": "schedule", "lockstep": "train", "task": "device",
+          "tensor_tree": "parallel", "tensor_text": "device", "accumulate": "sharding", "fused_optimizer": "precision",
           "fully_sharded_data_parallel": "sharding", "verify": "verify"}
 
 MAIN_PAGE = "index"  # Doxygen labels it so itself

@@ -329,7 +329,7 @@ Finding check_transports(const json& facts) {
   }
   if (!gloo->empty()) return {"several hosts", Level::kPass, "gloo" + over_mpi, ""};
   return {"several hosts", Level::kWarn, "no gloo" + over_mpi,
-          "apt-get install libgloo-dev, configure and build again; ranks of one host need it not"};
+          "apt-get install libgloo-dev, configure and build again; not needed on a single host"};
 }
 
 Finding check_environment(const json& facts) {

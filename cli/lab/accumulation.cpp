@@ -97,7 +97,7 @@ size_t equal_losses(const std::vector<double>& a, const std::vector<double>& b) 
   return equal;
 }
 
-// What became of the run that did not divide its loss, beside the one that did.
+// What became of the run that did not divide its loss, compared with the one that did.
 std::string undivided_outcome(const std::vector<double>& divided,
                               const std::vector<double>& undivided, int64_t factor) {
   const int64_t broke_at = first_nonfinite(undivided);
@@ -173,7 +173,7 @@ std::vector<LabFlag> accumulation_flags() {
   using Kind = LabFlag::Kind;
   return {{.name = "--accum-steps",
            .kind = Kind::kList,
-           .help = "micro-steps in an optimizer step (default: lab 7 4,8, homework2 4,8,16,32)",
+           .help = "micro-steps in an optimizer step (default: the lab's own)",
            .first = 2},
           {.name = "--amp",
            .kind = Kind::kText,

@@ -21,9 +21,8 @@ const DeviceRecord* device_named(const RunSet& set_up, const std::string& name) 
 // "core 0", "shared by 4", "GPU 0, shared by 2".
 std::string short_hardware(const DeviceRecord* device) {
   if (device == nullptr) return "—";
-  const bool shared_cores =
-      device->shared_by > 1 && device->physical.find("core") != std::string::npos;
-  return shared_cores ? fmt::format("shared by {}", device->shared_by) : hardware_of(*device);
+  const bool shared_cores = device->shared_by > 1 && device->on_cpu();
+  return shared_cores ? fmt::format("shared by {}", device->shared_by) : device->hardware();
 }
 
 Table placement_table(const AnswerContext& context) {

@@ -118,7 +118,7 @@ Table memory_table(const AnswerContext& context) {
       "Memory per device",
       {{"set-up", [](const Row& row) { return row.name; }, Align::kLeft},
        {"device", [](const Row& row) { return row.device().name; }, Align::kLeft},
-       {"hardware", [](const Row& row) { return hardware_of(row.device()); }, Align::kLeft},
+       {"hardware", [](const Row& row) { return row.device().hardware(); }, Align::kLeft},
        {"peak", bytes(&DeviceRecord::peak_bytes)},
        {"final", bytes(&DeviceRecord::final_bytes)},
        {"Δ peak", difference(&DeviceRecord::peak_bytes)},

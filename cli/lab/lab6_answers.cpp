@@ -19,7 +19,7 @@ std::string answer_processes(const AnswerContext& context) {
   std::vector<std::string> ranks;
   for (size_t rank = 0; rank < context.ddp_devices.size(); ++rank) {
     const DeviceRecord& device = context.ddp_devices[rank];
-    ranks.push_back(fmt::format("rank {} on {} ({})", rank, device.name, hardware_of(device)));
+    ranks.push_back(fmt::format("rank {} on {} ({})", rank, device.name, device.hardware()));
   }
   std::vector<std::string> counts;
   for (const auto& set_up : context.runs.all("ddp")) {

@@ -17,7 +17,7 @@
 
 namespace lockstep::cli {
 
-// Every lab, each in a file of its own. Nothing else in lockstep knows them by name.
+// Every lab, each defined in a file of its own. The code below is the same for all of them.
 namespace practical5 {
 Lab lab();
 }
@@ -68,7 +68,7 @@ std::vector<OwnedFlag> owned_flags() {
   return flags;
 }
 
-// Of this lab, or of all if it is null.
+// The examples of this lab, or of all labs if it is null.
 std::string examples_text(const Lab* only) {
   std::vector<Example> examples;
   for (const auto& lab : all_labs()) {

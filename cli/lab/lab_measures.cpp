@@ -112,7 +112,7 @@ int sharing(const RunSet& set_up) {
 }
 
 bool on_cores(const RunSet& set_up) {
-  return set_up.first().devices.front().physical.find("core") != std::string::npos;
+  return set_up.first().devices.front().on_cpu();
 }
 
 bool all_equal(const std::vector<int64_t>& rows) {

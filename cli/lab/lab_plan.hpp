@@ -40,8 +40,8 @@ enum class Method { kSingle, kDataParallel, kDistributed };
 /// cores than those have in the full set. Its key is "single", "dp" or "ddp" with its devices.
 Experiment timed_experiment(Method method, const LabConfig& config, int devices);
 
-/// Repeats the `timed` experiments in turns, so that a slow minute hits all alike. Those of `once`
-/// run once, after the first turn.
+/// Repeats the `timed` experiments in turns, so that a slow minute hits all alike. The
+/// experiments of `once` run once, after the first turn.
 void add_in_turns(LabPlan& plan, const std::vector<Experiment>& timed,
                   const std::vector<Experiment>& once = {});
 

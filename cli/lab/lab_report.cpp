@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <system_error>
 
 #include "base/file.hpp"
 #include "base/table_data.hpp"
@@ -44,6 +45,32 @@ void print_answers(const std::vector<Answer>& answers, bool style, size_t width)
   }
 }
 
+// Prints tables, drawings and answers.
+void print_lab(const LabReport& report) {
+  const bool style = may_style(STDOUT_FILENO);
+  const size_t width = terminal_width(STDOUT_FILENO);
+  if (!report.warning.empty()) {
+    fmt::print("\n{}\n", wrap_text("Warning: " + report.warning, std::min(width, kAnswerWidth)));
+  }
+  print_trained(report.trained, std::min(width, kAnswerWidth));
+  for (const auto& [name, table] : report.tables) {
+    fmt::print("\n{}", table.terminal(style, width));
+  }
+  for (const auto& drawing : report.drawings) fmt::print("\n{}", drawing);
+  print_answers(report.answers, style, width);
+}
+
+// Prints where the report lies, and the zip if there is one.
+void print_place(const HandIn& hand_in, const std::string& folder) {
+  const fs::path out(folder);
+  fmt::print("\n{}\n",
+             wrap_text(fmt::format("Report: {}; beside it report.pdf, report.md, the tables "
+                                   "as CSV, and the records",
+                                   (out / "report.html").string()),
+                       terminal_width(STDOUT_FILENO)));
+  if (hand_in.zip) fmt::print("To hand in: {}\n", (out / kZipFile).string());
+}
+
 // "10.2" of "10.2 micro-batches", "1" of "1. Execution time"; else nothing.
 std::string leading_number(const std::string& text) {
   size_t end = std::min(text.find_first_not_of("0123456789."), text.size());
@@ -53,7 +80,7 @@ std::string leading_number(const std::string& text) {
 }
 
 // Numbers the questions of the sections. The course's own numbers count: of a topic, or of a
-// question. A topic without one, beside others that have one, gets a letter.
+// question. A topic without a number gets a letter if other topics have numbers.
 void number_questions(std::vector<Section>& sections, const std::vector<std::string>& topics) {
   const bool by_course = std::any_of(topics.begin(), topics.end(), [](const std::string& topic) {
     return !leading_number(topic).empty();
@@ -189,28 +216,23 @@ Document lab_document(const LabReport& report, const std::string& command, std::
   return document;
 }
 
-void print_lab(const LabReport& report) {
-  const bool style = may_style(STDOUT_FILENO);
-  const size_t width = terminal_width(STDOUT_FILENO);
-  if (!report.warning.empty()) {
-    fmt::print("\n{}\n", wrap_text("Warning: " + report.warning, std::min(width, kAnswerWidth)));
+void make_report_folder(const fs::path& folder) {
+  const auto refuse = [&folder](const std::string& why) {
+    throw Error(Code::kFileWrite,
+                fmt::format("cannot write to the folder {}: {}", folder.string(), why),
+                "name a folder you may write to with --out");
+  };
+  std::error_code error;
+  fs::create_directories(folder / "records", error);
+  if (error) refuse(error.message());
+  if (!fs::is_directory(folder / "records")) refuse("a file of that name exists");
+  const fs::path trial = folder / ".lockstep-trial";
+  try {
+    write_file_atomically(trial.string(), "");
+  } catch (const Error& failed) {
+    refuse(failed.message());
   }
-  print_trained(report.trained, std::min(width, kAnswerWidth));
-  for (const auto& [name, table] : report.tables) {
-    fmt::print("\n{}", table.terminal(style, width));
-  }
-  for (const auto& drawing : report.drawings) fmt::print("\n{}", drawing);
-  print_answers(report.answers, style, width);
-}
-
-void print_place(const HandIn& hand_in, const std::string& folder) {
-  const fs::path out(folder);
-  fmt::print("\n{}\n",
-             wrap_text(fmt::format("Report: {}; beside it report.pdf, report.md, the tables "
-                                   "as CSV, and the records",
-                                   (out / "report.html").string()),
-                       terminal_width(STDOUT_FILENO)));
-  if (hand_in.zip) fmt::print("To hand in: {}\n", (out / kZipFile).string());
+  fs::remove(trial, error);
 }
 
 void require_notes(const HandIn& hand_in) {
@@ -245,6 +267,13 @@ void write_lab_report(const LabReport& report, const ReportOrigin& origin, const
   if (!has_words(fs::path(folder) / kNotesFile)) files.push_back({kNotesFile, text});
   write_all(files, folder);
   if (misfit) throw *misfit;
+}
+
+void publish_report(const LabReport& report, const ReportOrigin& origin, const HandIn& hand_in,
+                    const fs::path& folder) {
+  print_lab(report);
+  write_lab_report(report, origin, hand_in, folder.string());
+  print_place(hand_in, folder.string());
 }
 
 }  // namespace lockstep::cli

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ctime>
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -9,7 +10,7 @@
 
 namespace lockstep::cli {
 
-/// Who hands a report in, and how.
+/// The author of a report that is handed in, and what is handed in.
 struct HandIn {
   std::string author = {};
   std::string notes =
@@ -30,9 +31,6 @@ struct ReportOrigin {
 Document lab_document(const LabReport& report, const std::string& command, std::time_t date,
                       const std::vector<std::string>& record_names);
 
-/// Prints tables, drawings and answers.
-void print_lab(const LabReport& report);
-
 /// Writes everything that a report's folder holds but for the records: HTML, PDF, Markdown with its
 /// figures, code, tables as CSV and JSON, a file for notes if there is none, and hand-in.zip if
 /// asked for. Notes that do not fit are an Error, and then the report is there without them. An
@@ -40,8 +38,13 @@ void print_lab(const LabReport& report);
 void write_lab_report(const LabReport& report, const ReportOrigin& origin, const HandIn& hand_in,
                       const std::string& folder);
 
-/// Prints where the report lies, and the zip if there is one.
-void print_place(const HandIn& hand_in, const std::string& folder);
+/// Makes the folder and its records/, and checks that files can be written there. An Error names
+/// the folder and the reason.
+void make_report_folder(const std::filesystem::path& folder);
+
+/// Prints tables, drawings and answers, writes the report, and prints where it lies.
+void publish_report(const LabReport& report, const ReportOrigin& origin, const HandIn& hand_in,
+                    const std::filesystem::path& folder);
 
 /// Refuses notes that cannot be read, before anything is measured.
 void require_notes(const HandIn& hand_in);

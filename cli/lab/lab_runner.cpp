@@ -157,12 +157,9 @@ int run_lab(const Lab& lab, const LabOptions& options, const HandIn& hand_in,
                        options,  plan.experiments, hand_in.author};
   save_lab(saved, out);  // first, so that the report can be made even if the disk is full then
   const LabReport report = lab.report(run_experiments(plan, saved, out / "records", interrupts));
-  print_lab(report);
-
   ReportOrigin origin{command, saved.date, {}};
   for (const auto& experiment : plan.experiments) origin.records.push_back(experiment.name);
-  write_lab_report(report, origin, hand_in, out.string());
-  print_place(hand_in, out.string());
+  publish_report(report, origin, hand_in, out);
   return 0;
 }
 

@@ -110,7 +110,7 @@ Table load_table(const std::string& title, const std::vector<SetRow>& set_ups) {
   });
   std::vector<TableColumn<Row>> columns = {
       {"device", [](const Row& row) { return row.device().name; }, Align::kLeft},
-      {"hardware", [](const Row& row) { return hardware_of(row.device()); }, Align::kLeft},
+      {"hardware", [](const Row& row) { return row.device().hardware(); }, Align::kLeft},
       {"rows", [](const Row& row) { return std::to_string(row.rows); }},
       {"busy", [](const Row& row) { return format_percent(row.device().busy_fraction); }}};
   if (queued) {

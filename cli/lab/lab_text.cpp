@@ -160,12 +160,6 @@ std::string listed(const std::vector<std::string>& words) {
   return fmt::format("{} and {}", fmt::join(words.begin(), words.end() - 1, ", "), words.back());
 }
 
-std::string hardware_of(const DeviceRecord& device) {
-  if (device.shared_by <= 1) return device.physical;
-  const std::string shared = device.physical.ends_with("shared") ? "" : ", shared";
-  return fmt::format("{}{} by {}", device.physical, shared, device.shared_by);
-}
-
 std::string device_count(const RunSet& set_up) {
   const bool shared = set_up.devices > 1 && sharing(set_up) > 1;
   return fmt::format("{}{}", set_up.devices, shared ? ", shared" : "");

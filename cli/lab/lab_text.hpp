@@ -71,9 +71,6 @@ std::string format_count(int64_t count);
 /// "2, 4 and 8".
 std::string listed(const std::vector<std::string>& words);
 
-/// "core 0"; "all cores, shared by 3".
-std::string hardware_of(const DeviceRecord& device);
-
 /// "2", "3, shared". One device has nothing to share its hardware with.
 std::string device_count(const RunSet& set_up);
 

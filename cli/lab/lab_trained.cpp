@@ -60,8 +60,8 @@ std::string trained_on(const RunRecord& run) {
   });
   for (const auto& device : devices) {
     names.push_back(device.name);
-    with_hardware.push_back(fmt::format("{} ({})", device.name, hardware_of(device)));
-    hardware.insert(hardware_of(device));
+    with_hardware.push_back(fmt::format("{} ({})", device.name, device.hardware()));
+    hardware.insert(device.hardware());
   }
   if (hardware.size() != 1) return fmt::format("{}", fmt::join(with_hardware, ", "));
   return fmt::format("{} ({})", fmt::join(names, ", "), *hardware.begin());

@@ -8,7 +8,7 @@
 
 namespace lockstep::cli {
 
-/// What to say of a lab's training besides what the records say.
+/// What a report says of a lab's training in addition to what the records say.
 struct TrainedBox {
   std::string lab;           ///< the word after `lockstep lab`
   std::string devices = {};  ///< --devices of the lab; empty: that of the set-up

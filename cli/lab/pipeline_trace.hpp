@@ -25,7 +25,7 @@ struct ActionCounts {
   int64_t synchronisations = 0;  ///< of a stage's gradients
 };
 
-/// Of all ranks.
+/// The actions of all ranks.
 ActionCounts counts_of(const PipelineRecord& pipeline);
 
 /// The same of one rank.

@@ -9,7 +9,7 @@
 
 namespace lockstep::cli {
 
-/// What a lab leaves beside its records as lab.json, so that its report can be made again.
+/// What a lab writes to lab.json, beside its records, so that its report can be made again.
 struct SavedLab {
   std::string lab;      ///< the word after `lockstep lab`
   std::string command;  ///< the line that the user typed

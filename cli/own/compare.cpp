@@ -11,8 +11,8 @@
 #include "cli/child.hpp"
 #include "cli/doctor/facts.hpp"
 #include "cli/lab/folder_lock.hpp"
+#include "cli/lab/lab_report.hpp"
 #include "cli/own/comparison.hpp"
-#include "cli/own/report_folder.hpp"
 #include "launch/launcher.hpp"
 #include "lockstep/cli_parse.hpp"
 #include "lockstep/error.hpp"
@@ -90,7 +90,7 @@ void measure(SavedComparison& comparison, int runs, const fs::path& folder,
 CLI::App* add_compare_command(CLI::App& app, CompareOptions& options) {
   auto* command = app.add_subcommand("compare", "measure commands against each other, in turns");
   command->footer(format_examples(kCompareExamples));
-  command->add_option("--runs", options.runs, "of each command, after one that does not count")
+  command->add_option("--runs", options.runs, "timed runs per command, after one warm-up run")
       ->check(CLI::Range(2, kMostRuns).description(""))
       ->type_name("N")
       ->capture_default_str();

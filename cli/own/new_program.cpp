@@ -63,7 +63,7 @@ struct Home {
   fs::path examples;  // folder of the templates
 };
 
-// Of a build folder, or of a prefix: lib, lib64 or lib/<architecture> has the package.
+// The package of a build folder, or of a prefix, which has it in lib, lib64 or lib/<architecture>.
 fs::path find_package(const fs::path& root) {
   if (fs::exists(root / "lockstepConfig.cmake")) return root;
   std::vector<fs::path> folders = {root / "lib", root / "lib64"};

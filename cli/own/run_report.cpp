@@ -110,7 +110,7 @@ Table devices_table(const std::vector<SetRow>& rows) {
       "Devices",
       {{"run", [](const Row& row) { return row.name; }, Align::kLeft},
        {"device", [](const Row& row) { return row.device().name; }, Align::kLeft},
-       {"hardware", [](const Row& row) { return hardware_of(row.device()); }, Align::kLeft},
+       {"hardware", [](const Row& row) { return row.device().hardware(); }, Align::kLeft},
        {"rows", [](const Row& row) { return or_dash(row.rows > 0, std::to_string(row.rows)); }},
        {"busy", [](const Row& row) { return format_percent(row.device().busy_fraction); }},
        {"peak", bytes(&DeviceRecord::peak_bytes)},

@@ -24,7 +24,7 @@ namespace {
 
 const std::vector<Example> kTopExamples = {
     {"lockstep top", "every run of yours, until q"},
-    {"lockstep top practical5", "runs whose name begins so"},
+    {"lockstep top practical5", "runs whose names begin with practical5"},
     {"lockstep top --once", "one sample of every run, printed"},
     {"lockstep top --once --json", "one sample as a JSON object"}};
 
@@ -63,7 +63,7 @@ class Watch {
   TopView view_;
 };
 
-// Of lines that go to a pipe.
+// The width of lines that go to a pipe.
 constexpr size_t kPipeWidth = 100;
 
 void print_view_json(const TopView& view) {
@@ -107,7 +107,7 @@ int show_once(const TopOptions& options, int64_t interval_ns, const Interrupts& 
 
 int print_stream(const TopOptions& options, int64_t interval_ns, const Interrupts& interrupts) {
   Watch watch(options);
-  bool told_none = false;
+  bool reported_none = false;
   for (int64_t next = monotonic_ns() + interval_ns; wait_plainly(interrupts, next);
        next += interval_ns) {
     watch.sample();
@@ -116,10 +116,10 @@ int print_stream(const TopOptions& options, int64_t interval_ns, const Interrupt
       print_view_json(watch.view());
     } else if (!none) {
       print_lines(rank_lines(watch.view()));
-    } else if (!told_none) {
+    } else if (!reported_none) {
       fmt::print("{}\n", no_run_text());
     }
-    told_none = none;
+    reported_none = none;
     if (std::fflush(stdout) != 0) return 0;  // nobody reads any more
   }
   return 0;
@@ -156,7 +156,7 @@ int show_screen(const TopOptions& options, int64_t interval_ns, const Interrupts
 CLI::App* add_top_command(CLI::App& app, TopOptions& options) {
   auto* top = app.add_subcommand("top", "watch runs: who is busy, who waits, whose memory is full");
   top->footer(format_examples(kTopExamples));
-  top->add_option("RUN", options.run, "a run's name or how it begins (default: all runs)")
+  top->add_option("RUN", options.run, "a run's name or a prefix of it (default: all runs)")
       ->type_name("");
   top->add_flag("--once", options.once, "print one sample and end");
   top->add_flag("--json", options.json, "one JSON object per sample, a line each");

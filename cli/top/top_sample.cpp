@@ -5,7 +5,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
+
+#include "base/process.hpp"
 
 namespace lockstep::cli {
 namespace {
@@ -15,29 +16,12 @@ constexpr double kLateAtLeastS = 3;   // a step is not late before this
 constexpr double kLateFactor = 3;     // nor before this many times the last rate's time
 constexpr double kQuietSeconds = 10;  // a silent rank is troubled from then on
 
-// The state letter that the kernel gives a process, or 0 if there is no such process.
-char process_letter(pid_t pid) {
-  std::ifstream file(fmt::format("/proc/{}/status", pid));
-  for (std::string line; std::getline(file, line);) {
-    if (line.starts_with("State:\t") && line.size() > 7) return line[7];
-  }
-  return 0;
-}
-
 ProcessState process_state(pid_t pid, pid_t launcher) {
   // A launcher that is alive but has no such number here runs in another container.
-  if (pid <= 0 || process_letter(launcher) == 0) return ProcessState::kUnknown;
-  switch (process_letter(pid)) {
-    case 0:
-    case 'Z':
-    case 'X':
-      return ProcessState::kGone;
-    case 'T':
-    case 't':
-      return ProcessState::kStopped;
-    default:
-      return ProcessState::kRunning;
-  }
+  if (pid <= 0 || !read_process_stat(launcher)) return ProcessState::kUnknown;
+  const auto stat = read_process_stat(pid);
+  if (!stat || stat->has_ended()) return ProcessState::kGone;
+  return stat->is_stopped() ? ProcessState::kStopped : ProcessState::kRunning;
 }
 
 RankReading read_rank(const Board& board, int rank, pid_t launcher) {
@@ -132,7 +116,7 @@ std::vector<RunReading> select_runs(std::vector<RunReading> runs, const std::str
 }
 
 void fail_no_run(const std::string& selection, const std::vector<RunReading>& runs) {
-  const std::string message = fmt::format("no run is called \"{}\" or begins so", selection);
+  const std::string message = fmt::format("no run's name is or starts with \"{}\"", selection);
   if (runs.empty()) throw Error(Code::kUsage, message, "no run of yours is going on at the moment");
   std::vector<std::string> names;
   std::map<std::string, std::string> beginnings;  // of a name, as long as what was asked for

@@ -51,7 +51,7 @@ bool write_all(std::string_view text) {
 // Only calls that a signal handler may make. Best effort: the terminal may be gone.
 void restore_terminal() {
   if (undo.entered != 0) {
-    [[maybe_unused]] const ssize_t told = ::write(STDOUT_FILENO, kLeave.data(), kLeave.size());
+    [[maybe_unused]] const ssize_t written = ::write(STDOUT_FILENO, kLeave.data(), kLeave.size());
   }
   if (undo.modes_changed != 0) ::tcsetattr(STDIN_FILENO, TCSADRAIN, &undo.modes);
   undo.entered = 0;

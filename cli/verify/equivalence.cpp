@@ -8,7 +8,7 @@
 #include "base/process.hpp"
 #include "cli/doctor/facts.hpp"
 #include "cli/lab/folder_lock.hpp"
-#include "cli/own/report_folder.hpp"
+#include "cli/lab/lab_report.hpp"
 #include "cli/verify/verify.hpp"
 #include "lockstep/units.hpp"
 #include "lockstep/version.hpp"

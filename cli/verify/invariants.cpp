@@ -334,7 +334,7 @@ struct Rounding {
   double floor = 0x1p-149;  // between the smallest numbers
 };
 
-// Of the gradient's own precision, or that of a compression.
+// The rounding of the precision that a gradient is averaged in: its own, or a compression's.
 Rounding rounding_of(const TracedStep& step, Dtype own) {
   const std::string sent = step.facts.begin()->second.at("sent_dtype").get<std::string>();
   if (sent == "bfloat16" || own == Dtype::kBF16) return {0x1p-8, 0x1p-133};

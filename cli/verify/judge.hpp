@@ -45,7 +45,7 @@ class RoundingGrowth {
   std::map<int64_t, double> losses_;                 // [step] distances
 };
 
-/// What a run is, besides what it recorded.
+/// What is known of a run in addition to what it recorded.
 struct RunFacts {
   bool divides_rows = false;  ///< over ranks, devices, micro-steps or micro-batches
   bool same_bits = false;     ///< nothing may differ: both have virtual shards, or are one layout

@@ -11,7 +11,7 @@
 #include "base/process.hpp"
 #include "cli/doctor/facts.hpp"
 #include "cli/lab/folder_lock.hpp"
-#include "cli/own/report_folder.hpp"
+#include "cli/lab/lab_report.hpp"
 #include "cli/verify/verify.hpp"
 #include "lockstep/cli_parse.hpp"
 #include "lockstep/error.hpp"
@@ -261,7 +261,7 @@ std::string finding_text(const Divergence& finding) {
                      finding.text);
 }
 
-// Models without a bug, and ways to run each. The last ones do what a wrapper allows besides.
+// Models without a bug, and ways to run each. The last ones use other features of a wrapper.
 std::vector<std::pair<const char*, std::vector<MutationCase>>> clean_cases(int seed) {
   std::vector<std::pair<const char*, std::vector<MutationCase>>> all;
   const Words common = {"--steps", "4", "--seed", std::to_string(seed)};

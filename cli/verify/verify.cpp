@@ -10,7 +10,7 @@
 
 #include "base/process.hpp"
 #include "cli/lab/folder_lock.hpp"
-#include "cli/own/report_folder.hpp"
+#include "cli/lab/lab_report.hpp"
 #include "lockstep/cli_parse.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"

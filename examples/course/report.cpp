@@ -302,9 +302,7 @@ PipelineRecord job_pipeline(const std::vector<RankReport>& reports, const Hybrid
 namespace {
 
 std::string device_label(const DeviceRecord& device) {
-  if (device.shared_by <= 1) return fmt::format("{} ({})", device.name, device.physical);
-  const char* shared = device.physical.ends_with("shared") ? "" : ", shared";
-  return fmt::format("{} ({}{} by {})", device.name, device.physical, shared, device.shared_by);
+  return fmt::format("{} ({})", device.name, device.hardware());
 }
 
 // Rows of a batch that pass through a device. All rows of a pipeline pass through each of its

@@ -281,9 +281,9 @@ void Run::print_start_line() const {
   std::vector<std::string> names;
   for (size_t i = 0; i < devices_.size(); ++i) {
     const auto& plan = devices_[i].plan();
-    const bool say_shared = plan.shared_by > 1 && !plan.physical().ends_with("shared");
+    const bool shares_gpu = plan.kind == lockstep::DeviceKind::kCuda && plan.shared_by > 1;
     names.push_back(
-        fmt::format("{} ({}{})", plan.name(), plan.physical(), say_shared ? ", shared" : ""));
+        fmt::format("{} ({}{})", plan.name(), plan.physical(), shares_gpu ? ", shared" : ""));
   }
   const std::string where =
       world_ == nullptr

@@ -66,8 +66,8 @@ decltype(auto) call_function_or_module(Function& function, Inputs&&... inputs) {
 /// The function is copied and lives until backward, as must what it refers to. It must compute the
 /// same both times (an Error names the first difference), must not change its inputs in place, and
 /// must take tensors that require a gradient and were computed outside as arguments; parameters are
-/// found. What it changes besides, such as BatchNorm's running statistics, it changes twice, as in
-/// PyTorch. It is not for backward with create_graph.
+/// found. Its side effects, such as BatchNorm's running statistics, happen twice, as in PyTorch. It
+/// is not for backward with create_graph.
 template <class Function, class... Inputs>
 auto checkpoint_activations(Function&& function, Inputs&&... inputs) {
   using Call = std::decay_t<Function>;

@@ -131,8 +131,8 @@ class Checkpoint {
   Checkpoint& add(const std::string& name, std::function<nlohmann::json()> save,
                   std::function<void(const nlohmann::json&)> load);
 
-  /// The random streams of these devices' workers, which DataParallel and Device::run use. Those of
-  /// the calling thread are always saved.
+  /// The random streams of these devices' workers, which DataParallel and Device::run use. The
+  /// streams of the calling thread are always saved.
   Checkpoint& add(const Devices& devices);
 
   /// Loads the latest good checkpoint into everything that was added and returns the step after

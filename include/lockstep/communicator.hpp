@@ -74,9 +74,9 @@ class Work {
 /// communicator. All ranks make the same calls in the same order; each call is compared with the
 /// peers' before data moves, and ends at its deadline with an Error that names the missing ranks.
 ///
-/// Tensors are dense and contiguous. Those on the CPU go to the host backend. Those on this rank's
-/// GPU go to the GPU backend, in the order of the calling thread's current stream, and nothing
-/// waits for the GPU; without a GPU backend they go through the host's memory.
+/// Tensors are dense and contiguous. The host backend moves tensors on the CPU. The GPU backend
+/// moves tensors on this rank's GPU, in the order of the calling thread's current stream, and
+/// nothing waits for the GPU; without a GPU backend they go through the host's memory.
 class Communicator {
  public:
   /// A world of one.

@@ -37,7 +37,7 @@ class ReplicaGroup {
   /// Replica 0 is the module itself.
   const std::shared_ptr<torch::nn::Module>& replica(size_t index) const;
 
-  /// Those of the module, each once.
+  /// The parameters of the module, each once.
   Tensors parameters() const;
 
   /// The rows that each device would get of these inputs. Refuses inputs that cannot be divided.

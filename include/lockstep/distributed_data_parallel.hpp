@@ -29,7 +29,7 @@ struct JoinOptions {
   bool throw_on_early_termination = false;
 };
 
-/// A wrapper that NoSync works with: it averages gradients unless it is told to accumulate them.
+/// A wrapper that NoSync works with: it averages gradients, or accumulates them inside NoSync.
 class Accumulating {
  public:
   virtual ~Accumulating() = default;
@@ -69,6 +69,14 @@ class GradientSync final : public Accumulating {
   struct State;
   std::unique_ptr<State> state_;
 };
+
+namespace detail {
+
+/// Whether this thread runs a loop of join() over several ranks, some of which may make fewer steps
+/// than others: no collective that all ranks have to call may be made there.
+bool inside_join();
+
+}  // namespace detail
 
 /// Trains one module on many ranks, as torch.nn.parallel.DistributedDataParallel does.
 ///

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "lockstep/communicator.hpp"
-#include "lockstep/optim.hpp"
+#include "lockstep/fused_optimizer.hpp"
 
 namespace lockstep {
 

@@ -10,43 +10,13 @@
 #include <vector>
 
 #include "lockstep/communicator.hpp"
+#include "lockstep/fused_optimizer.hpp"
 #include "lockstep/master_weights.hpp"
 
 namespace lockstep {
 
 class GpuSlots;
 class StepItems;
-
-/// What a step does besides updating the weights.
-struct StepExtras {
-  /// Gradients whose norm is larger are scaled down to this norm. Where the model is divided over
-  /// ranks (tensor parallel layers, a Pipeline over ranks), the norm is that of the whole model,
-  /// and the step is collective over those ranks.
-  std::optional<double> max_norm = {};
-
-  bool zero_grad = false;  ///< drops the gradients afterwards
-
-  /// Ranks that hold other parts of the model, where lockstep did not divide it itself.
-  std::optional<Communicator> model_parallel = {};
-};
-
-/// Gradients as a GradScaler hands them to an optimizer.
-struct ScaledGradients {
-  /// Factor that the gradients must still be multiplied by; 1 if they are already unscaled.
-  double inverse_scale = 1;
-
-  /// The scale where only a GPU knows it: a float scalar to divide by. Undefined: inverse_scale is
-  /// used.
-  torch::Tensor scale = {};
-
-  /// The sum of squares of all gradients of the model as they are now: a double scalar on their
-  /// device, or undefined if unknown.
-  torch::Tensor sum_of_squares = {};
-
-  /// A float scalar on the gradients' device: where it is not 0, nothing may change. Undefined: all
-  /// gradients are finite. On a GPU the optimizer does not read it on the host.
-  torch::Tensor found_inf = {};
-};
 
 /// Scales gradients down to `max_norm` if their norm is larger, as
 /// torch::nn::utils::clip_grad_norm_ does, where that norm is the whole model's: each weight counts
@@ -56,27 +26,7 @@ struct ScaledGradients {
 torch::Tensor clip_grad_norm_(const std::vector<torch::Tensor>& parameters, double max_norm,
                               const std::optional<Communicator>& model_parallel = {});
 
-/// An optimizer that unscales, clips and clears gradients while it updates the weights.
-class FusedOptimizer {
- public:
-  virtual ~FusedOptimizer() = default;
-
-  /// Returns the norm of the unscaled gradients before clipping, a double scalar on their device;
-  /// undefined without max_norm.
-  virtual torch::Tensor step_fused(const ScaledGradients& gradients, const StepExtras& extras) = 0;
-
-  /// Whether this parameter is a rounded copy of a float32 weight (MasterWeights). Its gradients
-  /// are then multiplied in float32.
-  virtual bool has_master(const torch::Tensor& parameter) const = 0;
-
-  /// Brings what only GPUs know, such as how many steps they did, into state(). Waits for them.
-  virtual void collect_state() const = 0;
-
-  /// Call it after writing state(): the next step continues from there.
-  virtual void note_loaded_state() = 0;
-};
-
-/// Those of torch::optim::SGD, and master weights.
+/// The options of torch::optim::SGD, and master weights.
 struct SgdOptions {
   double lr = 1e-3;
   double momentum = 0;
@@ -88,7 +38,7 @@ struct SgdOptions {
   std::optional<MasterWeights> masters = {};
 };
 
-/// Those of torch::optim::Adam, and master weights.
+/// The options of torch::optim::Adam, and master weights.
 struct AdamOptions {
   double lr = 1e-3;
   double beta1 = 0.9;
@@ -100,7 +50,7 @@ struct AdamOptions {
   std::optional<MasterWeights> masters = {};
 };
 
-/// Those of torch::optim::AdamW, and master weights.
+/// The options of torch::optim::AdamW, and master weights.
 struct AdamWOptions {
   double lr = 1e-3;
   double beta1 = 0.9;

@@ -59,7 +59,7 @@ struct PipelineOptions {
 
   /// Divides each stage over the ranks of `data`, as FullyShardedDataParallel does. Gradients are
   /// whole on each rank until the stage's last backward of a step; in stage 3 of ZeRO each action
-  /// gathers the parameters again. Of its `units`, a stage uses those that it has.
+  /// gathers the parameters again. A stage uses those of its `units` that it has.
   std::optional<ShardOptions> shard = {};
   bool broadcast_buffers = true;  ///< from data rank 0, before each step
 

@@ -37,6 +37,9 @@ struct DeviceRecord {
   std::optional<double> queued_fraction = {};
   int64_t sent_bytes_per_step = 0;  ///< to other logical devices
   int64_t received_bytes_per_step = 0;
+
+  bool on_cpu() const { return name.starts_with("cpu"); }
+  std::string hardware() const;  ///< "core 0", "all cores, shared by 4", "GPU 0, shared by 2"
 };
 
 /// The model that was trained.

@@ -10,7 +10,7 @@ namespace lockstep {
 /// The side on which cells of a column line up.
 enum class Align { kLeft, kRight };
 
-/// Of output that is not a terminal: lines are as long as they are.
+/// The width of output that is not a terminal: lines are not cut or wrapped.
 inline constexpr size_t kAnyWidth = static_cast<size_t>(-1);
 
 /// Title and alignment of a column.

@@ -69,7 +69,7 @@ class ColumnLinearImpl : public torch::nn::Module, public OnTensorAxis {
 
   torch::Tensor forward(const torch::Tensor& x);
 
-  /// Those of the whole Linear, without history, on every rank; undefined without a bias.
+  /// The tensors of the whole Linear, without history, on every rank; undefined without a bias.
   /// Collective.
   torch::Tensor whole_weight() const;
   torch::Tensor whole_bias() const;
@@ -102,7 +102,7 @@ class RowLinearImpl : public torch::nn::Module, public OnTensorAxis {
 
   torch::Tensor forward(const torch::Tensor& x);
 
-  /// Those of the whole Linear, without history, on every rank; undefined without a bias.
+  /// The tensors of the whole Linear, without history, on every rank; undefined without a bias.
   /// Collective.
   torch::Tensor whole_weight() const;
   torch::Tensor whole_bias() const;

@@ -14,8 +14,8 @@ namespace lockstep {
 
 /// Where this rank computes, and how it communicates.
 struct WorldOptions {
-  /// --devices: the logical devices of this host. Of L ranks on it the one with local rank r takes
-  /// device r and, if it has several, also r + L, r + 2 L, … Empty: the host's GPUs, which ranks
+  /// --devices: the logical devices of this host. If L ranks are on it, local rank r takes device r
+  /// and, if there are more devices, also r + L, r + 2 L, … Empty: the host's GPUs, which ranks
   /// share if there are too few; without GPUs the cores, divided among all ranks.
   std::string devices = {};
   /// Number of devices per rank, for models with several stages on each.

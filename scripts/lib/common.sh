@@ -55,8 +55,7 @@ parse_options() {
     case $flag in
       --help) usage && exit 0 ;;
       --no-install) install=no ;;
-      --format) part=format ;;
-      --tidy) part=tidy ;;
+      --format | --shell | --tidy) part=${flag#--} ;;
       *)
         [[ -n ${1:-} ]] || usage_error "$flag needs a value"
         printf -v "${flag#--}" '%s' "$1"

@@ -163,8 +163,8 @@ namespace {
 constexpr const char* kBoardFolder = "/dev/shm";
 constexpr std::string_view kNameCharacters =
     "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-";
-constexpr std::array<std::string_view, 7> kPhaseNames = {
-    "starting", "loading", "training", "evaluating", "saving", "finished", "failed"};
+constexpr std::array<std::string_view, 4> kPhaseNames = {"starting", "training", "finished",
+                                                         "failed"};
 
 std::string file_prefix() {
   return fmt::format("lockstep-{}-", ::geteuid());

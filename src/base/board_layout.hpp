@@ -1,7 +1,7 @@
 #pragma once
 
 // The bytes of a board file. Processes of different builds may share one, so every change to a
-// struct must raise kBoardLayoutVersion.
+// struct or to the numbers of Phase must raise kBoardLayoutVersion.
 
 #include <algorithm>
 #include <array>
@@ -18,7 +18,7 @@
 namespace lockstep {
 
 inline constexpr uint64_t kBoardMagic = 0x0064'7261'6f42'534c;  // "LSBoard" in the file
-inline constexpr uint32_t kBoardLayoutVersion = 4;
+inline constexpr uint32_t kBoardLayoutVersion = 5;
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free &&
               std::atomic<int64_t>::is_always_lock_free &&

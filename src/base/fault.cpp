@@ -149,13 +149,13 @@ FaultInjector& FaultInjector::of_process() {
 
 void FaultInjector::begin_step(int64_t step) {
   if (faults_.empty()) return;
-  told_steps_ = true;
+  counts_steps_ = true;
   step_ = step;
   happen();
 }
 
 void FaultInjector::begin_backward() {
-  if (faults_.empty() || told_steps_) return;
+  if (faults_.empty() || counts_steps_) return;
   ++step_;
   happen();
 }

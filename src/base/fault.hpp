@@ -54,7 +54,7 @@ class FaultInjector {
 
   std::vector<Fault> faults_;
   int64_t step_ = 0;
-  bool told_steps_ = false;
+  bool counts_steps_ = false;
 };
 
 }  // namespace lockstep

@@ -51,6 +51,12 @@ std::string os_name() {
 
 }  // namespace
 
+std::string DeviceRecord::hardware() const {
+  if (shared_by <= 1) return physical;
+  const char* shared = physical.ends_with("shared") ? "" : ", shared";
+  return fmt::format("{}{} by {}", physical, shared, shared_by);
+}
+
 Stats summarize(std::span<const double> values) {
   if (values.empty()) return {};
   std::vector<double> sorted(values.begin(), values.end());

@@ -343,7 +343,7 @@ void describe_fields(Io& io, Ref<Io, AxisRecord> axis) {
   io.amount("ms", axis.ms);
 }
 
-// Of each stage, on the lowest rank that has it.
+// The device of each stage, on the lowest rank that has it.
 std::vector<std::string> device_of_stage(const PipelineRecord& pipeline) {
   std::map<int, std::string> first;  // [stage]
   for (const auto& stage : pipeline.stages) first.emplace(stage.stage, stage.device);

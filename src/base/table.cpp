@@ -348,8 +348,8 @@ size_t terminal_width(int descriptor) {
   }
   if (const auto columns = columns_of_variable("COLUMNS")) return *columns;
   winsize window{};
-  const bool told = ::ioctl(descriptor, TIOCGWINSZ, &window) == 0 && window.ws_col > 0;
-  return told ? window.ws_col : 80;
+  const bool known = ::ioctl(descriptor, TIOCGWINSZ, &window) == 0 && window.ws_col > 0;
+  return known ? window.ws_col : 80;
 }
 
 std::string clip_text(std::string_view text, size_t width) {

@@ -27,7 +27,8 @@ struct PartRange {
 /// the largest power of two that is smaller than the range. Rank r of R computes parts [rV/R,
 /// (r+1)V/R). Where V/R is a power of two, these are one node of the tree, or a few that lie side
 /// by side; in general a rank sums those nodes that lie within its own parts, and the nodes above
-/// them are added when ranks have exchanged theirs. Whoever adds two nodes, the bits are the same.
+/// them are added when ranks have exchanged theirs. The bits do not depend on which
+/// rank adds two nodes.
 class PartTree {
  public:
   /// Refuses (kUsage) a number of parts that the ranks do not divide.

@@ -44,7 +44,7 @@ class ReadyTracker {
   bool learns() const { return static_graph_ && static_arrivals_.empty(); }
 
   /// Ends that backward; returns the parameters that are ready, in the order of their last
-  /// gradient. Those without a gradient are still awaited.
+  /// gradient. Parameters without a gradient are still awaited.
   std::vector<size_t> learn();
 
   /// A backward has ended, synchronised or not.

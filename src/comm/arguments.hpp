@@ -44,7 +44,7 @@ inline Fingerprint make_broadcast_fingerprint(const Buffer& buffer, int root) {
   return call;
 }
 
-/// Of a pair of ranks: `sequence` counts their messages.
+/// The fingerprint of a message between two ranks; `sequence` counts their messages.
 inline Fingerprint make_message_fingerprint(Operation operation, int64_t sequence,
                                             const ConstBuffer& buffer, int tag,
                                             std::string_view label) {

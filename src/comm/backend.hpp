@@ -53,7 +53,7 @@ struct BlockExchange {
   static BlockExchange all_to_all(const Group& group, int64_t count);
   static BlockExchange gather(const Group& group, int64_t count, int root);
   static BlockExchange scatter(const Group& group, int64_t count, int root);
-  /// Of ranks whose inputs have these counts.
+  /// The exchange of ranks whose inputs have these counts.
   static BlockExchange all_gather(const Group& group, std::vector<int64_t> counts);
 };
 

@@ -76,17 +76,17 @@ void ControlSession::abort(const AbortRecord& record) noexcept {
   if (keep_first(error)) tell(record, error);
 }
 
-void ControlSession::fail_stalled(const StalledCall& stalled, const Fingerprint& spoken_of) {
+void ControlSession::fail_stalled(const StalledCall& stalled, const Fingerprint& reported) {
   const StallReport report = link_->survey(stalled);
-  if (report.cause) fail_recorded(*report.cause, spoken_of, report.waited_ns);
-  throw_stalled(group_, spoken_of, report.awaited, report.activities, report.waited_ns);
+  if (report.cause) fail_recorded(*report.cause, reported, report.waited_ns);
+  throw_stalled(group_, reported, report.awaited, report.activities, report.waited_ns);
 }
 
-void ControlSession::fail_recorded(const AbortRecord& record, const Fingerprint& spoken_of,
+void ControlSession::fail_recorded(const AbortRecord& record, const Fingerprint& reported,
                                    int64_t waited_ns) {
   const std::string state =
       link_ != nullptr && record.blamed >= 0 ? link_->state_of(record.blamed) : "";
-  throw_recorded(group_, spoken_of, record, state, waited_ns);
+  throw_recorded(group_, reported, record, state, waited_ns);
 }
 
 }  // namespace lockstep

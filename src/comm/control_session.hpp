@@ -30,8 +30,8 @@ struct StalledCall {
   int64_t waited_ns = 0;          ///< 0: another rank's deadline has come, and this one answers it
 };
 
-/// How a session reaches its peers beside the data: through shared memory, over TCP, or through
-/// the host's communicators of a GPU group. Any thread may call any function.
+/// How a session reaches its peers, apart from the data: through shared memory, over TCP, or
+/// through the host's communicators of a GPU group. Any thread may call any function.
 class ControlLink {
  public:
   virtual ~ControlLink() = default;
@@ -98,7 +98,7 @@ class ControlSession {
   std::exception_ptr first_error() const;
 
   /// Ends the communicator with this error, unless it has ended: then nothing happens. Peers are
-  /// told, then on_failure() is called. Returns the error that counts.
+  /// notified, then on_failure() is called. Returns the error that counts.
   std::exception_ptr fail(const std::exception_ptr& error) noexcept;
 
   /// This rank gives up; see Backend::abort.
@@ -110,7 +110,7 @@ class ControlSession {
     on_failure_ = std::move(action);
   }
 
-  /// The link is about to go: nobody is told of errors any more.
+  /// Call before the link is destroyed: errors are not reported after this.
   void close() {
     on_failure_ = nullptr;
     link_ = nullptr;
@@ -119,9 +119,9 @@ class ControlSession {
   // The ends of a wait.
 
   /// At the deadline: names the cause, which is the same on every rank.
-  [[noreturn]] void fail_stalled(const StalledCall& stalled, const Fingerprint& spoken_of);
+  [[noreturn]] void fail_stalled(const StalledCall& stalled, const Fingerprint& reported);
   /// A peer gave up with this record.
-  [[noreturn]] void fail_recorded(const AbortRecord& record, const Fingerprint& spoken_of,
+  [[noreturn]] void fail_recorded(const AbortRecord& record, const Fingerprint& reported,
                                   int64_t waited_ns);
 
  private:

@@ -92,7 +92,7 @@ std::string of_size(const Group& group) {
   }
   const bool clear = call_groups.size() == 1 || 2 * call_groups.back().world_ranks.size() > ranks;
   const int blamed = clear ? call_groups.front().world_ranks.front() : -1;
-  // Two sides tell what happened; with many ranks the rest would bury it.
+  // The first and the last group explain the mismatch; with many ranks the rest would bury them.
   constexpr size_t kSidesShown = 6;
   std::vector<std::string> notes;
   for (size_t side = 1; side + 1 < said.size() && notes.size() + 2 < kSidesShown; ++side) {
@@ -133,7 +133,7 @@ std::string describe_waiting(const Group& group, const RankActivity::Waiting& wa
                      group.world_rank(waiting.peer));
 }
 
-// Who waits for whom, at one moment.
+// Which ranks wait for which, at one moment.
 class WaitGraph {
  public:
   WaitGraph(const Group& group, std::span<const RankActivity> activities)
@@ -169,7 +169,7 @@ class WaitGraph {
     return reached;
   }
 
-  // Of these, all of which wait: those who wait for each other and for nobody else.
+  // Of these ranks, returns those that wait only for each other.
   std::vector<int> knot(const std::set<int>& reached) const {
     for (const int rank : reached) {
       std::set<int> members = reached_from(waited_for(rank));
@@ -240,7 +240,7 @@ void throw_cause(const Group& group, const Fingerprint& call, const WaitGraph& g
   }
 }
 
-// The sides of a knot. Whoever waits in a call of one of them is on that side, too.
+// The sides of a knot. A rank that waits in one of these calls belongs to the same group.
 std::vector<CallGroup> call_groups_in(const Group& group, const WaitGraph& graph,
                                       const std::vector<int>& knot) {
   std::vector<CallGroup> call_groups;

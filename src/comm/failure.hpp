@@ -25,8 +25,8 @@ struct AbortRecord {
   std::vector<Fingerprint> fingerprints = {};  ///< [i]: what ranks[i] called
   std::string text = {};  ///< kRankFailed of a peer: continues "rank 2 …"; otherwise what happened
 
-  /// What this rank tells of an exception of its own. One that a peer's record caused passes that
-  /// record on, so that all ranks blame the same one.
+  /// Converts this rank's own exception into a record. An exception that a peer's record caused
+  /// passes that record on, so that all ranks blame the same one.
   static AbortRecord of(const std::exception_ptr& error, const Group& group);
 
   std::string encode() const;

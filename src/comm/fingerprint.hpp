@@ -60,7 +60,7 @@ bool agree(const Fingerprint& a, const Fingerprint& b);
 /// "all_reduce #17 (bucket 3): 1024 x F32, sum".
 std::string describe(const Fingerprint& call);
 
-/// Who takes part in a communicator.
+/// The ranks of a communicator.
 struct Group {
   int rank = 0;                  ///< this rank's number in the group
   std::vector<int> world_ranks;  ///< [group rank] -> rank of the world, for messages

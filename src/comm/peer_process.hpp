@@ -13,9 +13,10 @@
 
 namespace lockstep {
 
-/// The scope in which a process id names a process. Plain bytes: it travels.
+/// The scope in which a process id names a process. Trivially copyable, so that it can be sent to
+/// other ranks.
 struct ProcessHome {
-  std::array<char, 64> kernel = {};  ///< of the running system, a name that no other has
+  std::array<char, 64> kernel = {};  ///< boot id of the running kernel, which is unique
   uint64_t pid_namespace = 0;
   int64_t pid = 0;
 
@@ -35,7 +36,7 @@ class PeerProcess {
 
   pid_t pid() const { return pid_; }
 
-  /// Whether it has ended. Of this process itself: never.
+  /// Whether it has ended. Never true of this process itself.
   bool ended() const;
 
   /// Whether a signal or a debugger has stopped it.

@@ -176,7 +176,7 @@ class CallerState {
   bool in_autocast_guard_;
 };
 
-// Processor time and time without a core of the threads that work for a device besides its worker.
+// Processor time, and time without a core, of a device's threads other than its worker.
 class UserClock {
  public:
   struct Reading {

@@ -9,7 +9,7 @@ namespace lockstep {
 
 /// Returns the memory that a parameter's next gradient belongs in, as a tensor of the parameter's
 /// shape, for the caller to write. Undefined if the gradient must go elsewhere, as one that is
-/// added to another. Whoever reduces gradients then need not copy this one.
+/// added to another. A gradient that lies there need not be copied before it is averaged.
 using ClaimGradientMemory = std::function<torch::Tensor()>;
 
 /// Notes where gradients of this parameter belong, until `claim` is gone. A later note replaces it.

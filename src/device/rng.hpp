@@ -75,7 +75,7 @@ std::map<std::string, at::Generator> generators_of_thread(const std::vector<c10:
 /// The random numbers that this thread is about to draw, so that they can be drawn once more.
 class RecordedRng {
  public:
-  /// Those of the CPU and, if given, of this GPU.
+  /// Records the states of the CPU and, if given, of this GPU.
   explicit RecordedRng(std::optional<c10::Device> gpu);
 
   class Replay;

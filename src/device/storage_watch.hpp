@@ -6,8 +6,9 @@
 #include <cstddef>
 #include <span>
 
-// Who reads which memory: operations of libtorch report their tensors before they run. libtorch's
-// C++ modules have no forward hooks, so memory that is filled just in time is filled here.
+// Which operation reads which memory: operations of libtorch report their tensors before they run.
+// libtorch's C++ modules have no forward hooks, so memory that is filled just in time is filled
+// here.
 //
 // Note [Watched storages] Every operation that goes through libtorch's dispatcher calls the
 // RecordFunction callbacks of its thread with its inputs, in forward and in backward, whoever calls
@@ -16,7 +17,7 @@
 // lockstep's own kernels do, calls note_use() first. Tensors' metadata are free to read.
 namespace lockstep {
 
-/// Is told before watched memory is used, by the thread that uses it.
+/// Is called before watched memory is used, by the thread that uses it.
 class StorageWatcher {
  public:
   virtual ~StorageWatcher() = default;
@@ -27,7 +28,7 @@ class StorageWatcher {
   virtual void before_use(std::span<const size_t> storages, bool outermost) noexcept = 0;
 };
 
-/// Guard: `watcher` is told of uses of this storage, on threads that watch.
+/// Guard: `watcher` is called before each use of this storage, on threads that watch.
 class WatchedStorage {
  public:
   WatchedStorage(c10::Storage storage, StorageWatcher& watcher, size_t number);

@@ -16,7 +16,7 @@ struct Node;
 
 namespace lockstep {
 
-/// Is told about gradients during backward. Autograd's threads call it, one at a time for the
+/// Is called for gradients during backward. Autograd's threads call it, one at a time for the
 /// parameters of one device.
 class GradientListener {
  public:

@@ -186,14 +186,14 @@ void NonfiniteGradients::report(size_t parameter, int64_t step) {
 // Once one rank's gradient has spoiled the weights, the gradients of all ranks are not finite: only
 // the first warnings matter.
 void NonfiniteGradients::warn(const std::string& message, bool weights_finite) {
-  const bool told_before = warnings_due_ > 0 || told_of_weights_;
+  const bool warned_before = warnings_due_ > 0 || warned_of_weights_;
   if (weights_finite) {
     ++warnings_due_;
     if (!is_power_of_ten(warnings_due_)) return;
-  } else if (comm_.rank() != 0 || told_before) {
+  } else if (comm_.rank() != 0 || warned_before) {
     return;
   } else {
-    told_of_weights_ = true;
+    warned_of_weights_ = true;
   }
   print_error(fmt::format(
       "warning[{}]: {}; the mean passes it on to all ranks\n"

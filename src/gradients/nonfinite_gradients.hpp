@@ -65,7 +65,7 @@ class NonfiniteGradients {
   int64_t step_ = 0;           // synchronised steps so far, including the current one
   int64_t reported_step_ = 0;  // the last step with a finding
   int64_t warnings_due_ = 0;   // steps that this rank spoiled
-  bool told_of_weights_ = false;
+  bool warned_of_weights_ = false;
   std::deque<Check> checks_;  // in the order of launch
 };
 

@@ -37,7 +37,7 @@ class PartGradients {
   /// [parameter] whether a part of this rank gave it a gradient.
   const std::vector<bool>& used() const { return used_; }
 
-  /// Those that got none in the last part.
+  /// The parameters that got no gradient in the last part.
   std::vector<size_t> missing() const;
 
   /// Puts back the sum of all parts, divided by `divisor`, to the parameters that are `given` one;

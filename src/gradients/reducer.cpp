@@ -21,7 +21,7 @@ namespace lockstep {
 namespace {
 
 // A single rank has nothing to average, unless the user's hook does something else with gradients.
-// Those of virtual shards are averaged by PartGradients.
+// PartGradients averages the gradients of virtual shards.
 bool has_work(const Communicator& comm, const DdpOptions& options) {
   return (comm.size() > 1 || options.hook) && options.virtual_shards == 0;
 }

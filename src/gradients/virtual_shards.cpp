@@ -167,11 +167,11 @@ VirtualShards::Sums VirtualShards::exchange(const PartTree& tree, const Communic
                                             uint64_t seed, int64_t rows,
                                             const std::vector<double>& weights,
                                             const std::vector<double>& losses) {
-  std::vector<double> told = {half_of(seed, 0), half_of(seed, 1), static_cast<double>(rows)};
-  const size_t header = told.size();
-  told.insert(told.end(), weights.begin(), weights.end());
-  told.insert(told.end(), losses.begin(), losses.end());
-  const auto mine = torch::tensor(told, torch::kFloat64);
+  std::vector<double> sent = {half_of(seed, 0), half_of(seed, 1), static_cast<double>(rows)};
+  const size_t header = sent.size();
+  sent.insert(sent.end(), weights.begin(), weights.end());
+  sent.insert(sent.end(), losses.begin(), losses.end());
+  const auto mine = torch::tensor(sent, torch::kFloat64);
   const auto all = torch::empty({comm.size(), mine.numel()}, torch::kFloat64);
   comm.all_gather(all, mine, {.label = "weights and losses of parts"});
   const auto* first = all.data_ptr<double>();
@@ -231,7 +231,7 @@ torch::Tensor VirtualShards::step(const torch::nn::Module& module, PartOwner& ow
       weight_ = 1;
       const torch::Tensor loss = loss_of(now);
       if (!loss.defined() || loss.numel() != 1) {
-        throw Error(Code::kUsage, "backward_parts() was given a loss that is no number",
+        throw Error(Code::kUsage, "backward_parts() was given a loss that is not a scalar",
                     "return the mean over the part's rows: a tensor of one element");
       }
       backward_of_part(loss, how);

@@ -110,10 +110,10 @@ class VirtualShards {
   torch::Tensor step(const torch::nn::Module& module, PartOwner& owner, const PartLoss& loss_of,
                      const PartStep& how, bool continues);
 
-  /// Of the part that is computed now.
+  /// Sets the weight of the part that is computed now.
   void set_weight(double weight);
 
-  /// What the parts of all ranks have told each other.
+  /// What ranks have exchanged about their parts.
   struct Sums {
     double weight = 0;  ///< the sum over all parts
     double loss = 0;    ///< the weighted sum over all parts

@@ -120,7 +120,7 @@ void forward_tile(int64_t in, const uint16_t* packed, const Weight* weight, floa
     for (int64_t pair = 0; pair < pairs; ++pair) {
       __m512bh x[kVectors];
       for (int v = 0; v < kVectors; ++v) {
-        x[v] = as_pairs(_mm512_load_si512(packed + (k + 2 * pair) * kPanel + 2 * v * kWidth));
+        x[v] = as_pairs(_mm512_load_si512(packed + (k + 2 * pair) * kPanel + 2 * kWidth * v));
       }
 #pragma GCC unroll 16
       for (int i = 0; i < kCount; ++i) {
@@ -180,7 +180,7 @@ void input_gradient_tile(int64_t pairs, const uint16_t* packed_dy, const uint32_
   for (int64_t pair = 0; pair < pairs; ++pair) {
     __m512bh dy[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      dy[v] = as_pairs(_mm512_load_si512(packed_dy + 2 * pair * kPanel + 2 * v * kWidth));
+      dy[v] = as_pairs(_mm512_load_si512(packed_dy + 2 * pair * kPanel + 2 * kWidth * v));
     }
 #pragma GCC unroll 16
     for (int i = 0; i < kGradientInputs; ++i) {

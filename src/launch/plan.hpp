@@ -20,7 +20,7 @@ enum class Shown {
   kLive
 };
 
-/// Whose output the console shows.
+/// Which ranks' output the console shows.
 struct ConsolePlan {
   std::optional<std::vector<int>> ranks = std::vector<int>{0};  ///< --ranks; nullopt: all
   std::optional<std::vector<int>> local_ranks;  ///< --local-ranks-filter: only these
@@ -81,7 +81,7 @@ struct LaunchPlan {
   std::vector<PlanFact> facts;
 };
 
-/// What the plan depends on besides the flags.
+/// What the plan depends on in addition to the flags.
 struct LaunchFacts {
   std::vector<int> cores;           ///< this process may use
   std::function<int()> count_gpus;  ///< called only if a flag needs it

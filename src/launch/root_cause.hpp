@@ -93,7 +93,7 @@ enum class Patience {
 };
 Patience patience_with(const std::vector<RankView>& views);
 
-/// What the failure report needs besides the root cause.
+/// What the failure report needs in addition to the root cause.
 struct FailureFacts {
   std::string host;
   std::string program;  ///< as the user wrote it

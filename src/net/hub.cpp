@@ -29,7 +29,7 @@ constexpr uint32_t kEnded = static_cast<uint32_t>(EPOLLHUP) | static_cast<uint32
 constexpr uint64_t kWakeName = 0;  // peers count from 1
 constexpr uint64_t kListenerName = std::numeric_limits<uint64_t>::max();
 
-// Of the descriptors that this process may open; the rest is for its own work.
+// The rest of the descriptors that this process may open is for its own work.
 size_t most_peers() {
   rlimit limit{};
   ::getrlimit(RLIMIT_NOFILE, &limit);

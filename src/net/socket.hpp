@@ -114,8 +114,8 @@ class PortHold {
   int port_ = 0;
 };
 
-/// An eventfd: readable between raise() and clear(), to be polled beside sockets. Any thread may
-/// call both.
+/// An eventfd: readable between raise() and clear(), to be polled together with sockets. Any thread
+/// may call both.
 class Wake {
  public:
   Wake();

@@ -9,7 +9,7 @@
 #include "optim/step_items.hpp"
 #include "torch_compat.hpp"
 
-// What Sgd, Adam and AdamW share beside the update: their parameters, gradients and states.
+// What Sgd, Adam and AdamW share apart from the update: their parameters, gradients and states.
 namespace lockstep {
 
 /// Each parameter once: libtorch's parameters() lists a shared one at each of its owners.

@@ -21,7 +21,6 @@
 #include "lockstep/error.hpp"
 #include "lockstep/sync_batch_norm.hpp"
 #include "optim/optimizer_state.hpp"
-#include "parallel/joined_loop.hpp"
 #include "verify/step_recorder.hpp"
 
 namespace lockstep {
@@ -272,7 +271,7 @@ bool GradientSync::State::synchronises() const {
   return parts ? parts->is_last() : averages();
 }
 
-// Those of virtual shards are sent when their step begins.
+// Gradients of virtual shards are sent when their step begins.
 //
 // Buffers are sent before the first forward of a step. If a second forward follows before backward,
 // autograd may have saved them in the first, as BatchNorm does, and they must not change.
@@ -504,7 +503,7 @@ void GradientSync::run_joined(const std::function<void()>& loop, const JoinOptio
   join.follow();
 }
 
-bool inside_join() {
+bool detail::inside_join() {
   return joins_of_thread > 0;
 }
 

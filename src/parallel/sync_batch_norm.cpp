@@ -14,6 +14,7 @@
 #include "base/mutation.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
+#include "verify/step_recorder.hpp"
 
 namespace lockstep {
 namespace {
@@ -24,7 +25,7 @@ struct SharingRanks {
   std::shared_ptr<const double> weight;
 };
 
-// Of the rows of all ranks, in the type that sums are made in.
+// The statistics of all ranks' rows, in the type that sums are made in.
 struct BatchStatistics {
   torch::Tensor mean;      // [features]
   torch::Tensor variance;  // [features], biased
@@ -50,21 +51,21 @@ torch::ScalarType sum_type(const torch::Tensor& input) {
   return input.scalar_type() == torch::kFloat64 ? torch::kFloat64 : torch::kFloat32;
 }
 
-// Each rank tells mean, sum of squared deviations and count of its rows. They are put together as
-// Chan, Golub and LeVeque do, which loses no digits where the mean is large.
+// Each rank sends mean, sum of squared deviations and count of its rows. They are combined as Chan,
+// Golub and LeVeque do, which loses no digits where the mean is large.
 BatchStatistics statistics_of_all(const torch::Tensor& input, const Communicator& ranks) {
   const int64_t features = input.size(1);
   const int64_t values = input.numel() / features;
-  const auto told = torch::zeros({2 * features + 1}, input.options().dtype(torch::kFloat64));
+  const auto sent = torch::zeros({2 * features + 1}, input.options().dtype(torch::kFloat64));
   if (values > 0) {
     const auto [variance, mean] =
         torch::var_mean(input.to(sum_type(input)), reduced_dims(input), /*unbiased=*/false);
-    told.narrow(0, 0, features).copy_(mean);
-    told.narrow(0, features, features).copy_(variance).mul_(values);
-    told[2 * features].fill_(values);
+    sent.narrow(0, 0, features).copy_(mean);
+    sent.narrow(0, features, features).copy_(variance).mul_(values);
+    sent[2 * features].fill_(values);
   }
-  const auto all = torch::empty({ranks.size(), 2 * features + 1}, told.options());
-  ranks.all_gather(all, told, {.label = "batch norm forward"});
+  const auto all = torch::empty({ranks.size(), 2 * features + 1}, sent.options());
+  ranks.all_gather(all, sent, {.label = "batch norm forward"});
   const auto means = all.narrow(1, 0, features);
   const auto counts = all.narrow(1, 2 * features, 1);
   const auto count = counts.sum();
@@ -116,8 +117,8 @@ struct NormalizeOverRanks : torch::autograd::Function<NormalizeOverRanks> {
     return output.to(input.scalar_type());
   }
 
-  // The statistics carry the gradient of every rank's output to every rank's input. Those of weight
-  // and bias are this rank's, to be averaged like all others.
+  // The statistics carry the gradient of every rank's output to every rank's input. The gradients
+  // of weight and bias are this rank's, to be averaged like all others.
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  const torch::autograd::variable_list& gradients) {
     if (torch::GradMode::is_enabled()) {
@@ -190,6 +191,7 @@ SyncBatchNormImpl::SyncBatchNormImpl(const torch::nn::BatchNormOptions& given,
   running_mean = register_buffer("running_mean", tensors.running_mean);
   running_var = register_buffer("running_var", tensors.running_var);
   num_batches_tracked = register_buffer("num_batches_tracked", tensors.num_batches_tracked);
+  if (auto* recorder = StepRecorder::of_process()) recorder->note_kind("sync_batch_norm");
 }
 
 void SyncBatchNormImpl::reset_running_stats() {

@@ -94,7 +94,7 @@ torch::Tensor gather_features(const torch::Tensor& own, const ShardAxisPtr& shar
 /// This rank's features; backward gathers the gradient.
 torch::Tensor scatter_features(const torch::Tensor& x, const ShardAxisPtr& shard);
 
-/// Whole sequences from slices. `sums`: each rank has a part of the gradient, and backward
+/// Gathers whole sequences from slices. `sums`: each rank has a part of the gradient, and backward
 /// reduce-scatters it; otherwise all have the same, and backward takes this rank's slice.
 torch::Tensor gather_sequence(const torch::Tensor& own, const AxisPtr& axis, bool sums);
 

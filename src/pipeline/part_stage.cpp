@@ -42,7 +42,7 @@ class PartStage final : public ReplicatedStage {
   DdpStats stats_;
   NonfiniteGradients nonfinite_;
 
-  // Of this step.
+  // The parts of this step.
   StepParts parts_;
   std::optional<PartBuffers> buffers_;
   std::set<int> taken_;                             // micro-batches

@@ -28,7 +28,8 @@
 namespace lockstep {
 namespace {
 
-// Of which rank does what in which order: all ranks of a pipeline must agree on it.
+// Fingerprint of the schedule (which rank does what, in which order), on which all ranks must
+// agree.
 int64_t fingerprint(const Schedule& schedule) {
   std::vector<int> parts = {schedule.micro_batches};
   parts.insert(parts.end(), schedule.rank_of_stage.begin(), schedule.rank_of_stage.end());

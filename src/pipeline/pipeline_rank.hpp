@@ -57,7 +57,8 @@ class PipelineRank {
   const torch::Tensor& loss() const { return loss_; }
   /// The loss of each micro-batch, as the loss function returned it.
   const std::vector<torch::Tensor>& losses() const { return losses_; }
-  /// Of two of them, where the plan asked for it and the last stage is here.
+  /// The comparison of two micro-batches' losses in the last step, if the plan asked for one and
+  /// the last stage is here.
   std::optional<LossComparison> take_comparison() {
     return stages_.back()->stage.take_comparison();
   }
@@ -100,7 +101,7 @@ class PipelineRank {
   std::unique_ptr<StageChannel> channel_;
   std::vector<std::unique_ptr<LocalStage>> stages_;
 
-  // Of the last run.
+  // The actions of the last run.
   std::vector<Timed> timed_;
   std::vector<int> backwards_left_;  // [stage] until its gradients are complete
   torch::Tensor loss_;

@@ -79,7 +79,7 @@ class Stage {
     compared_ = {};
   }
 
-  /// Of the last step, if two of its micro-batches were compared.
+  /// The comparison of two micro-batches' losses in the last step, if the plan asked for one.
   std::optional<LossComparison> take_comparison() {
     compared_ = {};  // a first micro-batch without a second
     return std::exchange(comparison_, {});

@@ -93,20 +93,20 @@ StepPlan StepPlanner::plan_rows(const torch::Tensor& x, const torch::Tensor& y, 
 int64_t StepPlanner::agree_on_batch(StepPlan& plan, int64_t rows, bool trains) const {
   if (!axis_) return rows;
   constexpr size_t kHeader = 4;  // rows, trains, dtype, dimensions of a row
-  std::vector<int64_t> told(kHeader + kMaxDimensions, 0);
-  told[0] = rows;
-  told[1] = static_cast<int64_t>(trains);
+  std::vector<int64_t> sent(kHeader + kMaxDimensions, 0);
+  sent[0] = rows;
+  sent[1] = static_cast<int64_t>(trains);
   if (has_stage(0)) {
     const auto sizes = plan.x.sizes().slice(1);
     if (sizes.size() >= kMaxDimensions) {
       throw Error(Code::kStageMismatch, fmt::format("x has {} dimensions", plan.x.dim()),
                   fmt::format("between ranks a tensor may have at most {}", kMaxDimensions));
     }
-    told[2] = static_cast<int64_t>(plan.x.scalar_type());
-    told[3] = static_cast<int64_t>(sizes.size());
-    std::copy(sizes.begin(), sizes.end(), told.begin() + kHeader);
+    sent[2] = static_cast<int64_t>(plan.x.scalar_type());
+    sent[3] = static_cast<int64_t>(sizes.size());
+    std::copy(sizes.begin(), sizes.end(), sent.begin() + kHeader);
   }
-  const auto header = torch::tensor(told, torch::kInt64);
+  const auto header = torch::tensor(sent, torch::kInt64);
   axis_->broadcast(header, schedule_.rank_of_stage.front(), {.label = "rows of a pipeline's step"});
   const int64_t* said = header.data_ptr<int64_t>();
   if (said[1] != static_cast<int64_t>(trains)) {
@@ -138,10 +138,10 @@ void StepPlanner::weigh_micro_batches(StepPlan& plan, bool accumulates) const {
   if (weighs && has_last()) weights = read_loss_weights(plan);
   double total = std::accumulate(weights.begin(), weights.end(), 0.0);
   if (weighs && axis_) {
-    const auto told = torch::full({1}, total, torch::kFloat64);
-    axis_->broadcast(told, schedule_.rank_of_stage.back(),
+    const auto sent = torch::full({1}, total, torch::kFloat64);
+    axis_->broadcast(sent, schedule_.rank_of_stage.back(),
                      {.label = "loss weight of a pipeline's step"});
-    total = told.item<double>();
+    total = sent.item<double>();
   }
   for (size_t i = 0; i < weights.size(); ++i) {
     plan.loss_shares[i] = total > 0 ? weights[i] / total : 0.0;

@@ -182,7 +182,7 @@ std::vector<const Communicator*> ModelParallelGroup::communicators() const {
   return all;
 }
 
-// One axis after the other, each is told what the axes before it found. So all ranks of all axes
+// One axis after the other, each receives what the axes before it found. So all ranks of all axes
 // learn of it.
 int ModelParallelGroup::first_other(bool mine) const {
   int found = -1;

@@ -10,7 +10,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "lockstep/optim.hpp"
+#include "lockstep/fused_optimizer.hpp"
 #include "precision/loss_scale.hpp"
 
 namespace lockstep {

@@ -146,7 +146,7 @@ void ShardedModel::State::keep_local_gradients() {
   shown_nonzero = !window->gradients_cleared();
 }
 
-// Those that were accumulated and not averaged.
+// Drops gradients that were accumulated and not averaged.
 void ShardedModel::State::drop_gradients() {
   for (const auto& unit : units) {
     if (unit->gradients) unit->gradients->drop();

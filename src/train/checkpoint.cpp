@@ -8,7 +8,6 @@
 #include "base/process.hpp"
 #include "base/utf8.hpp"
 #include "lockstep/error.hpp"
-#include "parallel/joined_loop.hpp"
 #include "train/checkpoint_state.hpp"
 
 namespace lockstep {
@@ -126,7 +125,7 @@ bool Checkpoint::State::is_asked_to_stop() {
 
 // A rank whose data has ended makes no step, and so does not save.
 void Checkpoint::State::require_outside_join() const {
-  if (!control_ || !inside_join()) return;
+  if (!control_ || !detail::inside_join()) return;
   throw Error(Code::kUsage, "a checkpoint inside join(), where ranks may make fewer steps",
               "save after join(), on all ranks");
 }

@@ -28,7 +28,7 @@ struct DistributedSampler::State {
   bool went_there = false;          // by seek(): the next loop begins at the position
   std::vector<int64_t> order = {};  // indices() of this epoch, once they are needed
 
-  // Of the loop over a loader that reset() began.
+  // State of the loop over a loader that reset() began.
   int64_t taken = 0;                    // rows up to which the loader has asked
   std::deque<int64_t> on_the_way = {};  // [batch] rows that have not reached the loop yet
   bool counted = false;                 // by batches()

@@ -74,8 +74,8 @@ void save_record(const RunMeter& meter, const World& world, RunRecord about) {
   const RunRecord mine = complete(meter, std::move(about));
   const nlohmann::json sent = {{"record", to_json(mine)}, {"step_ms", meter.step_ms()}};
   std::vector<RankMeasurements> ranks;
-  const auto told = sent.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-  for (const auto& text : world.comm().gather_text(told, 0, {.label = "records"})) {
+  const auto text_of_mine = sent.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
+  for (const auto& text : world.comm().gather_text(text_of_mine, 0, {.label = "records"})) {
     const auto value = nlohmann::json::parse(text);
     ranks.push_back(
         {record_from_json(value.at("record")), value.at("step_ms").get<std::vector<double>>()});

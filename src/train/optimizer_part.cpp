@@ -147,7 +147,7 @@ class OptimizerPart final : public CheckpointPart {
   }
   std::string prefix_of(const torch::Tensor& parameter) const;
 
-  // Visits each parameter once. Of a sharded one this rank may have nothing.
+  // Visits each parameter once. This rank may hold no part of a sharded parameter.
   template <class Visit>
   void for_each_parameter(const Visit& visit) const {
     std::set<const c10::TensorImpl*> seen;

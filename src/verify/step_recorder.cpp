@@ -23,7 +23,6 @@
 #include "device/slice_map.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/rank_environment.hpp"
-#include "lockstep/sync_batch_norm.hpp"
 #include "lockstep/verify.hpp"
 #include "torch_compat.hpp"
 
@@ -88,7 +87,7 @@ std::optional<std::pair<double, uint64_t>> perturbation_of_environment() {
   return std::pair(step_of(given.substr(0, colon)), seed);
 }
 
-// Layers whose result depends on which rows are computed together, or on random numbers.
+// libtorch's layers whose result depends on which rows are computed together, or on random numbers.
 std::optional<std::string> kind_of(const torch::nn::Module& module) {
   const auto* batch_norm1 = module.as<torch::nn::BatchNorm1d>();
   const auto* batch_norm2 = module.as<torch::nn::BatchNorm2d>();
@@ -96,7 +95,6 @@ std::optional<std::string> kind_of(const torch::nn::Module& module) {
   if (batch_norm1 != nullptr || batch_norm2 != nullptr || batch_norm3 != nullptr) {
     return "batch_norm";
   }
-  if (module.as<SyncBatchNorm>() != nullptr) return "sync_batch_norm";
   const auto drops = [](const auto* layer) { return layer != nullptr && layer->options.p() > 0; };
   if (drops(module.as<torch::nn::Dropout>()) || drops(module.as<torch::nn::Dropout2d>()) ||
       drops(module.as<torch::nn::Dropout3d>()) || drops(module.as<torch::nn::AlphaDropout>())) {
@@ -263,9 +261,9 @@ void StepRecorder::name(const torch::Tensor& parameter, const std::string& name)
   names_.set(parameter, name);
 }
 
-// A row's bytes stand for it. Of a model's several inputs the first has the batch, in dimension 0;
-// in that of a recurrent network that reads [time, batch, ...] it is dimension 1. Which one it is
-// shows when the run is compared.
+// A row is identified by its bytes. If a model has several inputs, the first one holds the batch, in
+// dimension 0, or in dimension 1 for a recurrent network that reads [time, batch, ...]. Which one it
+// is shows when the run is compared.
 void StepRecorder::note_rows(const std::vector<torch::Tensor>& inputs, int64_t forwards) {
   UnannouncedUpdates::of_process().forward_begins(*this);
   if (!torch::GradMode::is_enabled() || Capture::current() != nullptr) return;
@@ -328,6 +326,11 @@ void StepRecorder::note_sent(int64_t bytes) {
   const std::lock_guard lock(mutex_);
   sent_bytes_ += bytes;
   ++all_reduces_;
+}
+
+void StepRecorder::note_kind(const char* kind) {
+  const std::lock_guard lock(mutex_);
+  kinds_.insert(kind);
 }
 
 void StepRecorder::note_compression(torch::ScalarType dtype) {

@@ -22,7 +22,8 @@
 
 namespace lockstep {
 
-/// Beside kVerifyFolderVariable, in the run that shows how fast rounding grows: "DTYPE:SEED".
+/// Set in addition to kVerifyFolderVariable in the run that shows how fast rounding grows:
+/// "DTYPE:SEED".
 inline constexpr const char* kVerifyPerturbVariable = "LOCKSTEP_VERIFY_PERTURB";
 
 /// Writes what `lockstep verify` compares: for each rank and update the gradients as the optimizer
@@ -60,6 +61,7 @@ class StepRecorder {
   void note_synchronised_forward();                    ///< by the program's own NoSync
   void note_buffers(const torch::nn::Module& module);  ///< as a synchronised forward begins
   void note_dtype(torch::ScalarType dtype);            ///< a precision that the model computes in
+  void note_kind(const char* kind);  ///< of a layer whose result depends on how rows are divided
 
   /// The rows of each micro-batch, and the part of the batch's loss that it counts for.
   void note_micro_batches(const std::vector<int64_t>& rows, const std::vector<double>& shares);
@@ -129,7 +131,7 @@ class StepRecorder {
   int64_t resumed_after_ = 0;
   int64_t last_step_ = 0;
 
-  // Of the step that is being made.
+  // About the step that is being made.
   Items local_;
   std::map<std::string, int64_t> averages_;  // [name]
   double weight_ = 1;

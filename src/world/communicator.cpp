@@ -133,7 +133,7 @@ TensorCall all_gather_call(const CommState& state, const torch::Tensor& output,
                   const CallContext& context) { return backend.all_gather(from, to, context); }};
 }
 
-// The rendezvous of ranks that are threads is that of processes: all come at the same time.
+// Threads rendezvous like processes: all of them call at the same time.
 std::vector<std::unique_ptr<Backend>> make_gpu_backends_of_threads(
     const std::vector<std::unique_ptr<Backend>>& hosts, int gpu) {
   std::vector<std::unique_ptr<Backend>> gpus(hosts.size());

@@ -18,7 +18,8 @@ namespace lockstep {
 /// The same for all processes on one GPU, whatever number each gives it.
 using GpuUuid = std::array<char, 16>;
 
-/// What a rank tells the others about where it computes. Plain bytes: it travels.
+/// What the other ranks must know about where a rank computes. Trivially copyable, so that it can
+/// be sent to them.
 struct GpuInfo {
   static constexpr size_t kMostReached = 16;  ///< as many GPUs as a large host has
 

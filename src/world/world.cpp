@@ -98,7 +98,7 @@ int exchange_port_through_torchrun(const RankEnvironment& environment, int own_p
 // mpirun does not tell its ranks where rank 0 is.
 void require_master(const RankEnvironment& environment) {
   if (environment.one_host() || !environment.master_addr.empty()) return;
-  throw Error(Code::kWorld, "the ranks are on several hosts, and nobody said where rank 0 is",
+  throw Error(Code::kWorld, "the ranks are on several hosts, but the address of rank 0 is not set",
               "export MASTER_ADDR and MASTER_PORT to all ranks, e.g. mpirun -x MASTER_ADDR -x "
               "MASTER_PORT, or start them with `lockstep run --nnodes`");
 }

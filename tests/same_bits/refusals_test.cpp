@@ -86,7 +86,7 @@ TEST(SameBitsRefusals, BadParts) {
                      torch::ones({6, 2}), torch::ones({6, 2}),
                      [&](const auto& x, const auto& y) { return torch::mse_loss(ddp(x), y); });
                });
-  expect_error(Code::kUsage, {"a loss that is no number"}, [&] {
+  expect_error(Code::kUsage, {"a loss that is not a scalar"}, [&] {
     ddp.backward_parts([&](const BatchPart&) { return ddp(torch::ones({2, 2})); });
   });
   expect_error(Code::kUsage, {"the weights of all parts are zero"}, [&] {

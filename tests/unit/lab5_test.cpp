@@ -474,7 +474,10 @@ TEST(Lab5Answers, UseIsEqualOrNot) {
       << "waiting for a core is not computing";
   LabRuns gpus = results_of(2, 100, 90, 2);
   for (auto& run : gpus.sets["dp"][0].runs) {
-    for (auto& device : run.devices) device.physical = "GPU 0";
+    for (auto& device : run.devices) {
+      device.name = "cuda:0";
+      device.physical = "GPU 0";
+    }
   }
   EXPECT_TRUE(mentions(kLab.answer(gpus, "equally"), "On a shared GPU, waiting for it counts"));
 }

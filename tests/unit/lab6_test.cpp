@@ -349,7 +349,10 @@ TEST(Lab6Answers, CommunicationIsQuotedFromTheBuckets) {
   EXPECT_TRUE(mentions(text, "little but waiting can be hidden")) << "two cores: " << text;
   LabRuns gpus = results_of(2, 100, 60, 50);
   for (auto& run : gpus.sets["ddp"][1].runs) {
-    for (auto& device : run.devices) device.physical = "GPU 0";
+    for (auto& device : run.devices) {
+      device.name = "cuda:0";
+      device.physical = "GPU 0";
+    }
   }
   EXPECT_FALSE(mentions(kLab.answer(gpus, "When does"), "little but waiting"));
 }

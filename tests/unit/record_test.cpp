@@ -44,6 +44,17 @@ RunRecord sample() {
   return record;
 }
 
+TEST(DeviceRecord, SaysItsHardwareAndWhoSharesIt) {
+  DeviceRecord device{.name = "cpu:1", .physical = "core 1"};
+  EXPECT_TRUE(device.on_cpu());
+  EXPECT_EQ(device.hardware(), "core 1");
+  device = {.name = "cpu:1", .physical = "all cores, shared", .shared_by = 4};
+  EXPECT_EQ(device.hardware(), "all cores, shared by 4");
+  device = {.name = "cuda:0#1", .physical = "GPU 0", .shared_by = 2};
+  EXPECT_FALSE(device.on_cpu());
+  EXPECT_EQ(device.hardware(), "GPU 0, shared by 2");
+}
+
 /// Each field in turn is removed, and then given a value of another type.
 void expect_each_field_named(const json::json_pointer& object, const RunRecord& record) {
   const json whole = to_json(record);

@@ -25,15 +25,7 @@ inline constexpr int kBoardDevices = 256;
 inline constexpr int kBoardCollectives = 16;
 
 /// What a rank is doing.
-enum class Phase : uint32_t {
-  kStarting,
-  kLoading,
-  kTraining,
-  kEvaluating,
-  kSaving,
-  kFinished,
-  kFailed
-};
+enum class Phase : uint32_t { kStarting, kTraining, kFinished, kFailed };
 
 /// "training".
 std::string_view phase_name(Phase phase);
@@ -155,8 +147,8 @@ class Board {
   /// A copy of one rank's page.
   RankStatus status(int rank) const;
 
-  /// The last collectives of a rank, oldest first. Of collectives that several communicators number
-  /// alike, only the later one is kept.
+  /// The last collectives of a rank, oldest first. If several communicators give their collectives
+  /// the same number, only the later one is kept.
   std::vector<CollectiveStatus> past_collectives(int rank) const;
 
   /// One rank's page for writing. Only a Board from create() has it.

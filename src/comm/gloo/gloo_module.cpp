@@ -51,11 +51,11 @@ class WatchedBuffer;
 /// Note [Gloo's loop].
 ///
 /// A thread of Gloo's, its loop, reads all sockets and finishes what could not be written at once.
-/// Whoever begins a send or a receive writes to a socket, too, and holds that connection's lock.
-/// The loop only tries the lock: while another thread has it, the loop asks the system for events
-/// again and again, and gets the same one. If both threads share a core, as those of a rank that is
-/// pinned to one do, it does so until its time slice ends, some 4 ms, in which the other thread
-/// cannot let go of the lock.
+/// A thread that begins a send or a receive writes to a socket, too, and holds that connection's
+/// lock. The loop only tries the lock: while another thread has it, the loop asks the system for
+/// events again and again, and gets the same one. If both threads share a core, as those of a rank
+/// that is pinned to one do, it does so until its time slice ends, some 4 ms, in which the other
+/// thread cannot let go of the lock.
 ///
 /// So the loop itself begins all sends and receives; other threads only tell it which. The loop
 /// must not wait for a lock whose owner waits for the loop, as a thread does that closes a

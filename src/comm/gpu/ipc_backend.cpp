@@ -23,9 +23,9 @@
 namespace lockstep {
 
 /// Messages between two ranks. The sender copies chunks into two slots of its own, in turn; the
-/// receiver copies them out and says so. What is said travels over the host, in frames; each side
-/// works in the order of its call's stream. The data of a small message travels there too, where
-/// processes share a GPU: see IpcHostStaged for why.
+/// receiver copies them out and acknowledges them. Acknowledgements travel through the host in
+/// frames; each side works in the order of its call's stream. The data of a small message travels
+/// there too, where processes share a GPU: see IpcHostStaged for why.
 class IpcMessages {
  public:
   explicit IpcMessages(IpcCore& core);

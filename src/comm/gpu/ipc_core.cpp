@@ -50,9 +50,9 @@ void IpcWatch::watch() {
 
 namespace {
 
-// Of the share that every rank has: first kRing events of calls, then those of movements, then
-// those of messages. A rank has at most kRing collectives in flight, so that the event of an old
-// one is no longer used.
+// The events in the share of every rank: first kRing events of calls, then events of movements,
+// then events of messages. A rank has at most kRing collectives in flight, so that the event of an
+// old one is no longer used.
 constexpr int kRing = 16;
 constexpr int kMovedEvents = 2;
 
@@ -68,7 +68,7 @@ int moved_event(int64_t count) {
   return kRing + static_cast<int>(count % kMovedEvents);
 }
 
-// Of the staging area, for the slot of a chunk.
+// The event of the staging area for the slot of a chunk.
 int staged_event(int64_t chunk) {
   return static_cast<int>(chunk % IpcCore::kSlots);
 }
@@ -283,13 +283,13 @@ constexpr int64_t kBrokenPatienceNs = 1'000'000'000;  // where it may wait for a
 
 // Spin first: short sleeps overshoot.
 constexpr int kLooksAtOnce = 100;
-constexpr auto kNap = std::chrono::microseconds(20);
+constexpr auto kPollInterval = std::chrono::microseconds(20);
 
 template <class Condition>
 bool comes_true(const Condition& condition, int64_t deadline_ns) {
   for (int look = 0; !condition(); ++look) {
     if (running_ns() >= deadline_ns) return false;
-    if (look >= kLooksAtOnce) std::this_thread::sleep_for(kNap);
+    if (look >= kLooksAtOnce) std::this_thread::sleep_for(kPollInterval);
   }
   return true;
 }
@@ -391,8 +391,8 @@ void IpcCore::wait_until_idle(const Fingerprint& why, int64_t deadline_ns) const
 }
 
 // A peer in another process may only now begin to wait for an event of the last call: what it waits
-// for stays until it has. Those who call this rank hear at once that it has left. False: a peer did
-// not answer.
+// for stays until it has. Ranks that call this one learn at once that it has left. Returns false if
+// a peer did not answer.
 bool IpcCore::leave_together() noexcept {
   const auto opened = [](const auto& share) { return share->opened(); };
   if (std::none_of(resources_->events.begin(), resources_->events.end(), opened)) return true;

@@ -12,7 +12,7 @@
 namespace lockstep {
 namespace {
 
-// Of a collective, or of a message.
+// The work of a collective or of a message.
 template <class Task>
 class NcclWork final : public Backend::Work {
  public:
@@ -151,7 +151,7 @@ class NcclBackend final : public Backend {
         core_, core_->begin_recv(buffer, from, tag, context));
   }
 
-  // That all ranks have told their calls is all there is to it.
+  // A barrier is only the exchange of fingerprints.
   void barrier(const CallContext& context) override {
     core_->call(make_fingerprint(Operation::kBarrier, Dtype::kU8, 0), context, nullptr);
   }

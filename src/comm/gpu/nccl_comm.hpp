@@ -11,7 +11,7 @@
 
 namespace lockstep {
 
-// Of builds with NCCL only.
+// Only builds with NCCL have this.
 
 /// Turns an ncclResult_t that is not success into an Error: kRankFailed where NCCL lost a peer,
 /// kBackend otherwise.
@@ -74,7 +74,7 @@ class NcclTransfer {
 
  private:
   struct Reduction;
-  /// Who gets which part of a reduction.
+  /// Which rank gets which part of a reduction.
   struct Result {
     bool scattered = false;
     int root = -1;  ///< the only one that gets it; -1: all do

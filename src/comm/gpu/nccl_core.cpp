@@ -86,7 +86,8 @@ namespace {
 
 using WriteValue = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned int);
 
-// Of the driver, which this library is not linked with: it must load where there is no GPU.
+// A function of the driver, which this library is not linked with: it must load where there is no
+// GPU.
 WriteValue write_value() {
   static const auto function = [] {
     void* found = nullptr;
@@ -240,8 +241,8 @@ void NcclWatch::require_in_time(QueuedCall& queued) const {
 
 namespace {
 
-constexpr int kSenders = 1;    // channel of what senders tell, and of what else goes one way
-constexpr int kReceivers = 2;  // channel of what receivers tell
+constexpr int kSenders = 1;    // carries senders' announcements and other one-way traffic
+constexpr int kReceivers = 2;  // carries receivers' announcements
 constexpr int64_t kQueuedWorkNs = 30'000'000'000;  // for queued work to end
 
 // Made by the group's first rank.

@@ -121,7 +121,7 @@ class NcclWatch {
 };
 
 /// One rank's part in a group over NCCL: collectives strictly in the order they were begun, each
-/// after all ranks have told each other what they call, on a stream of their own.
+/// after all ranks have exchanged fingerprints, on a stream of their own.
 ///
 /// Note [Two NCCL communicators]
 /// NCCL wants one order of all calls of a communicator on both ranks of a message, but messages and
@@ -129,14 +129,15 @@ class NcclWatch {
 /// stream of their own.
 class NcclCore {
  public:
-  /// Of GpuControl: calls; messages as their senders tell them; and as their receivers do.
+  /// Channels of GpuControl: collectives, messages announced by senders, messages announced by
+  /// receivers.
   static constexpr int kChannels = 3;
 
   /// What a collective does once all ranks agree: calls[rank].
   using Body =
       std::function<void(const NcclTransfer& transfer, std::span<const Fingerprint> calls)>;
 
-  /// Looks at what the ranks have told beside their fingerprints.
+  /// Checks what ranks exchanged in addition to their fingerprints.
   using Check = std::function<void(const GpuAgreement& agreement)>;
 
   /// A collective on its way.
@@ -145,7 +146,7 @@ class NcclCore {
     int64_t deadline_ns = 0;
     CudaStream stream = nullptr;  // of the caller
     std::unique_ptr<GpuAgreement> agreement;
-    Check check;  // null: nothing beside the fingerprints
+    Check check;  // null: only fingerprints are exchanged
     Body body;    // null: nothing moves
     bool launched = false;
   };

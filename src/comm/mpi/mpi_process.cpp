@@ -19,7 +19,8 @@ constexpr std::chrono::milliseconds kIdle(100);
 constexpr std::chrono::seconds kLeaveAfterFailure(2);
 constexpr std::chrono::milliseconds kLeaveNap(20);  // while other ranks may work for hours
 
-// Of this thread, and of those that it starts meanwhile: these must not run the program's handlers.
+// Blocks signals in this thread and in threads it starts, which must not run the program's
+// handlers.
 class SignalsBlocked {
  public:
   SignalsBlocked() {
@@ -69,8 +70,7 @@ void MpiProcess::begin_mpi() {
   MPI_Query_thread(&level);
   if (level >= MPI_THREAD_MULTIPLE) return;
   throw std::runtime_error(
-      "the program began MPI without MPI_THREAD_MULTIPLE, which it needs beside lockstep's "
-      "threads");
+      "the program initialised MPI without MPI_THREAD_MULTIPLE, which lockstep's threads require");
 }
 
 void MpiProcess::start(const std::function<bool()>& late) {
@@ -113,7 +113,7 @@ int MpiProcess::take_tags(int count) {
   return first;
 }
 
-// Those that are done become MPI_REQUEST_NULL.
+// Requests that are done become MPI_REQUEST_NULL.
 bool MpiProcess::test(std::vector<MPI_Request>& requests) {
   int done = 0;
   call([&] {

@@ -88,8 +88,8 @@ std::unique_ptr<Backend::Work> NetworkBackend::begin(const Fingerprint& what,
   return work;
 }
 
-// Values that travel with the fingerprints save every way between ranks but one. They go from each
-// rank to each, so that they must be few.
+// Sending values with the fingerprints leaves a single trip between ranks. They go from each
+// rank to each, so they must be few.
 bool NetworkBackend::can_carry(int64_t bytes) const {
   constexpr int64_t kMostBytes = 4 << 10;
   constexpr int64_t kMostOfAll = 16 << 10;
@@ -234,7 +234,7 @@ void NetworkBackend::compare_counts(const Task& task, const BlockExchange& block
     given.emplace_back(counts.begin(), middle);
     taken.emplace_back(middle, counts.end());
   }
-  require_same_counts(group(), task.spoken_of(), given, taken);
+  require_same_counts(group(), task.reported(), given, taken);
 }
 
 void NetworkBackend::move_blocks(const Task& task, const ConstBuffer& input, const Buffer& output,

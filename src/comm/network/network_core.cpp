@@ -257,17 +257,18 @@ bool NetworkCore::done(const Task& task) {
 }
 
 void NetworkCore::finish(const Task& task) {
-  constexpr std::chrono::milliseconds kNap(1);  // between looks at messages beside
+  // Polling interval for messages outside this core.
+  constexpr std::chrono::milliseconds kPollInterval(1);
   std::unique_lock lock(mutex_);
   while (task.state_ != Task::State::kDone) {
     lock.unlock();
-    const bool beside = progress_beside_ && progress_beside_();
+    const bool outside = progress_outside_ && progress_outside_();
     lock.lock();
     Lane* lane = task.lane_;
     if (task.state_ == Task::State::kDone || lane == nullptr) continue;
-    if (beside) {
+    if (outside) {
       lane->changed.notify_one();
-      done_.wait_for(lock, kNap);
+      done_.wait_for(lock, kPollInterval);
     } else if (!lane->busy && lane->queue.front() == &task) {
       make_front(*lane, lock);
     } else {
@@ -332,19 +333,19 @@ std::vector<std::string> NetworkCore::exchange(const Task& task, TcpControl::Fra
 std::vector<Fingerprint> NetworkCore::agree_on(Task& task) {
   std::string own = as_bytes(task.call);
   own += task.carried_;
-  task.said_ = exchange(task, TcpControl::Frame::kFingerprint, own, [&] {
+  task.exchanged_ = exchange(task, TcpControl::Frame::kFingerprint, own, [&] {
     if (task.preparation_) task.body_ = task.preparation_(task);
   });
   std::vector<Fingerprint> calls;
-  for (size_t peer = 0; peer < task.said_.size(); ++peer) {
-    calls.push_back(from_bytes(group(), static_cast<int>(peer), task.said_[peer]));
+  for (size_t peer = 0; peer < task.exchanged_.size(); ++peer) {
+    calls.push_back(from_bytes(group(), static_cast<int>(peer), task.exchanged_[peer]));
   }
   session_.require_agreement(calls);
   return calls;
 }
 
 const void* NetworkCore::Task::carried_by(int rank, int64_t bytes) const {
-  const std::string& said = said_.at(static_cast<size_t>(rank));
+  const std::string& said = exchanged_.at(static_cast<size_t>(rank));
   if (said.size() != sizeof(Fingerprint) + static_cast<size_t>(bytes)) {
     throw Error(Code::kInternal, fmt::format("{}: rank {} sent {} with its fingerprint, not {}",
                                              describe(call), rank, said.size(), bytes));
@@ -420,18 +421,18 @@ void NetworkCore::fail_transfer(const Task& task, std::string_view what) {
   if (trouble.kind != TcpControl::Trouble::Kind::kLate) fail(task, trouble);
   throw RankError(Code::kRankFailed, -1,
                   fmt::format("{}: a connection broke, and no rank says why: {}",
-                              describe_in(group(), task.spoken_of()), what),
+                              describe_in(group(), task.reported()), what),
                   "check the network between the hosts");
 }
 
 void NetworkCore::fail(const Task& task, const TcpControl::Trouble& trouble) {
   switch (trouble.kind) {
     case TcpControl::Trouble::Kind::kAborted:
-      session_.fail_recorded(trouble.record, task.spoken_of(), task.waited_ns());
+      session_.fail_recorded(trouble.record, task.reported(), task.waited_ns());
     case TcpControl::Trouble::Kind::kStalled:
-      session_.fail_stalled({task.call, task.peer}, task.spoken_of());
+      session_.fail_stalled({task.call, task.peer}, task.reported());
     case TcpControl::Trouble::Kind::kGone:
-      throw_rank_failed(group(), task.spoken_of(), trouble.rank,
+      throw_rank_failed(group(), task.reported(), trouble.rank,
                         trouble.left ? "left: it destroyed its communicator"
                                      : "ended: its connection closed unexpectedly");
     case TcpControl::Trouble::Kind::kLate:
@@ -442,7 +443,7 @@ void NetworkCore::fail(const Task& task, const TcpControl::Trouble& trouble) {
 
 void NetworkCore::fail_late(const Task& task, std::vector<int> awaited) {
   session_.fail_stalled({task.call, task.peer, std::move(awaited), task.waited_ns()},
-                        task.spoken_of());
+                        task.reported());
 }
 
 // What this rank does, for peers that wait for it.

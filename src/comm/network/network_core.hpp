@@ -49,8 +49,8 @@ class TransportData {
     return {status, message.text};
   }
 
-  /// Blocks that are under way between this rank and its peers, beside other transfers. Destroyed
-  /// before they have moved, it leaves its buffers alone from then on.
+  /// Blocks that are under way between this rank and its peers, apart from other transfers. Once
+  /// destroyed, it leaves its buffers alone, even if blocks have not moved.
   class Exchange {
    public:
     Exchange(const LockstepTransportApi& api, LockstepTransportExchange* blocks)
@@ -119,7 +119,7 @@ class NetworkCore {
     void wait() override { core_->finish(*this); }
 
     /// The call that errors speak of.
-    const Fingerprint& spoken_of() const { return part_of_ == nullptr ? call : *part_of_; }
+    const Fingerprint& reported() const { return part_of_ == nullptr ? call : *part_of_; }
     int64_t waited_ns() const;
 
     /// Before the call begins: these few bytes travel with its fingerprint.
@@ -146,7 +146,7 @@ class NetworkCore {
     Preparation preparation_;
     Body body_;
     std::string_view carried_;
-    std::vector<std::string> said_;  // [group rank]: fingerprints, and what came with them
+    std::vector<std::string> exchanged_;  // [group rank]: fingerprints, and what came with them
     enum class State { kNew, kQueued, kDone } state_ = State::kNew;  // under the core's mutex
     std::exception_ptr error_;                                       // under the core's mutex
   };
@@ -207,25 +207,25 @@ class NetworkCore {
     std::vector<LockstepTransportBlock> taken;
   };
 
-  /// In a task's body: begins to exchange blocks, and waits for them. `part` tells those of one
-  /// task apart.
+  /// In a task's body: begins to exchange blocks, and waits for them. `part` distinguishes the
+  /// exchanges of one task.
   std::unique_ptr<TransportData::Exchange> begin_exchange(const Task& task, uint32_t part,
                                                           const Blocks& blocks);
   void end_exchange(const Task& task, TransportData::Exchange& exchange) {
     check(task, data_->end(exchange));
   }
 
-  /// In a task's body, or of a message: data that moves by other means than the module did not, as
-  /// `what` says. Throws the cause, as the peers tell it.
+  /// Call in a task's body, or for a message, if data that bypasses the module could not be moved,
+  /// as `what` says. Throws the cause that peers report.
   [[noreturn]] void fail_transfer(const Task& task, std::string_view what);
 
-  /// `action` runs in any thread when the communicator has ended, so that waits for peers beside
-  /// this core end, too.
+  /// `action` runs in any thread when the communicator has ended, so that waits for peers
+  /// outside this core end, too.
   void on_broken(std::function<void()> action);
 
-  /// `progress` moves messages beside this core as far as they go without waiting, and returns
-  /// whether some are left. Whoever waits for a call calls it meanwhile.
-  void while_waiting(std::function<bool()> progress) { progress_beside_ = std::move(progress); }
+  /// `progress` moves messages outside this core as far as they go without waiting, and returns
+  /// whether some are left. A thread that waits for a call also runs it.
+  void while_waiting(std::function<bool()> progress) { progress_outside_ = std::move(progress); }
 
   /// Before the first call: one small text from every rank, [group rank].
   std::vector<std::string> introduce(std::string_view own, int64_t deadline_ns);
@@ -239,9 +239,9 @@ class NetworkCore {
   void shut_down() noexcept;
 
  private:
-  // Tasks that happen one after the other, and the thread that makes them. Whoever waits for the
-  // first of them makes it in the thread's stead: on a rank with one core, each change of threads
-  // delays the call.
+  // Tasks that happen one after the other, and the thread that makes them. A thread that waits for
+  // the first of them makes it in that thread's stead: on a rank with one core, each change of
+  // threads delays the call.
   struct Lane {
     std::deque<Task*> queue;  // owned by their callers
     bool busy = false;        // the front one is being made
@@ -266,7 +266,7 @@ class NetworkCore {
   ControlSession session_;
   SelfMessages own_messages_;
   std::unique_ptr<TransportData> data_;  // null in a group of one
-  std::function<bool()> progress_beside_;
+  std::function<bool()> progress_outside_;
 
   std::mutex mutex_;              // guards what follows
   std::condition_variable done_;  // a task is

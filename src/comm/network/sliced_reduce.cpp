@@ -12,7 +12,7 @@ namespace {
 // slices.
 constexpr int64_t kSmallBytes = 1 << 16;
 
-// A buffer is reduced in parts of this size: what the peers give is held beside it.
+// A buffer is reduced in parts of this size: what the peers give is held in memory of its own.
 constexpr int64_t kPartBytes = 16 << 20;
 
 }  // namespace

@@ -407,7 +407,7 @@ bool TcpControl::has_cause(const Peer& peer) {
   return peer.notice && peer.notice->kind != FinalNotice::Kind::kLeft;
 }
 
-std::optional<TcpControl::Trouble> TcpControl::told() const {
+std::optional<TcpControl::Trouble> TcpControl::reported() const {
   if (own_notice_ && own_notice_->kind == FinalNotice::Kind::kAborted) {
     return Trouble{.kind = Trouble::Kind::kAborted, .rank = rank_, .record = own_notice_->record};
   }
@@ -461,7 +461,7 @@ std::variant<std::vector<std::string>, TcpControl::Trouble> TcpControl::gather(
       }
       return taken;
     }
-    if (auto trouble = told()) return *trouble;
+    if (auto trouble = reported()) return *trouble;
     if (gone) return *gone;
     if (!wait(lock, deadline_ns)) return late;
   }
@@ -470,7 +470,7 @@ std::variant<std::vector<std::string>, TcpControl::Trouble> TcpControl::gather(
 TcpControl::Trouble TcpControl::find_trouble(int64_t deadline_ns) {
   std::unique_lock lock(mutex_);
   for (;;) {
-    if (auto trouble = told()) return *trouble;
+    if (auto trouble = reported()) return *trouble;
     std::optional<Trouble> left;
     for (size_t group_rank = 0; group_rank < peers_.size(); ++group_rank) {
       const auto gone = ended(static_cast<int>(group_rank));
@@ -495,8 +495,8 @@ bool TcpControl::all_have_answered() const {
   return true;
 }
 
-// Whoever lives has answered, or answers now, with what it does. For itself a rank takes what it
-// told the others, so that all judge by the same answers.
+// A rank that lives has answered, or answers now, with what it does. For itself a rank takes what
+// it reported to the others, so that all judge by the same answers.
 StallReport TcpControl::survey(const StalledCall& own) {
   FinalNotice notice{.kind = FinalNotice::Kind::kStalled, .waited_ns = own.waited_ns};
   notice.awaited.assign(own.awaited.begin(), own.awaited.end());
@@ -535,7 +535,7 @@ StallReport TcpControl::survey(const StalledCall& own) {
       report.cause = AbortRecord{.by = rank_, .blamed = rank, .text = std::string(kEnded)};
     }
   }
-  const auto trouble = told();
+  const auto trouble = reported();
   if (!report.cause && trouble && trouble->kind == Trouble::Kind::kAborted) {
     report.cause = trouble->record;
   }

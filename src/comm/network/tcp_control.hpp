@@ -31,7 +31,7 @@ struct TcpRendezvous {
 TcpRendezvous rendezvous(Store& store, const Group& group, const std::string& address,
                          int64_t deadline_ns);
 
-/// The control link of ranks on any hosts: small messages over TCP, beside the transport's own
+/// The control link of ranks on any hosts: small messages over TCP, apart from the transport's own
 /// connections.
 ///
 /// Why not over Gloo: a wait of Gloo's that ends in a timeout closes the connections to *all*
@@ -91,7 +91,7 @@ class TcpControl final : public ControlLink {
   void on_failure(std::function<void()> action);
 
  private:
-  /// The last thing that a rank says. Only its first one counts.
+  /// The final message of a rank. Only the first one counts.
   struct FinalNotice {
     enum class Kind : uint8_t { kLeft, kAborted, kStalled } kind = Kind::kLeft;
     AbortRecord record = {};     // kAborted
@@ -124,7 +124,7 @@ class TcpControl final : public ControlLink {
   void read_from(Peer& peer);
   void end(Peer& peer);
   void take_frames(Peer& peer);
-  std::optional<Trouble> told() const;
+  std::optional<Trouble> reported() const;
   std::optional<Trouble> ended(int group_rank) const;
   static bool has_cause(const Peer& peer);
   void act_on_failure();
@@ -133,11 +133,11 @@ class TcpControl final : public ControlLink {
 
   const int rank_;
   std::mutex send_mutex_;     // held while a frame is written
-  bool notice_sent_ = false;  // under send_mutex_: the final notice was said
+  bool notice_sent_ = false;  // under send_mutex_: the final notice was sent
   std::mutex mutex_;          // guards what follows
   std::condition_variable changed_;
   std::vector<Peer> peers_;                // [group rank]; sockets and inputs belong to the reader
-  std::optional<FinalNotice> own_notice_;  // the one that was said
+  std::optional<FinalNotice> own_notice_;  // the notice that was sent
   std::mutex action_mutex_;                // held while an action runs; guards both
   std::function<void()> on_failure_;
   std::function<RankActivity()> answer_;

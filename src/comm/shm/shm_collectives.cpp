@@ -427,7 +427,7 @@ void ShmExchange::arrived() {
     taken.emplace_back(middle, counts.end());
     extent_ = std::max(extent_, *std::max_element(counts.begin(), middle));
   }
-  require_same_counts(engine_.group(), spoken_of(), given_, taken);
+  require_same_counts(engine_.group(), reported(), given_, taken);
   ChunkedCollective::arrived();
 }
 

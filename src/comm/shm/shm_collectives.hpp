@@ -10,7 +10,7 @@ namespace lockstep {
 /// A collective in which ranks contribute elements and every rank makes something of all
 /// contributions. How the contributions get from rank to rank depends on where they lie:
 ///
-///   inline   small: each travels in its rank's ring entry, beside the fingerprint
+///   inline   small: each travels in its rank's ring entry, next to the fingerprint
 ///   direct   in memory that peers can reach: read where it is; its owner waits for the readers
 ///   staged   elsewhere: copied, chunk by chunk, through the ranks' staging slots
 ///
@@ -76,8 +76,8 @@ class ChunkedCollective : public ShmCollective {
 
 /// Reduces in place. In memory that peers can reach, the elements are cut into slices; a rank reads
 /// a slice from all ranks in their order and writes the result to all. It claims the slices of its
-/// own region first, and then helps with those of ranks that have less time. Who does which does
-/// not change the bits.
+/// own region first, and then helps with those of ranks that have less time. The bits do not
+/// depend on which rank reduces a slice.
 class ShmAllReduce final : public ChunkedCollective {
  public:
   ShmAllReduce(ShmEngine& engine, const Buffer& buffer, ReduceOp op, double weight,

@@ -10,7 +10,7 @@
 #include "comm/fingerprint.hpp"
 #include "comm/shm/shm_memory.hpp"
 
-// What the ranks of a group share, besides the memory that allocate() makes. Note [Shared counters]
+// What the ranks of a group share, apart from the memory of allocate(). Note [Shared counters]
 //
 // The control block is one memory file. It starts as zeros, which is every field's initial value.
 // Each counter has one writer, its rank, and only grows; a rank waits for a value by looking at it.
@@ -21,8 +21,7 @@
 //   finished  the last collective this rank is done with: it reads nothing of it any more
 //   staged    chunks this rank has put into its staging slots
 //   consumed  chunks this rank has taken from all slots
-//   waiting   the call in which this rank waits now: whoever gives up tells from it who waits for
-//   whom
+//   waiting   the call this rank waits in; a rank that gives up uses it to build the wait graph
 //
 // Chunks are counted over all collectives, by the same rule on every rank, so that the numbers need
 // no reset.

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kSpins = 1000;  // some 20 microseconds
 constexpr int kYields = 40;
-constexpr int64_t kNapNs = 2'000'000;            // a sleeper that nobody wakes looks this often
+constexpr int64_t kPollNs = 2'000'000;           // polling interval of a sleeper that nobody wakes
 constexpr int64_t kProcessCheckNs = 10'000'000;  // a peer's death is seen within this
 
 // How much rarer both are: hundreds of ranks on few cores would spend those looking at each other.
@@ -127,7 +127,7 @@ void ShmEngine::begin(ShmCollective& task) {
     own.call = task.call;
     auto& arrived = control_.rank(rank()).arrived;
     arrived.value.store(sequence, std::memory_order_seq_cst);
-    // Only the last one to come makes a difference to those who wait.
+    // Waiters need to be woken only when the last rank arrives.
     if (all_reached(&RankControl::arrived, sequence)) control_.wake();
     task.state_ = ShmCollective::State::kArriving;
     in_flight_.push_back(&task);
@@ -257,30 +257,30 @@ void ShmEngine::wait_until(const std::function<bool()>& ready,
     ::sched_yield();
   }
   while (!look_around(ready, blocker, deadline_ns)) {
-    tell_waiting(blocker());
+    publish_wait(blocker());
     const int64_t left_ns = std::max<int64_t>(deadline_ns - running_ns(), 1'000);
-    if (control_.sleep(std::min(left_ns, kNapNs * patience_), ready)) break;
+    if (control_.sleep(std::min(left_ns, kPollNs * patience_), ready)) break;
   }
-  tell_not_waiting();
+  clear_wait();
 }
 
 // Only a rank that sleeps shows the call: a short wait costs nothing. After an error the call stays
 // shown, for peers whose deadline comes a little later.
-void ShmEngine::tell_waiting(const ShmTask& task) {
-  if (told_waiting_ == &task) return;
-  told_waiting_ = &task;
+void ShmEngine::publish_wait(const ShmTask& task) {
+  if (published_wait_ == &task) return;
+  published_wait_ = &task;
   control_.rank(rank()).waiting.store({.waits = 1, .peer = task.peer(), .call = task.call});
 }
 
-void ShmEngine::tell_not_waiting() {
-  if (told_waiting_ == nullptr) return;
-  told_waiting_ = nullptr;
+void ShmEngine::clear_wait() {
+  if (published_wait_ == nullptr) return;
+  published_wait_ = nullptr;
   control_.rank(rank()).waiting.store({});
 }
 
 // Looks for what may end the wait: returns true when it is over and throws when it is in vain.
-// Whatever a peer did before it left or died counts: so its state is read first, then `ready` looks
-// again, and only those still awaited after that are to blame.
+// Work that a peer finished before it left or died still counts, so its state is read before
+// `ready` is checked again; only peers still awaited after that are to blame.
 bool ShmEngine::look_around(const std::function<bool()>& ready,
                             const std::function<const ShmTask&()>& blocker, int64_t deadline_ns) {
   const int64_t now_ns = running_ns();
@@ -308,12 +308,12 @@ bool ShmEngine::look_around(const std::function<bool()>& ready,
   std::vector<int> awaited = task.awaited();
   for (const auto& [peer, how] : gone) {
     if (std::find(awaited.begin(), awaited.end(), peer) != awaited.end()) {
-      throw_rank_failed(group(), task.spoken_of(), peer, how);
+      throw_rank_failed(group(), task.reported(), peer, how);
     }
   }
   if (now_ns >= deadline_ns) {
     session_.fail_stalled({task.call, task.peer(), std::move(awaited), now_ns - task.begun_ns},
-                          task.spoken_of());
+                          task.reported());
   }
   return false;
 }
@@ -395,7 +395,7 @@ void ShmEngine::sweep_segments() {
 
 void ShmEngine::check_abort(const ShmTask& task) {
   if (!link_.aborted()) return;
-  session_.fail_recorded(link_.record(), task.spoken_of(), running_ns() - task.begun_ns);
+  session_.fail_recorded(link_.record(), task.reported(), running_ns() - task.begun_ns);
 }
 
 void ShmEngine::abort(const AbortRecord& record) noexcept {

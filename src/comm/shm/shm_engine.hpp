@@ -30,11 +30,11 @@ class ShmTask {
   /// The ranks without which it cannot go on.
   virtual std::vector<int> awaited() const = 0;
 
-  /// Of a message: the group rank of its other side.
+  /// The group rank of the other side of a message; -1 of a collective.
   virtual int peer() const { return -1; }
 
-  /// The call that errors speak of.
-  const Fingerprint& spoken_of() const { return part_of_ == nullptr ? call : *part_of_; }
+  /// The call that errors report.
+  const Fingerprint& reported() const { return part_of_ == nullptr ? call : *part_of_; }
 
   Fingerprint call;
   int64_t begun_ns;
@@ -77,8 +77,8 @@ class ShmCollective : public ShmTask, public Backend::Work {
   std::shared_ptr<ShmEngine> keeps_alive_;  // of a handle that may outlive its backend
 };
 
-/// A call between two ranks, outside the order of collectives. Those of one direction between two
-/// ranks happen one after the other. It is the backend's handle of the call, too.
+/// A call between two ranks, outside the order of collectives. Messages of one direction between
+/// two ranks happen one after the other. It is the backend's handle of the call, too.
 class ShmMessage : public ShmTask, public Backend::Work {
  public:
   ShmMessage(ShmEngine& engine, const Fingerprint& what, const CallContext& context, int peer)
@@ -226,8 +226,8 @@ class ShmEngine {
                   const std::function<const ShmTask&()>& blocker, int64_t deadline_ns);
   bool look_around(const std::function<bool()>& ready,
                    const std::function<const ShmTask&()>& blocker, int64_t deadline_ns);
-  void tell_waiting(const ShmTask& task);
-  void tell_not_waiting();
+  void publish_wait(const ShmTask& task);
+  void clear_wait();
   void sweep_segments();
 
   ShmMembership membership_;
@@ -246,7 +246,7 @@ class ShmEngine {
   std::vector<Segment> segments_;
   int64_t swept_segments_ = 0;
   int64_t processes_seen_ns_ = 0;
-  const ShmTask* told_waiting_ = nullptr;  // the call that the peers see this rank wait in
+  const ShmTask* published_wait_ = nullptr;  // the call that the peers see this rank wait in
 };
 
 }  // namespace lockstep

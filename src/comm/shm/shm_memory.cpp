@@ -94,7 +94,8 @@ void Mapping::populate(int64_t offset, int64_t bytes) const {
 std::shared_ptr<Mapping> MappingPool::map(OwnedDescriptor file) {
   struct stat status {};
   if (::fstat(file->get(), &status) != 0) {
-    throw Error(Code::kInternal, fmt::format("a memory file is no file: {}", std::strerror(errno)));
+    throw Error(Code::kInternal,
+                fmt::format("cannot read the size of a memory file: {}", std::strerror(errno)));
   }
   const std::lock_guard lock(mutex_);
   std::weak_ptr<Mapping>& known = mappings_[{status.st_dev, status.st_ino}];

@@ -286,15 +286,15 @@ class Host {
   ShmMembership run() {
     while (static_cast<int>(present().size()) < options_.size) {
       if (running_ns() >= options_.deadline_ns) give_up();
-      wait_readable(watched(),
-                    news_ ? std::min(tell_at_ns_, options_.deadline_ns) : options_.deadline_ns);
+      wait_readable(watched(), unannounced_ ? std::min(announce_at_ns_, options_.deadline_ns)
+                                            : options_.deadline_ns);
       while (auto connection = accept_from(listener_->get())) {
         // Another user's process is not even answered.
         if (peer_process(connection->get())) unauthenticated_.push_back(std::move(connection));
       }
       hear_unauthenticated();
       hear_members();
-      tell_who_is_here();
+      announce_members();
     }
     return welcome();
   }
@@ -317,7 +317,7 @@ class Host {
     return sockets;
   }
 
-  // Those who connected but have not yet said who they are.
+  // Reads from connections that are not authenticated yet.
   void hear_unauthenticated() {
     std::vector<OwnedDescriptor> silent;
     for (auto& peer : unauthenticated_) {
@@ -358,16 +358,16 @@ class Host {
     auto& member = members_[static_cast<size_t>(rank)];
     member = std::move(connection);
     send_message(member->get(), MessageKind::kPresent, present(), "");
-    news_ = true;
+    unannounced_ = true;
   }
 
   // Telling all members of every newcomer would take as many messages as there are pairs of ranks.
   // The list only serves to name the missing ranks at a member's deadline.
-  void tell_who_is_here() {
-    if (!news_ || running_ns() < tell_at_ns_) return;
+  void announce_members() {
+    if (!unannounced_ || running_ns() < announce_at_ns_) return;
     tell(MessageKind::kPresent, present(), "");
-    news_ = false;
-    tell_at_ns_ = running_ns() + kNewsNs;
+    unannounced_ = false;
+    announce_at_ns_ = running_ns() + kNewsNs;
   }
 
   void hear_members() {
@@ -435,8 +435,8 @@ class Host {
   std::vector<OwnedDescriptor> members_;  // [rank]; null: not here yet
   std::vector<int64_t> pids_;             // [rank]
   std::vector<std::string> refused_;
-  bool news_ = false;       // somebody came of whom the members have not been told
-  int64_t tell_at_ns_ = 0;  // not before
+  bool unannounced_ = false;    // a rank joined that members have not been told about
+  int64_t announce_at_ns_ = 0;  // not before
 };
 
 // Rank 0 may come later: tries again until the deadline.

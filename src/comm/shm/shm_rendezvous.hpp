@@ -17,7 +17,7 @@ namespace lockstep {
 // Unix sockets between ranks of one host. They carry no data, only who is there
 // and the descriptors of shared memory.
 
-/// Of the control block and of the messages: ranks of different versions refuse each other.
+/// Version of the control block and of the messages: ranks of different versions refuse each other.
 inline constexpr int64_t kShmLayoutVersion = 3;
 
 enum class MessageKind : uint32_t {

@@ -126,8 +126,8 @@ void ShmAllocate::receive(std::vector<OwnedDescriptor> descriptors) {
   control.announce(control.rank(engine_.rank()).consumed, chunk_ + 1);
 }
 
-// Of what all ranks have in common, each rank reserves its share of the pages: on a machine with
-// several memory nodes, they then lie on all of them.
+// Each rank reserves its share of the pages of common memory, so that these lie on all memory nodes
+// of a machine that has several.
 void ShmAllocate::reserve_own(const Mapping& mapping) const {
   const int64_t pages = parts_ * part_bytes_ / page_bytes();
   const int64_t begin = engine_.rank() * pages / engine_.size() * page_bytes();

@@ -86,7 +86,7 @@ class TwoLevelBackend final : public NetworkBackend {
   std::optional<TwoLevelMoves> moves_;                   // none where no host has several ranks
 };
 
-/// A message between two ranks of one host. What becomes of it is told to the whole group.
+/// A message between two ranks of one host. Its outcome is reported to the whole group.
 class TwoLevelBackend::LocalMessage final : public Backend::Work {
  public:
   /// `neighbours`: the group ranks of this host.
@@ -113,7 +113,7 @@ class TwoLevelBackend::LocalMessage final : public Backend::Work {
   void start(const CallContext& context, Begin&& begin) {
     guarded([&] {
       CallContext part = context;
-      part.part_of = &task_.spoken_of();
+      part.part_of = &task_.reported();
       inner_ = begin(part);
       begun_ = true;
       under_way_->push_back(this);

@@ -14,8 +14,8 @@ namespace {
 // One rank of each host carries as much: more ranks would wake each other for little.
 constexpr int64_t kLeaderBytes = 16 << 10;
 
-// Large enough that a chunk's calls inside a host cost little beside its time on the link, and
-// small enough that the first chunk is on the link soon.
+// Large enough that a chunk's calls inside a host cost little compared with its time on the link,
+// and small enough that the first chunk is on the link soon.
 constexpr int64_t kChunks = 16;
 constexpr int64_t kSmallestChunk = 256 << 10;
 constexpr int64_t kLargestChunk = 2 << 20;
@@ -336,8 +336,8 @@ void TwoLevelMoves::broadcast(const Task& task, const Buffer& buffer, int root) 
   for (OnLink& blocks : out) end(task, blocks);
 }
 
-// The blocks of a host's ranks are a region whose home it is. Those of other hosts come first: they
-// are on the link while this host's own are reduced.
+// The blocks of a host's ranks are a region whose home it is. Blocks of other hosts come first:
+// they are on the link while this host's own are reduced.
 void TwoLevelMoves::reduce_scatter(const Task& task, const ConstBuffer& input, const Buffer& output,
                                    ReduceOp op, Calls calls) {
   const TwoLevelReduction how = TwoLevelReduction::of(op, calls, hosts_);

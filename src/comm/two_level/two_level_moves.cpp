@@ -91,7 +91,7 @@ void TwoLevelMoves::end(const Task& task, OnLink& blocks) {
 void TwoLevelMoves::call_inside(const Task& task,
                                 const std::function<void(const CallContext&)>& calls) {
   try {
-    calls({.deadline_ns = task.deadline_ns, .label = {}, .part_of = &task.spoken_of()});
+    calls({.deadline_ns = task.deadline_ns, .label = {}, .part_of = &task.reported()});
   } catch (const RankError& error) {
     core_.fail_transfer(task, error.message());
   }

@@ -61,7 +61,7 @@ struct TwoLevelReduction {
                               const HostMap& hosts);
 };
 
-/// Who owns the slices of a region on each host: every rank, or one.
+/// Which ranks own the slices of a region on each host: all of them, or one.
 struct SliceOwners {
   bool leaders = false;  ///< one owner on each host
   int root = -1;         ///< of leaders: this rank is one, instead of the first one of its host

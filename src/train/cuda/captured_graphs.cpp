@@ -279,7 +279,7 @@ void CapturedGraphs::capture(const Function& step, const Tensors& inputs, Shape&
   for (const auto& input : inputs) {
     shape.inputs.push_back(torch::empty_like(input.detach()).requires_grad_(input.requires_grad()));
   }
-  // What warm-up left in the cache would stay unused beside the graphs' own memory.
+  // What warm-up left in the cache would stay unused: the graphs have memory of their own.
   C10_CUDA_CHECK(cudaStreamSynchronize(stream_.stream()));
   c10::cuda::CUDACachingAllocator::emptyCache();
   const PauseSampling no_queries;
