@@ -261,9 +261,9 @@ void StepRecorder::name(const torch::Tensor& parameter, const std::string& name)
   names_.set(parameter, name);
 }
 
-// A row is identified by its bytes. If a model has several inputs, the first one holds the batch, in
-// dimension 0, or in dimension 1 for a recurrent network that reads [time, batch, ...]. Which one it
-// is shows when the run is compared.
+// A row is identified by its bytes. If a model has several inputs, the first one holds the batch,
+// in dimension 0, or in dimension 1 for a recurrent network that reads [time, batch, ...]. Which
+// one it is shows when the run is compared.
 void StepRecorder::note_rows(const std::vector<torch::Tensor>& inputs, int64_t forwards) {
   UnannouncedUpdates::of_process().forward_begins(*this);
   if (!torch::GradMode::is_enabled() || Capture::current() != nullptr) return;
