@@ -321,10 +321,10 @@ std::string slurm_script(const SlurmScriptOptions& options,
       "# The hosts of this job know each other by a secret of its own.\n"
       "LOCKSTEP_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')\n"
       "export LOCKSTEP_TOKEN\n"
-      "# SIGTERM at the time limit reaches the ranks; --grace is how long they may take.\n";
+      "# SIGTERM at the time limit reaches the ranks, which have 25 s to save (--grace).\n";
   const std::string run = fmt::format(
       "srun --ntasks-per-node=1{} lockstep run --nproc-per-node={} \\\n"
-      "  --log-dir=\"logs-$SLURM_JOB_ID\" --grace=30 {}",
+      "  --log-dir=\"logs-$SLURM_JOB_ID\" {}",
       options.cpus ? fmt::format(" --cpus-per-task={}", *options.cpus) : "", options.ranks, line);
   if (!options.requeue) return text + "exec " + run + "\n";
   text += "status=0\n" + run +
