@@ -130,12 +130,15 @@ std::optional<Divergence> not_resumed(const TracedStep& step, const RunFacts& fa
 // What the checks inside a run had nothing of.
 std::vector<std::string> unrecorded_of(const TracedStep& step) {
   std::vector<std::string> missing;
-  if (ranks_with_rows(step) == 0) missing.emplace_back("rows");
+  const size_t ranks = ranks_with_rows(step);
+  if (ranks == 0) missing.emplace_back("rows");
   const bool averages = std::any_of(step.facts.begin(), step.facts.end(), [](const auto& each) {
     return !each.second.at("averages").empty();
   });
-  // With virtual shards every bit is compared instead.
-  if (!averages && !has_wrapper(step, "virtual_shards")) missing.emplace_back("averages");
+  // Ranks that hold one model average nothing. With virtual shards every bit is compared instead.
+  if (!averages && ranks != 1 && !has_wrapper(step, "virtual_shards")) {
+    missing.emplace_back("averages");
+  }
   return missing;
 }
 

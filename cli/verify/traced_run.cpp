@@ -220,15 +220,20 @@ std::map<int64_t, double> TracedRun::losses() const {
     if (!files_.contains(step)) continue;
     std::map<int, double> weights;
     std::map<int, double> rows;
+    bool weighed = false;
     for (const auto& path : files_.at(step)) {
       if (path.filename().string().find(".facts.") == std::string::npos) continue;
       const json facts = json::parse(SafetensorsReader(path.string()).metadata().at(kMetadata));
       const int rank = facts.at("rank").get<int>();
       weights[rank] = facts.at("weight").get<double>();
+      weighed = weighed || facts.value("weighed", false);
       if (!facts.at("rows").empty()) rows[rank] = static_cast<double>(facts.at("rows").size());
     }
-    if (by_rank.size() != weights.size()) continue;
-    if (rows.size() == weights.size()) weights = std::move(rows);
+    if (by_rank.size() != weights.size() || weighed) continue;
+    const bool alike = std::all_of(weights.begin(), weights.end(), [&](const auto& each) {
+      return each.second == weights.begin()->second;
+    });
+    if (alike && rows.size() == weights.size()) weights = std::move(rows);
     double sum = 0;
     double all = 0;
     for (const auto& [rank, loss] : by_rank) {

@@ -63,8 +63,8 @@ class TracedRun {
   int ranks() const { return ranks_; }
   TracedStep read(int64_t step) const;
 
-  /// The mean over the ranks, weighted by their rows, or as their gradients are. Steps for which
-  /// not every rank recorded a loss are missing.
+  /// The mean over the ranks, weighted as their gradients are, or by rows where these count alike.
+  /// Steps are missing for which not every rank recorded a loss, or whose weights are not known.
   std::map<int64_t, double> losses() const;
 
  private:

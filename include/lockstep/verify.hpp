@@ -19,8 +19,10 @@ void verify_model(const torch::nn::Module& module);
 /// before a wrapper or verify_model() sees the parameter.
 void verify_name(const torch::Tensor& parameter, const std::string& name);
 
-/// Records one update. lockstep's optimizers and GradScaler do so themselves; a program calls it
-/// after step() of an optimizer of torch::optim, and before zero_grad().
+/// Records one update. lockstep's optimizers and GradScaler do so themselves. An update of
+/// torch::optim is noticed on DistributedDataParallel and DataParallel, without its state and
+/// rates; for these, and on other wrappers, a program calls this after step() and before
+/// zero_grad().
 void verify_step(const torch::optim::Optimizer& optimizer);
 
 /// Records the loss of the last update. RunMeter does so itself.

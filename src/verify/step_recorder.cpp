@@ -231,7 +231,7 @@ void StepRecorder::learn(const torch::nn::Module& module, const char* wrapper) {
     if (item.value().defined()) buffers_.insert_or_assign(item.key(), item.value());
   }
   for (const auto& each : module.modules(/*include_self=*/false)) {
-    if (const auto kind = kind_of(*each)) kinds_.insert(*kind);
+    if (const auto layer = kind_of(*each)) kinds_.insert(*layer);
   }
 }
 

@@ -88,7 +88,19 @@ class Programs(Verified):
         said = self.verify("--ranks", "2", os.path.join(BIN, "tutorial_distributed"), code=1)
         self.assertIn("Not shown", said)
         rows = {row["run"]: (row["verdict"], row["steps"], row["tensors"]) for row in self.table("runs")}
-        self.assertEqual(rows, {"1 rank, twice": ("same bits", "10", "—"), "2 ranks": ("explained", "10", "—")})
+        self.assertEqual(rows, {"1 rank, twice": ("same bits", "10", ""), "2 ranks": ("explained", "10", "")})
+
+    def test_ranks_that_take_whole_batches_are_compared_with_a_larger_one(self):
+        path = self.path("train")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write("#!/bin/sh\n[ \"$1\" = --help ] && echo '  --batch INT [12]  rows of each rank' && exit 0\n"
+                       "[ \"$1\" = --batch ] && batch=$2\n"
+                       f"exec {BIN}/verify_models --steps 2 --batch $((${{batch:-12}} * WORLD_SIZE))\n")
+        os.chmod(path, 0o755)
+        said = self.verify("--ranks", "2", path)
+        self.assertIn("Yes, for 1 run compared", said)
+        self.assertEqual([(row["run"], row["verdict"]) for row in self.table("runs")],
+                         [("1 rank, twice", "same bits"), ("2 ranks, against 24 rows on one", "reordered sums")])
 
     def test_a_program_of_one_process_is_not_offered_ranks(self):
         self.verify("--ranks", "2", os.path.join(BIN, "tutorial_data_parallel"), code=1)
