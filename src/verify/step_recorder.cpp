@@ -217,8 +217,8 @@ StepRecorder::StepRecorder(std::string folder)
 }
 
 void StepRecorder::learn(const torch::nn::Module& module, const char* wrapper) {
-  const std::string_view kind(wrapper);
-  if (kind == "ddp" || kind == "data_parallel") UnannouncedUpdates::of_process().watch(module);
+  const std::string_view around(wrapper);
+  if (around == "ddp" || around == "data_parallel") UnannouncedUpdates::of_process().watch(module);
   const std::lock_guard lock(mutex_);
   wrappers_.insert(wrapper);
   if (perturb_) perturb(module);

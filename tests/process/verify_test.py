@@ -34,7 +34,7 @@ class Programs(Verified):
         # Virtual shards, and nothing else: every bit.
         self.assertGreaterEqual(len(verdicts), 2)
         self.assertEqual(set(verdicts.values()), {"same bits"})
-        self.assertIn("Yes.", said)
+        self.assertIn("Yes, for ", said)
         for name in ("report.html", "report.pdf", "tables.json"):
             self.assertTrue(os.path.exists(self.path("out/" + name)), name)
         self.assertFalse(os.path.exists(self.path("out/recordings")))

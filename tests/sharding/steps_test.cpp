@@ -299,7 +299,9 @@ TEST_P(ShardedSteps, EvaluateAfterAStep) {
         if (comm.rank() == 0) alone = net->forward(x);  // no other rank takes part
       }
       EXPECT_TRUE(torch::equal(through_wrapper, through_module));
-      if (comm.rank() == 0) EXPECT_TRUE(torch::equal(through_wrapper, alone));
+      if (comm.rank() == 0) {
+        EXPECT_TRUE(torch::equal(through_wrapper, alone));
+      }
       expect_same_on_all(comm, through_wrapper, "output");
     }
   });
