@@ -136,9 +136,9 @@ TEST(SyncBatchNorm, RefusesWhatItCannotNormalise) {
 }
 
 TEST(SyncBatchNorm, ComputesInFloat32ForHalfPrecision) {
-  run_ranks(2, [](const Communicator& comm) {
-    torch::manual_seed(1);
-    const auto whole = torch::randn({8, 3}) * 2 + 5;
+  torch::manual_seed(1);
+  const auto whole = torch::randn({8, 3}) * 2 + 5;
+  run_ranks(2, [&](const Communicator& comm) {
     SyncBatchNorm synced(BatchNormOptions(3), comm);
     const auto mine = whole.narrow(0, 4 * comm.rank(), 4);
     const auto x = mine.to(torch::kBFloat16).requires_grad_();
