@@ -96,8 +96,6 @@ std::string missing_gpus(const SlurmJob& slurm) {
                                : fmt::format("CUDA_VISIBLE_DEVICES leaves {}", here));
 }
 
-constexpr size_t kTokenDigits = 64;
-
 // Inside an allocation of several hosts, srun starts the same command on each of them. The ranks
 // per host are passed on, since the tasks of a step are its launchers.
 int start_by_srun(ClusterStart start, const Settings& settings,
@@ -115,7 +113,7 @@ int start_by_srun(ClusterStart start, const Settings& settings,
   // srun hands it to every host, where it must not be the user's own, which serves other jobs, too.
   const char* token = std::getenv("LOCKSTEP_TOKEN");
   if (token == nullptr || *token == '\0') {
-    ::setenv("LOCKSTEP_TOKEN", random_hex(kTokenDigits).c_str(), 1);
+    ::setenv("LOCKSTEP_TOKEN", make_token().c_str(), 1);
   }
   std::vector<char*> argv;
   for (auto& word : srun) argv.push_back(word.data());

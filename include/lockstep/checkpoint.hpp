@@ -150,8 +150,8 @@ class Checkpoint {
   [[nodiscard]] bool step(int64_t step);
 
   /// Saves now, unless this step was the last to be saved or resumed. Waits for the previous save,
-  /// if it has not ended yet. A save that fails is reported
-  /// on standard error, and by finish(); training can continue, and earlier checkpoints are intact.
+  /// if it has not ended yet. A save that fails is reported on standard error, and by finish();
+  /// training can continue, and earlier checkpoints are intact.
   void save(int64_t step);
 
   /// Waits for the last save. An Error if any save has failed.

@@ -86,9 +86,12 @@ std::string random_hex(size_t digits) {
   return to_hex(random_bytes((digits + 1) / 2)).substr(0, digits);
 }
 
+std::string make_token() {
+  return random_hex(kTokenDigits);
+}
+
 namespace {
 
-constexpr size_t kTokenDigits = 64;
 constexpr size_t kShortestToken = 16;   // characters; shorter tokens can be guessed
 constexpr size_t kLongestToken = 4096;  // characters
 constexpr size_t kSessionDigits = 32;   // the same as in a launcher's session
@@ -167,7 +170,7 @@ void make_token(const std::string& path) {
   if (const int wrong = make_folders(std::filesystem::path(path).parent_path()); wrong != 0)
     fail_file(path, "create", wrong);
   const std::string beside = fmt::format("{}.{}", path, random_hex(16));
-  const std::string token = random_hex(kTokenDigits) + "\n";
+  const std::string token = make_token() + "\n";
   int error = 0;
   {
     const Descriptor file(::open(beside.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600));

@@ -25,6 +25,10 @@ bool equal_secrets(std::string_view a, std::string_view b);
 std::string to_hex(std::string_view bytes);
 std::string random_hex(size_t digits);
 
+/// A new secret, in hexadecimal.
+inline constexpr size_t kTokenDigits = 64;
+std::string make_token();
+
 /// The secret by which this user's launchers and ranks authenticate each other: LOCKSTEP_TOKEN, or
 /// the file ~/.config/lockstep/token (under XDG_CONFIG_HOME if that is set). If there is no such
 /// file, it is created, readable by its owner only. Hosts that share a home folder therefore share

@@ -73,11 +73,11 @@ void Checkpoint::State::open_store() {
   }
   int blamed = 0;
   if (control_) {
-    failure = control_->broadcast_text(failure, 0, checkpoint_call());
+    failure = control_->broadcast_text(failure, 0, files_call(control_));
     probe = control_->broadcast_text(probe, 0, checkpoint_call());
     std::string trouble;
     if (failure.empty()) trouble = trouble_at_probe(files, folder_, probe, rank_);
-    const auto others = control_->all_gather_text(trouble, checkpoint_call());
+    const auto others = control_->all_gather_text(trouble, files_call(control_));
     if (is_writer() && !probe.empty()) files.remove(folder_ + probe);
     for (size_t rank = 0; rank < others.size() && failure.empty(); ++rank) {
       failure = others[rank];
@@ -88,7 +88,7 @@ void Checkpoint::State::open_store() {
   opened_ = failure.empty();
   if (opened_) return;
   throw RankError(Code::kFileWrite, blamed, fmt::format("rank {}: {}", blamed, failure),
-                  "give the full path of a folder that rank 0 can write to and all ranks share");
+                  "give the full path of a folder that all ranks share and can write to");
 }
 
 void Checkpoint::State::add(const std::string& section, std::unique_ptr<CheckpointPart> part) {

@@ -75,7 +75,13 @@ void Checkpoint::State::require_masters() const {
 // them would be saved, and all would load it.
 void Checkpoint::State::require_own_names_of_stages() {
   if (names_checked_) return;
-  require_masters();
+  std::exception_ptr error;
+  try {
+    require_masters();
+  } catch (const Error&) {
+    error = std::current_exception();
+  }
+  require_on_all_ranks(error, checkpoint_call());
   names_checked_ = true;
   auto mine = nlohmann::json::array();  // names and stages in turn
   for (const auto& [section, part] : parts_) {

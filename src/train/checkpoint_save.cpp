@@ -171,6 +171,7 @@ void Checkpoint::State::save(int64_t step) {
   ++saves_;
   writing_step_ = step;
   auto job = std::make_shared<const SaveJob>(snapshot(step));
+  outcome_ = "its thread did not start";  // until it has
   auto written = std::make_shared<std::promise<void>>();
   written_ = written->get_future();
   const auto work = [this, job, written] {
@@ -302,9 +303,9 @@ Manifest Checkpoint::State::assemble(const SaveJob& job,
 
 void Checkpoint::State::wait_for_save() {
   if (writer_.joinable()) writer_.join();
-  if (lost_rank_) std::rethrow_exception(std::exchange(lost_rank_, nullptr));
   if (!written_.valid()) return;
   written_ = {};
+  if (lost_rank_) std::rethrow_exception(std::exchange(lost_rank_, nullptr));
   if (outcome_.empty()) {
     latest_step_ = writing_step_;
   } else {
@@ -325,9 +326,9 @@ void Checkpoint::State::note_failure(int64_t step, const std::string& reason) {
   ++failures_;
   last_failure_ = fmt::format("step {}: {}", step, first_line_of(reason));
   if (!is_writer()) return;
-  print_error(fmt::format(
-      "lockstep: no checkpoint of step {}: {}; training goes on, earlier checkpoints are intact\n",
-      step, first_line_of(reason)));
+  print_error(
+      fmt::format("lockstep: no checkpoint of step {}: {}; earlier checkpoints are intact\n", step,
+                  first_line_of(reason)));
 }
 
 void Checkpoint::State::finish() {

@@ -161,16 +161,15 @@ class StoreOfRank0 final : public Store {
 // MPI connects the ranks by itself, and tells the others where rank 0's store is. It may send this
 // in plain text, so the store has a token of its own.
 void WorldStore::announce_by_mpi(RankEnvironment& environment, int64_t deadline_ns) {
-  constexpr size_t kTokenBytes = 32;
   struct {
     char host[256] = {};
-    char token[2 * kTokenBytes + 1] = {};
+    char token[kTokenDigits + 1] = {};
     int32_t port = 0;
   } announced;
   const LockstepTransportApi& mpi = load_transport(TransportModule::kMpi);
   if (environment.rank == 0) {
     host_address().copy(announced.host, sizeof announced.host - 1);
-    const std::string token = to_hex(random_bytes(kTokenBytes));
+    const std::string token = make_token();
     server_.emplace(
         StoreAddress{.unix_name = {}, .host = announced.host, .port = 0, .token = token});
     announced.port = server_->port();

@@ -24,8 +24,8 @@ constexpr const char* kHelp =
     "see whether all ranks still run, and whether a firewall stands between the hosts: ranks "
     "connect to each other at ports that the system chooses";
 
-// Of a rank and its group: a control connection to each peer, and the module's listener and
-// connection.
+// The files that a rank opens for its group: a control connection to each peer, and the module's
+// listener and connection.
 constexpr int kModuleFilesPerPeer = 2;
 int files_of(const Group& group) {
   constexpr int kOtherFiles = 64;
