@@ -166,7 +166,7 @@ int make_folders(const std::filesystem::path& folder) {
 
 // Writes a complete file next to the final path, then links it there: if several processes do this
 // at once the first wins, and nobody reads a partial file.
-void make_token(const std::string& path) {
+void make_token_file(const std::string& path) {
   if (const int wrong = make_folders(std::filesystem::path(path).parent_path()); wrong != 0)
     fail_file(path, "create", wrong);
   const std::string beside = fmt::format("{}.{}", path, random_hex(16));
@@ -192,7 +192,7 @@ std::string load_or_make_token() {
   const std::string path = token_path();
   std::string token;
   if (!read_token(path, token)) {
-    make_token(path);
+    make_token_file(path);
     if (!read_token(path, token)) fail_file(path, "read", ENOENT);
   }
   return checked_token(std::move(token), path);
