@@ -90,7 +90,8 @@ std::optional<Divergence> check_rows(const TracedStep& step, const TracedStep* r
                       "step are computed by nobody: both take the same shard",
                       rank, other, missing)};
     }
-    if (is_other_training && repeated > 0 && !has_equal_rows) {
+    // One row may be a sampler's padding, which repeats the first rows of an epoch.
+    if (is_other_training && repeated > 1 && !has_equal_rows) {
       return Divergence{step.step,
                         "",
                         {rank},
@@ -157,7 +158,9 @@ bool has(const TracedStep& step, const char* list, const char* word) {
   return step.words(list).contains(word);
 }
 
-// With virtual shards all ranks have one seed, and each part draws numbers of its own from it.
+// With virtual shards all ranks have one seed, and each part draws numbers of its own from it. Of
+// other random numbers than dropout's, such as those that leave out a layer, all ranks may draw the
+// same.
 std::optional<Divergence> check_random(const TracedStep& step) {
   if (has(step, "wrappers", "virtual_shards")) return std::nullopt;
   const auto rows = rows_by_rank(step);

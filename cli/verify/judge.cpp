@@ -39,6 +39,11 @@ bool scales_gradients(const TracedStep& step) {
   });
 }
 
+bool draws_in_forward(const TracedStep& step) {
+  const auto kinds = step.words("kinds");
+  return kinds.contains("dropout") || kinds.contains("random");
+}
+
 // Virtual shards promise every bit where both runs cut a batch into the same parts: each has a
 // forward. Stages draw other random numbers in another cut, and a norm of parts is another sum.
 bool has_same_parts(const TracedStep& step, const TracedStep& reference) {
@@ -46,7 +51,7 @@ bool has_same_parts(const TracedStep& step, const TracedStep& reference) {
     return false;
   }
   if (forwards_of(step) != forwards_of(reference)) return false;
-  if (has_wrapper(step, "pipeline") && step.words("kinds").contains("dropout")) return false;
+  if (has_wrapper(step, "pipeline") && draws_in_forward(step)) return false;
   return step.holds_parts() == reference.holds_parts() || !scales_gradients(step);
 }
 
@@ -74,7 +79,7 @@ Excuse excuse_of(const TracedStep& step, const TracedStep& reference, const RunF
   }
   if (!has_rows_apart(step, facts)) return {};
   const auto kinds = step.words("kinds");
-  if (kinds.contains("dropout")) {
+  if (draws_in_forward(step)) {
     return {"dropout, or other random numbers of the model: each rank draws its own"};
   }
   if (kinds.contains("batch_norm")) return {"BatchNorm: each rank normalises by its own rows"};

@@ -129,8 +129,8 @@ void run_and_judge(const VerifyRunner& runner, const Baseline& baseline, const F
 }
 
 // Where each rank takes as many rows as the serial run alone, one rank that takes those of all is
-// what the run must be compared with. Without such a run, or if it has other rows, the judgement
-// stays what it is.
+// what the run must be compared with. Without such a run, or if it has other rows or the program's
+// learning rate depends on the number of ranks, the judgement stays what it is.
 void compare_with_larger_batch(const VerifyRunner& runner, const VerifyRequest& request,
                                const ProgramFlags& flags, const Family& family,
                                const Variant& variant, VerifiedRun& run) {
@@ -142,12 +142,14 @@ void compare_with_larger_batch(const VerifyRunner& runner, const VerifyRequest& 
                           {"--batch", std::to_string(batch * variant.ranks)});
   try {
     const Baseline baseline = make_baseline(runner, larger, 1);
-    if (baseline.flaw) return;
-    VerifiedRun again = verify_variant(runner, baseline, family, variant);
+    VerifiedRun again;
+    if (!baseline.flaw) again = verify_variant(runner, baseline, family, variant);
     runner.discard(baseline.run);
     const auto& finding = again.judgement.finding;
-    if (!again.is_judged() || again.judgement.is_other_training ||
-        (finding && finding->cause.starts_with("rows-"))) {
+    const bool is_other_rate =
+        finding && (finding->cause == "rate-differs" || finding->cause == "update-differs");
+    if (baseline.flaw || !again.is_judged() || again.judgement.is_other_training ||
+        is_other_rate || (finding && finding->cause.starts_with("rows-"))) {
       return;
     }
     again.name = fmt::format("{}, against {} rows on one", run.name, batch * variant.ranks);

@@ -114,7 +114,7 @@ std::optional<std::string> kind_of(const torch::nn::Module& module) {
 // An optimizer of torch::optim tells nobody that it updates. The first operation that changes a
 // known weight in place after a forward gives it away: then its gradients are recorded, as it will
 // use them, and at the next forward its weights. A stand-in with all weights is recorded as the
-// optimizer. lockstep's own optimizers and verify_step() announce themselves, which takes
+// optimizer. An Embedding(max_norm) changes its weight too, but in its forward. lockstep's own optimizers and verify_step() announce themselves, which takes
 // precedence. What is not seen: rates and state, and the last update if the wrapper outlives it.
 class UnannouncedUpdates {
  public:
@@ -149,6 +149,15 @@ class UnannouncedUpdates {
     awaited_ = stand_in_ && torch::GradMode::is_enabled();
   }
 
+  /// Changes of weights during its life are no update.
+  struct Ignored {
+    Ignored() : awaited(of_process().awaited_.exchange(false)) {}
+    ~Ignored() { of_process().awaited_ = awaited; }
+    Ignored(const Ignored&) = delete;
+    Ignored& operator=(const Ignored&) = delete;
+    bool awaited;
+  };
+
   bool is_stand_in(const torch::optim::Optimizer* optimizer) const {
     return optimizer == stand_in_.get();
   }
@@ -171,6 +180,7 @@ class UnannouncedUpdates {
   void look_at(const at::RecordFunction& operation) {
     const std::string_view name(operation.name());
     if (!awaited_ || torch::GradMode::is_enabled() || !name.ends_with('_')) return;
+    if (name.find("embedding_renorm") != std::string_view::npos) return;
     const auto& inputs = operation.inputs();
     if (inputs.empty() || !inputs[0].isTensor() || !changes_weight(inputs[0].toTensor())) return;
     if (!awaited_.exchange(false)) return;
@@ -239,6 +249,7 @@ void StepRecorder::learn(const torch::nn::Module& module, const char* wrapper) {
 // each of them would do.
 void StepRecorder::perturb(const torch::nn::Module& module) {
   const torch::NoGradGuard no_grad;
+  const UnannouncedUpdates::Ignored ignored;
   const auto [relative, seed] = *perturb_;
   for (const auto& item : module.named_parameters()) {
     const torch::Tensor& parameter = item.value();
@@ -281,7 +292,7 @@ void StepRecorder::note_rows(const std::vector<torch::Tensor>& inputs, int64_t f
 
 void StepRecorder::note_random() {
   const std::lock_guard lock(mutex_);
-  kinds_.insert("dropout");
+  kinds_.insert("random");
 }
 
 void StepRecorder::note_buffers(const torch::nn::Module& module) {
@@ -351,6 +362,11 @@ std::string StepRecorder::name_of(const torch::Tensor& parameter) {
   return known_name(parameter);
 }
 
+// Not the empty tensor that stands for a pipeline rank whose stages train nothing.
+bool StepRecorder::is_weight(const torch::Tensor& parameter) {
+  return parameter.numel() > 0 || names_.get(parameter).has_value();
+}
+
 std::string StepRecorder::known_name(const torch::Tensor& parameter) {
   if (auto known = names_.get(parameter)) return *known;
   std::string made = fmt::format("parameter {}", unnamed_++);
@@ -418,6 +434,7 @@ void StepRecorder::begin_step(int64_t step, const torch::optim::Optimizer& optim
   // The weights that the step began with: a rank that starts from others is found by them.
   for (const auto& group : optimizer.param_groups()) {
     for (const auto& parameter : group.params()) {
+      if (!is_weight(parameter)) continue;
       facts["before"][known_name(parameter)] = hash_of(on_host(parameter));
     }
   }
@@ -440,6 +457,7 @@ void StepRecorder::end_update(const torch::optim::Optimizer& optimizer, double f
   json rates = json::object();
   for (const auto& group : optimizer.param_groups()) {
     for (const auto& parameter : group.params()) {
+      if (!is_weight(parameter)) continue;
       const std::string name = known_name(parameter);
       rates[name] = group.options().get_lr();
       const torch::Tensor weight = master_of(parameter);
@@ -476,6 +494,7 @@ void StepRecorder::skip_update(const torch::optim::Optimizer& optimizer) {
   json rates = json::object();
   for (const auto& group : optimizer.param_groups()) {
     for (const auto& parameter : group.params()) {
+      if (!is_weight(parameter)) continue;
       const std::string name = known_name(parameter);
       rates[name] = group.options().get_lr();
       items["weight/" + name] = {on_host(parameter), slice_of(parameter)};

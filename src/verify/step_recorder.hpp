@@ -106,6 +106,7 @@ class StepRecorder {
   explicit StepRecorder(std::string folder);
 
   void perturb(const torch::nn::Module& module);
+  bool is_weight(const torch::Tensor& parameter);
   std::string known_name(const torch::Tensor& parameter);
   Updates& updates_of(const torch::optim::Optimizer& optimizer);
   void begin_step(int64_t step, const torch::optim::Optimizer& optimizer);

@@ -323,6 +323,23 @@ TEST(Verify, RatesAreComparedInExplainedRunsToo) {
   EXPECT_EQ(found.finding.value().cause, "rate-differs");
 }
 
+// All ranks may leave out the same layer; masks of dropout must differ where rows do.
+TEST(Verify, RandomNumbersOfAForwardMayBeThoseOfAllRanks) {
+  for (const char* kind : {"dropout", "random"}) {
+    const json draws = {{"kinds", {kind}}, {"generator", 5}};
+    Recording one(1);
+    one.add(1, 0, {}, kMean, kWeight, draws);
+    Recording run(2);
+    for (const int rank : {0, 1}) {
+      run.add(1, rank, rank == 0 ? kOwn0 : kOwn1, kMean, kWeight, draws);
+    }
+    const Judgement found = judge(one.read(), {}, run.read(), {.divides_rows = true, .ranks = 2});
+    const bool drops = std::string(kind) == "dropout";
+    EXPECT_EQ(found.verdict, drops ? Verdict::kWrong : Verdict::kExplained);
+    EXPECT_EQ(found.finding ? found.finding->cause : "", drops ? "one-seed" : "");
+  }
+}
+
 TEST(Verify, VirtualShardsAllowNoRoundingAndNoExcuse) {
   const RunFacts in_parts = {.divides_rows = true, .same_bits = true, .ranks = 2};
   EXPECT_EQ(judged(parallel(kMean, kMean), in_parts).verdict, Verdict::kSameBits);
