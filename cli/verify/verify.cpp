@@ -148,8 +148,8 @@ void compare_with_larger_batch(const VerifyRunner& runner, const VerifyRequest& 
     const auto& finding = again.judgement.finding;
     const bool is_other_rate =
         finding && (finding->cause == "rate-differs" || finding->cause == "update-differs");
-    if (baseline.flaw || !again.is_judged() || again.judgement.is_other_training ||
-        is_other_rate || (finding && finding->cause.starts_with("rows-"))) {
+    if (baseline.flaw || !again.is_judged() || again.judgement.is_other_training || is_other_rate ||
+        (finding && finding->cause.starts_with("rows-"))) {
       return;
     }
     again.name = fmt::format("{}, against {} rows on one", run.name, batch * variant.ranks);

@@ -114,8 +114,9 @@ std::optional<std::string> kind_of(const torch::nn::Module& module) {
 // An optimizer of torch::optim tells nobody that it updates. The first operation that changes a
 // known weight in place after a forward gives it away: then its gradients are recorded, as it will
 // use them, and at the next forward its weights. A stand-in with all weights is recorded as the
-// optimizer. An Embedding(max_norm) changes its weight too, but in its forward. lockstep's own optimizers and verify_step() announce themselves, which takes
-// precedence. What is not seen: rates and state, and the last update if the wrapper outlives it.
+// optimizer. An Embedding(max_norm) changes its weight too, but in its forward. lockstep's own
+// optimizers and verify_step() announce themselves, which takes precedence. What is not seen: rates
+// and state, and the last update if the wrapper outlives it.
 class UnannouncedUpdates {
  public:
   static UnannouncedUpdates& of_process() {
