@@ -344,7 +344,7 @@ Caught catch_error(const std::function<void()>& action) {
 }
 
 bool wait_until_at_least(const std::atomic<int64_t>& number, int64_t value) {
-  const int64_t end_ns = monotonic_ns() + 10'000'000'000;
+  const int64_t end_ns = monotonic_ns() + 60'000'000'000;  // long enough under a sanitizer
   while (number.load() < value) {
     if (monotonic_ns() > end_ns) return false;
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
