@@ -167,7 +167,7 @@ NetworkCore::Task::Task(std::shared_ptr<NetworkCore> core, const Fingerprint& wh
 // The buffers may go with the task: no thread may touch them afterwards.
 NetworkCore::Task::~Task() {
   try {
-    if (state_ == State::kNew || core_->done(*this)) return;
+    if (lane_ == nullptr || core_->done(*this)) return;
     core_->session().abort("it dropped a call that was not done");
     core_->finish(*this);
   } catch (const std::exception&) {

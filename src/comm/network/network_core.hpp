@@ -139,7 +139,7 @@ class NetworkCore {
 
    private:
     friend class NetworkCore;
-    Lane* lane_ = nullptr;  // that it is queued in
+    Lane* lane_ = nullptr;  // that it was put into; null: it was never begun
     std::shared_ptr<NetworkCore> core_;
     const Fingerprint* part_of_;
     const bool waits_at_once_;
