@@ -5,6 +5,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 PEERS = os.path.join(HERE, "peers")
@@ -22,7 +23,17 @@ class NotRun(Exception):
 def arguments():
     """BIN_FOLDER and the Pythons whose torch is the peer."""
     folder = sys.argv[1] if len(sys.argv) > 1 else "build/release/bin"
+    require_programs(folder)
     return folder, sys.argv[2:] or ["/usr/bin/python3"]
+
+
+def require_programs(folder):
+    """Ends a benchmark that was given another folder than one with lockstep's programs, or --help."""
+    if os.path.exists(os.path.join(folder, "lockstep")):
+        return
+    print(f"{folder} is no folder with lockstep's programs: build them (cmake --preset release && cmake --build "
+          f"build/release), or name the folder\n\n{sys.modules['__main__'].__doc__}", file=sys.stderr)
+    sys.exit(2)
 
 
 # How ranks are bound to cores, {end of a case's name: flags}. Pinning slows Gloo's threads, which then share the one
@@ -35,6 +46,16 @@ def launch(folder, ranks, command, flags=()):
     run = subprocess.run([os.path.join(folder, "lockstep"), "run", "--quiet", "-n", str(ranks), *flags, *command],
                          capture_output=True, text=True)
     return printed_json(command, run)
+
+
+START = '{"only_start": true}'  # for bench_ddp and its peer: one all_reduce, and nothing else
+
+
+def seconds(command):
+    """How long a command takes that must end well."""
+    begin = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True)
+    return time.perf_counter() - begin
 
 
 def launch_by_mpi(ranks, command):
