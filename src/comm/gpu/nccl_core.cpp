@@ -22,8 +22,11 @@ namespace lockstep {
 
 namespace {
 
-// A connection ends a little before the process whose end it is.
+// How long an error that blames nobody waits for the end of a process. A connection ends before the
+// process does: the driver first takes back its GPU's memory, which took more than half a second
+// where five processes shared a GPU.
 constexpr int64_t kLastMomentsNs = 500'000'000;
+constexpr int64_t kLostPeerNs = 5'000'000'000;
 
 }  // namespace
 
@@ -52,7 +55,8 @@ void NcclPeers::blaming(const Fingerprint& call, const std::function<void()>& pa
       throw_stopped(call);
       throw;
     }
-    const int64_t until_ns = running_ns() + kLastMomentsNs;
+    const bool lost_peer = error.code() == Code::kRankFailed;
+    const int64_t until_ns = running_ns() + (lost_peer ? kLostPeerNs : kLastMomentsNs);
     while (running_ns() < until_ns) {
       throw_ended(call);
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
