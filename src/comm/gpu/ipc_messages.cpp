@@ -105,12 +105,9 @@ class IpcMessages::Send final : public Message {
         staged_(total_ > 0 && core().stages_on_host(total_)) {}
   ~Send() override {
     drop_unless_done();
-    if (!down_) return;
-    if (is_down_->reached()) {
-      messages_->spare_.push_back(std::move(down_));
-    } else {
-      (void)down_.release();  // the GPU may still write there
-    }
+    // Where it was not handed over, the GPU may still write there.
+    if (!handed_over_) (void)down_.release();
+    if (down_) messages_->spare_.push_back(std::move(down_));
   }
   Send(const Send&) = delete;
   Send& operator=(const Send&) = delete;
