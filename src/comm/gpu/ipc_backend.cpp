@@ -130,6 +130,17 @@ class IpcBackend final : public Backend {
     return messages_->recv(buffer, from, tag, context);
   }
 
+  bool progress() noexcept override {
+    try {
+      if (!messages_->in_flight() || core_->session().broken()) return false;
+      const GpuGuard guard(core_->gpu());
+      core_->control().guarded([&] { core_->progress(); });
+      return messages_->in_flight();
+    } catch (const std::exception&) {
+      return false;  // the session has it
+    }
+  }
+
   void barrier(const CallContext& context) override { run<IpcBarrier>("barrier of ipc", context); }
 
   std::unique_ptr<Backend> split(int color, int key, std::string_view group_name,

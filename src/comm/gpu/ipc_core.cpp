@@ -180,14 +180,15 @@ void IpcCore::complete(const IpcCollective& task) {
 
 void IpcCore::progress_until(const std::function<bool()>& done,
                              const std::function<Backend::Work*()>& blocker) {
-  const auto ready = [&] {
+  for (int look = 0;; ++look) {
     progress();
-    return done();
-  };
-  while (!ready()) {
-    Backend::Work* work = in_flight_.empty() ? blocker() : nullptr;
-    if (work == nullptr) return (void)comes_true(ready, INT64_MAX);  // its calls know deadlines
-    work->wait();
+    if (done()) return;
+    session().throw_if_broken();  // another thread of this rank may have ended it
+    if (Backend::Work* work = in_flight_.empty() ? blocker() : nullptr) {
+      work->wait();
+    } else if (look >= kLooksAtOnce) {
+      std::this_thread::sleep_for(look < 10 * kLooksAtOnce ? kPollInterval : 10 * kPollInterval);
+    }
   }
 }
 

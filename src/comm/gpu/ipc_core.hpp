@@ -88,6 +88,7 @@ class IpcCore {
   GpuControl& control() { return *control_; }
   ControlSession& session() { return control_->session(); }
   const Group& group() const { return control_->group(); }
+  bool in_flight() const { return !in_flight_.empty(); }  ///< collectives
   int rank() const { return control_->rank(); }
   int size() const { return control_->size(); }
   int gpu() const { return gpu_; }
@@ -114,8 +115,8 @@ class IpcCore {
   void serve(IpcMessages* messages) { messages_ = messages; }
   /// Does what can be done without waiting, for all that is in flight. In guarded() only.
   void progress();
-  /// Does so until `done`. Where `blocker` gives a call of the host, nothing else is left to do
-  /// before that call is over.
+  /// Does so until `done`, which the parts in flight must come to or fail. Where `blocker` gives a
+  /// call of the host, no message goes on before that call is over.
   void progress_until(const std::function<bool()>& done,
                       const std::function<Backend::Work*()>& blocker);
 

@@ -20,6 +20,9 @@ namespace {
 constexpr int64_t kChunkBytes = 8 << 20;
 constexpr int kSlots = IpcCore::kMessageSlots;  // each with an event that it was filled
 
+// The deadline of a part of a message that nobody waits for.
+constexpr int64_t kNever = INT64_MAX;
+
 int slot_of(int64_t chunk) {
   return static_cast<int>(chunk % kSlots);
 }
@@ -68,6 +71,12 @@ class IpcMessages::Message : public Backend::Work {
   /// The host's call that the next step needs; null where it needs something else.
   virtual Backend::Work* blocker() const = 0;
 
+  /// The deadline of whoever waits for this message now, or for one behind it; kNever: nobody.
+  void set_limit(int64_t limit_ns) {
+    limit_ns_ = limit_ns;
+    if (Backend::Work* work = blocker()) work->set_deadline(limit_ns);
+  }
+
   Queue& queue() const { return queue_; }
   int64_t deadline_ns() const { return deadline_ns_; }
   CudaStream stream() const { return stream_; }
@@ -80,7 +89,7 @@ class IpcMessages::Message : public Backend::Work {
     if (!std::exchange(done_, true)) messages_->drop(*this);
   }
   IpcCore& core() const { return *messages_->core_; }
-  CallContext on_host() const { return {.deadline_ns = deadline_ns_, .part_of = &call_}; }
+  CallContext on_host() const { return {.deadline_ns = limit_ns_, .part_of = &call_}; }
   Backend& channel(IpcCore::Channel which) const { return core().control().channel(which); }
 
   std::shared_ptr<IpcMessages> messages_;
@@ -89,6 +98,7 @@ class IpcMessages::Message : public Backend::Work {
   Fingerprint call_;
   CudaStream stream_;
   int64_t deadline_ns_;
+  int64_t limit_ns_ = kNever;
 
  private:
   bool done_ = false;
@@ -105,39 +115,39 @@ class IpcMessages::Send final : public Message {
         staged_(total_ > 0 && core().stages_on_host(total_)) {}
   ~Send() override {
     drop_unless_done();
-    // Where it was not handed over, the GPU may still write there.
-    if (!handed_over_) (void)down_.release();
-    if (down_) messages_->spare_.push_back(std::move(down_));
+    if (!handed_over_) (void)down_.release();  // the GPU may still write there
   }
   Send(const Send&) = delete;
   Send& operator=(const Send&) = delete;
 
   bool step() override {
-    while (!handed_over_) {
+    // The receiver answers to what has come to it.
+    while (goes_on_host() && !handed_over_) {
       if (!(staged_ ? hand_over_staged() : hand_over_chunk())) return false;
     }
+    if (!goes_on_host()) return false;
+    if (down_) messages_->spare_.push_back(std::move(down_));
+    return true;
+  }
+
+  Backend::Work* blocker() const override {
+    return to_host_.empty() ? taken_work_.get() : to_host_.front().get();
+  }
+
+ private:
+  // Whether the host has taken everything that it was given.
+  bool goes_on_host() {
     while (!to_host_.empty() && to_host_.front()->advance()) to_host_.pop_front();
     return to_host_.empty();
   }
 
-  Backend::Work* blocker() const override {
-    if (taken_work_) return taken_work_.get();
-    return to_host_.empty() ? nullptr : to_host_.front().get();
-  }
-
- private:
   bool hand_over_chunk() {
     const int64_t bytes = std::min(kChunkBytes, total_ - sent_);
-    Frame& frame = frames_.emplace_back();
-    if (bytes > 0) {
-      if (!slot_is_free()) {
-        frames_.pop_back();
-        return false;
-      }
-      fill_slot(bytes, frame);
-    }
-    frame.call = call_;
-    say(std::as_bytes(std::span(&frame, 1)));
+    if (bytes > 0 && !slot_is_free()) return false;
+    frame_ = {};
+    frame_.call = call_;
+    if (bytes > 0) fill_slot(bytes);
+    say(std::as_bytes(std::span(&frame_, 1)));
     sent_ += bytes;
     handed_over_ = sent_ == total_;
     return true;
@@ -156,7 +166,7 @@ class IpcMessages::Send final : public Message {
     return true;
   }
 
-  void fill_slot(int64_t bytes, Frame& frame) {
+  void fill_slot(int64_t bytes) {
     if (!out_.slots) {
       out_.slots = IpcShare::make(kSlots * kChunkBytes, kSlots);
       core().keep_share(peer_, out_.slots);
@@ -165,9 +175,9 @@ class IpcMessages::Send final : public Message {
     if (out_.sent >= kSlots) core().message_taken(peer_, core().rank(), slot).hold(stream_);
     gpu_copy(out_.slots->memory() + slot * kChunkBytes, data_ + sent_, bytes, stream_);
     out_.slots->event(slot).record(stream_);
-    frame.bytes = bytes;
-    frame.chunk = out_.sent++;
-    frame.put(*out_.slots);
+    frame_.bytes = bytes;
+    frame_.chunk = out_.sent++;
+    frame_.put(*out_.slots);
   }
 
   bool hand_over_staged() {
@@ -180,11 +190,10 @@ class IpcMessages::Send final : public Message {
       gpu_copy(down_->data(), data_, total_, stream_);
       is_down_->record(stream_);
     }
-    if (!core().reached(*is_down_, call_, deadline_ns_)) return false;
-    Frame& frame = frames_.emplace_back();
-    frame.call = call_;
-    frame.staged = total_;
-    say(std::as_bytes(std::span(&frame, 1)));
+    if (!IpcCore::reached(*is_down_, call_, limit_ns_)) return false;
+    frame_.call = call_;
+    frame_.staged = total_;
+    say(std::as_bytes(std::span(&frame_, 1)));
     say({down_->data(), static_cast<size_t>(total_)});
     return handed_over_ = true;
   }
@@ -204,7 +213,7 @@ class IpcMessages::Send final : public Message {
   int64_t taken_ = 0;                   // the last chunk that the peer says it took
   std::unique_ptr<PinnedMemory> down_;  // null until it is needed
   std::optional<GpuEvent> is_down_;     // where there is down_
-  std::deque<Frame> frames_;
+  Frame frame_;                         // on its way, where there is something in to_host_
   std::deque<std::unique_ptr<Backend::Work>> to_host_;
   std::unique_ptr<Backend::Work> taken_work_;
 };
@@ -291,7 +300,7 @@ class IpcMessages::SelfRecv final : public Message {
 
   // Where there is no message and the caller waits for one, this is an error.
   bool step() override {
-    if (messages_->own_.empty() && !messages_->awaits(queue_)) return false;
+    if (messages_->own_.empty() && limit_ns_ == kNever) return false;
     messages_->own_.recv(buffer_, tag_,
                          {.deadline_ns = deadline_ns_, .label = label_, .stream = stream_});
     return true;
@@ -349,27 +358,29 @@ std::unique_ptr<Backend::Work> IpcMessages::recv(const Buffer& buffer, int from,
 std::unique_ptr<Backend::Work> IpcMessages::begin(std::unique_ptr<Message> message) {
   message->queue().push_back(message.get());
   ++in_flight_;
-  core_->control().guarded([&] { progress(message->queue(), running_ns()); });
+  core_->control().guarded([&] { progress(message->queue()); });
   return message;
 }
 
 template <class Action>
-void IpcMessages::awaiting(const Message& message, Action&& action) {
+void IpcMessages::awaiting(const Message* awaited, const Message& message, Action&& action) {
   const GpuGuard guard(core_->gpu());
   check_not_captured(message.stream(), "a message of ipc");
   const std::shared_ptr<const Message*> reset(&awaited_, [](const Message** to) { *to = nullptr; });
-  awaited_ = &message;
+  awaited_ = awaited;
   core_->control().guarded(action);
 }
 
+// Polling for a message from itself is not an error before that was sent: waiting is.
 void IpcMessages::advance(const Message& message) {
-  awaiting(message, [&] { core_->progress(); });
+  const bool overdue = running_ns() >= message.deadline_ns();
+  awaiting(overdue ? &message : nullptr, message, [&] { core_->progress(); });
 }
 
 void IpcMessages::wait(const Message& message) {
   const auto done = [&] { return message.done(); };
   const auto blocker = [&] { return in_flight_ == 1 ? message.blocker() : nullptr; };
-  awaiting(message, [&] { core_->progress_until(done, blocker); });
+  awaiting(&message, message, [&] { core_->progress_until(done, blocker); });
 }
 
 void IpcMessages::drop(const Message& message) noexcept {
@@ -378,22 +389,19 @@ void IpcMessages::drop(const Message& message) noexcept {
   in_flight_ -= static_cast<int64_t>(std::erase(message.queue(), &message));
 }
 
-bool IpcMessages::awaits(const Queue& queue) const {
-  return awaited_ != nullptr && &awaited_->queue() == &queue;
-}
-
 void IpcMessages::progress() {
   if (in_flight_ == 0) return;
-  const int64_t now = running_ns();
-  for (Outgoing& out : outgoing_) progress(out.queue, now);
-  for (Incoming& in : incoming_) progress(in.queue, now);
+  for (Outgoing& out : outgoing_) progress(out.queue);
+  for (Incoming& in : incoming_) progress(in.queue);
 }
 
 // A deadline ends the wait of whoever waits for that message, and nothing else.
-void IpcMessages::progress(Queue& queue, int64_t now) {
+void IpcMessages::progress(Queue& queue) {
+  const bool awaited = awaited_ != nullptr && &awaited_->queue() == &queue;
   while (!queue.empty()) {
     Message& front = *queue.front();
-    if (now >= front.deadline_ns() && !awaits(queue)) return;
+    if (!awaited && is_captured(front.stream())) return;  // its copies would go into that graph
+    front.set_limit(awaited ? awaited_->deadline_ns() : kNever);
     if (!front.step()) return;
     front.set_done();
     queue.pop_front();
@@ -402,15 +410,25 @@ void IpcMessages::progress(Queue& queue, int64_t now) {
 }
 
 void IpcMessages::drain() noexcept {
-  if (in_flight()) return;  // the communicator is given up
   try {
     const GpuGuard guard(core_->gpu());
+    // Where something is still in flight, the communicator is given up.
+    if (!in_flight() && !core_->in_flight()) wait_until_taken();
     // The core's stream is waited for before memory goes: it stands for the callers' streams.
-    for (int from = 0; from < core_->size(); ++from) {
+    for (int peer = 0; peer < core_->size(); ++peer) {
       for (int slot = 0; slot < kSlots; ++slot) {
-        core_->message_taken(core_->rank(), from, slot).hold(core_->stream());
+        core_->message_taken(core_->rank(), peer, slot).hold(core_->stream());
+        if (core_->control().broken() || outgoing_[static_cast<size_t>(peer)].taken == 0) continue;
+        core_->message_taken(peer, core_->rank(), slot).hold(core_->stream());
       }
     }
+  } catch (const std::exception&) {
+    // The GPU itself has failed: nothing runs there any more.
+  }
+}
+
+void IpcMessages::wait_until_taken() noexcept {
+  try {
     core_->control().guarded([&] {
       for (int to = 0; to < core_->size(); ++to) {
         Outgoing& out = outgoing_[static_cast<size_t>(to)];
@@ -422,9 +440,6 @@ void IpcMessages::drain() noexcept {
                     {.deadline_ns = out.deadline_ns, .part_of = &out.last})
               ->wait();
           out.taken = taken + 1;
-        }
-        for (int slot = 0; out.sent > 0 && slot < kSlots; ++slot) {
-          core_->message_taken(to, core_->rank(), slot).hold(core_->stream());
         }
       }
     });

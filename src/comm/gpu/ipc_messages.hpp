@@ -66,10 +66,10 @@ class IpcMessages final : public std::enable_shared_from_this<IpcMessages> {
   void advance(const Message& message);
   void wait(const Message& message);
   template <class Action>
-  void awaiting(const Message& message, Action&& action);
+  void awaiting(const Message* awaited, const Message& message, Action&& action);
   void drop(const Message& message) noexcept;
-  void progress(Queue& queue, int64_t now);
-  bool awaits(const Queue& queue) const;
+  void progress(Queue& queue);
+  void wait_until_taken() noexcept;
 
   std::shared_ptr<IpcCore> core_;
   GpuSelfMessages own_;

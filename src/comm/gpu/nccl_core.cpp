@@ -30,7 +30,8 @@ constexpr int64_t kLostPeerNs = 5'000'000'000;
 
 }  // namespace
 
-NcclPeers::NcclPeers(Backend& host, int64_t deadline_ns) : group_(host.group()) {
+NcclPeers::NcclPeers(Backend& host, int64_t deadline_ns, std::function<bool()> over)
+    : group_(host.group()), over_(std::move(over)) {
   const ProcessHome own = ProcessHome::own();
   std::vector<ProcessHome> homes(static_cast<size_t>(host.size()));
   const auto bytes = static_cast<int64_t>(sizeof own);
@@ -57,7 +58,7 @@ void NcclPeers::blaming(const Fingerprint& call, const std::function<void()>& pa
     }
     const bool lost_peer = error.code() == Code::kRankFailed;
     const int64_t until_ns = running_ns() + (lost_peer ? kLostPeerNs : kLastMomentsNs);
-    while (running_ns() < until_ns) {
+    while (running_ns() < until_ns && !peers_.empty() && !over_()) {
       throw_ended(call);
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
@@ -280,7 +281,8 @@ std::shared_ptr<QueuedCall> make_queued(const Fingerprint& call, const CallConte
 NcclCore::NcclCore(std::unique_ptr<GpuControl> control, int gpu, int64_t deadline_ns)
     : gpu_(gpu),
       control_(std::move(control)),
-      peers_(control_->channel(kSenders), deadline_ns),
+      peers_(control_->channel(kSenders), deadline_ns,
+             [this] { return leaving_ || control_->broken(); }),
       progress_(stream_.get()),
       message_progress_(message_stream_.get()),
       own_messages_(group()) {
@@ -310,6 +312,7 @@ NcclCore::~NcclCore() {
   } else {
     finish_queued();
   }
+  leaving_ = true;
   watch_.reset();
   control_->session().on_failure(nullptr);
   try {
