@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -100,6 +101,9 @@ class Backend {
 
     /// Waits until the call is done.
     virtual void wait() = 0;
+
+    /// Another deadline for what is left of a message; shm only.
+    virtual void set_deadline(int64_t /*deadline_ns*/) {}
   };
 
   virtual ~Backend() = default;
@@ -153,6 +157,13 @@ class Backend {
                                                    const CallContext& context) = 0;
   [[nodiscard]] virtual std::unique_ptr<Work> recv(const Buffer& buffer, int from, int tag,
                                                    const CallContext& context) = 0;
+
+  /// Moves messages that were begun, as far as they go without waiting; true where some are left.
+  /// An error is kept for the next call.
+  virtual bool progress() noexcept { return false; }
+
+  /// What also goes on while this rank waits in here: progress() of a backend on top of this one.
+  virtual void while_waiting(std::function<bool()> /*progress*/) {}
 
   virtual void barrier(const CallContext& context) = 0;
 

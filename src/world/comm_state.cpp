@@ -78,6 +78,11 @@ CommState::CommState(std::unique_ptr<Backend> on_host, std::unique_ptr<Backend> 
                      int number_of_gpu, std::chrono::milliseconds limit)
     : host(std::move(on_host)), gpu(std::move(on_gpu)), gpu_index(number_of_gpu), timeout(limit) {
   avoid_hidden_amx();
+  if (gpu) host->while_waiting([on_gpu = gpu.get()] { return on_gpu->progress(); });
+}
+
+CommState::~CommState() {
+  host->while_waiting(nullptr);
 }
 
 CallContext CommState::context(const Backend& backend, const CallOptions& options) const {

@@ -43,6 +43,9 @@ struct CommState {
       : CommState(std::move(on_host), nullptr, -1, limit) {}
   CommState(std::unique_ptr<Backend> on_host, std::unique_ptr<Backend> on_gpu, int number_of_gpu,
             std::chrono::milliseconds limit);
+  ~CommState();
+  CommState(const CommState&) = delete;
+  CommState& operator=(const CommState&) = delete;
 
   int rank() const { return host->rank(); }
   int size() const { return host->size(); }

@@ -294,6 +294,58 @@ TEST_P(IpcBackends, MessagesInBothDirectionsKeepTheirBytes) {
   });
 }
 
+// Each rank begins to send to the next one more than the slots hold, and waits for its sends first:
+// those are over only when the next rank has taken them, though it waits for a send itself.
+TEST_P(IpcBackends, BegunMessagesGoRoundARingWhileAllWaitForTheirSends) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    const int next = (rank.rank + 1) % rank.size;
+    const int before = (rank.rank + rank.size - 1) % rank.size;
+    constexpr int64_t kCount = (40 << 20) / 4 + 3;
+    constexpr int kMessages = 2;
+    std::vector<OwnElements> elements;
+    std::vector<std::unique_ptr<Backend::Work>> sends;
+    std::vector<std::unique_ptr<Backend::Work>> receives;
+    for (int i = 0; i < kMessages; ++i) {
+      elements.emplace_back(kCount, Dtype::kF32);
+      elements.back()->fill([&](int64_t at) { return colored(rank.rank, at + i); });
+      sends.push_back(rank.comm->send(elements.back()->const_buffer(), next, i, rank.in_time()));
+    }
+    for (int i = 0; i < kMessages; ++i) {
+      elements.emplace_back(kCount, Dtype::kF32);
+      receives.push_back(rank.comm->recv(elements.back()->buffer(), before, i, rank.in_time()));
+    }
+    for (const auto& work : sends) work->wait();
+    for (const auto& work : receives) work->wait();
+    for (int i = 0; i < kMessages; ++i) {
+      const auto& received = elements[static_cast<size_t>(kMessages + i)];
+      EXPECT_EQ(received->first_wrong([&](int64_t at) { return colored(before, at + i); }), -1);
+    }
+  });
+}
+
+// Rank 0 waits in a collective, to which the others come only when they have its messages.
+TEST_P(IpcBackends, BegunMessagesGoOnWhileTheirSenderWaitsInACollective) {
+  run_ranks(GetParam(), [](Rank& rank) {
+    constexpr int64_t kCount = (40 << 20) / 4 + 3;
+    const OwnElements elements(kCount, Dtype::kF32);
+    const OwnElements sum(5003, Dtype::kF32);
+    sum->fill([](int64_t) { return 1; });
+    std::vector<std::unique_ptr<Backend::Work>> sends;
+    if (rank.rank == 0) {
+      elements->fill([](int64_t i) { return colored(0, i); });
+      for (int to = 1; to < rank.size; ++to) {
+        sends.push_back(rank.comm->send(elements->const_buffer(), to, 0, rank.in_time()));
+      }
+    } else {
+      rank.comm->recv(elements->buffer(), 0, 0, rank.in_time())->wait();
+      EXPECT_EQ(elements->first_wrong([](int64_t i) { return colored(0, i); }), -1);
+    }
+    rank.comm->all_reduce(sum->buffer(), ReduceOp::kSum, 1, rank.in_time())->wait();
+    EXPECT_EQ(sum->first_wrong([&](int64_t) { return static_cast<double>(rank.size); }), -1);
+    for (const auto& work : sends) work->wait();
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(All, IpcBackends, testing::ValuesIn(ipc_cases({2, 3})), case_name);
 
 }  // namespace

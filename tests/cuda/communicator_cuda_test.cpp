@@ -122,6 +122,25 @@ TEST_F(CudaCommunicator, BegunReductionsMayBeWaitedForOnAnotherStream) {
   });
 }
 
+// The barrier waits on the host, to which the others come only when they have the message.
+TEST_F(CudaCommunicator, BegunMessagesGoOnWhileTheirSenderIsInABarrier) {
+  run_on_gpu(3, [](const Communicator& comm, Device&) {
+    for (const int64_t count : {1000, 10'000'003}) {
+      std::vector<Work> works;
+      const auto sent = torch::arange(count, on_gpu(torch::kFloat32)) + 1;
+      if (comm.rank() == 0) {
+        for (int to = 1; to < comm.size(); ++to) works.push_back(comm.begin_send(sent, to));
+      } else {
+        const auto received = torch::zeros_like(sent);
+        comm.recv(received, 0);
+        EXPECT_TRUE(received.equal(sent)) << count;
+      }
+      comm.barrier();
+      for (auto& work : works) work.wait();
+    }
+  });
+}
+
 TEST_F(CudaCommunicator, AllocatedMemoryIsZeroAndChargedToTheSlot) {
   run_on_gpu(2, [](const Communicator& comm, Device& device) {
     const int64_t before = device.memory().live_bytes;

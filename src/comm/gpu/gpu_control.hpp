@@ -139,6 +139,7 @@ class GpuSelfMessages {
   /// In the order of context.stream; the current GPU is this rank's.
   void send(const ConstBuffer& buffer, int tag, const CallContext& context);
   void recv(const Buffer& buffer, int tag, const CallContext& context);
+  bool empty() const { return messages_.empty(); }
 
  private:
   struct Message {

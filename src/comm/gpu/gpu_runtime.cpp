@@ -121,10 +121,14 @@ void gpu_copy(void* to, const void* from, int64_t bytes, CudaStream stream) {
              "cudaMemcpyAsync");
 }
 
-void check_not_captured(CudaStream stream, std::string_view what) {
+bool is_captured(CudaStream stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-  if (status == cudaStreamCaptureStatusNone) return;
+  return status != cudaStreamCaptureStatusNone;
+}
+
+void check_not_captured(CudaStream stream, std::string_view what) {
+  if (!is_captured(stream)) return;
   throw Error(Code::kCapture,
               fmt::format("{} cannot be captured: its ranks agree on the host at every call", what),
               "make the call through lockstep's Communicator, which puts it between the graphs, or "

@@ -105,6 +105,9 @@ class GpuStream {
 /// are the same.
 void gpu_copy(void* to, const void* from, int64_t bytes, CudaStream stream);
 
+/// Whether what is queued on the stream goes into a graph.
+bool is_captured(CudaStream stream);
+
 /// kCapture where the stream is being captured into a graph: `what` needs the host at every call.
 void check_not_captured(CudaStream stream, std::string_view what);
 

@@ -73,7 +73,7 @@ IpcHostStaged::IpcHostStaged(IpcCore& core, const Fingerprint& call, const CallC
 bool IpcHostStaged::advance() {
   if (done_) return true;
   if (!moving_) {
-    if (!down_.reached()) return false;
+    if (!IpcCore::reached(down_, call_, deadline_ns_)) return false;
     begin_moving();
   }
   if (!work_->advance()) return false;
@@ -148,7 +148,7 @@ class IpcHostExchange final : public Awaited {
 
   bool advance() override {
     if (done_) return true;
-    if (!work_ && !down_.reached()) return false;
+    if (!work_ && !IpcCore::reached(down_, call_, deadline_ns_)) return false;
     begin_moving();
     if (!work_->advance()) return false;
     take_up();

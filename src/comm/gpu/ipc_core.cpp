@@ -3,15 +3,16 @@
 #include <unistd.h>
 #include <algorithm>
 #include <chrono>
+#include <cstdint>
 #include <cstring>
 #include <functional>
-#include <future>
 #include <thread>
 
 #include "base/process.hpp"
 #include "base/running_clock.hpp"
 #include "comm/gpu/ipc_collectives.hpp"
 #include "comm/gpu/ipc_core.hpp"
+#include "comm/gpu/ipc_messages.hpp"
 #include "comm/peer_process.hpp"
 #include "lockstep/error.hpp"
 
@@ -20,6 +21,19 @@ namespace lockstep {
 namespace {
 
 constexpr auto kLook = std::chrono::milliseconds(20);
+
+// Spin first: short sleeps overshoot.
+constexpr int kLooksAtOnce = 100;
+constexpr auto kPollInterval = std::chrono::microseconds(20);
+
+template <class Condition>
+bool comes_true(const Condition& condition, int64_t deadline_ns) {
+  for (int look = 0; !condition(); ++look) {
+    if (running_ns() >= deadline_ns) return false;
+    if (look >= kLooksAtOnce) std::this_thread::sleep_for(kPollInterval);
+  }
+  return true;
+}
 
 }  // namespace
 
@@ -145,29 +159,37 @@ void IpcCore::run(const std::shared_ptr<IpcCollective>& task) {
 }
 
 void IpcCore::progress() {
+  progress_collectives();
+  if (messages_ != nullptr) messages_->progress();
+}
+
+void IpcCore::progress_collectives() {
   while (!in_flight_.empty() && in_flight_.front()->advance()) in_flight_.pop_front();
 }
 
 void IpcCore::complete(const IpcCollective& task) {
   while (!task.done()) {
-    in_flight_.front()->wait();
-    in_flight_.pop_front();
+    if (messages_ != nullptr && messages_->in_flight()) {
+      progress_until([&] { return task.done(); }, [] { return nullptr; });
+    } else {
+      in_flight_.front()->wait();
+      in_flight_.pop_front();
+    }
   }
 }
 
-// A peer may need this rank's part in a collective before it does what this rank blocks for, and
-// the host's communicators have no call that only looks. So a thread blocks, and this one goes on.
-void IpcCore::block(const std::function<void()>& wait) {
-  if (in_flight_.empty()) return wait();
-  auto blocked = std::async(std::launch::async, wait);
-  try {
-    while (blocked.wait_for(std::chrono::microseconds(50)) != std::future_status::ready) progress();
-  } catch (const std::exception& error) {
-    control_->channel(kMessages).abort(error.what());  // ends the wait
-    blocked.wait();
-    throw;
+void IpcCore::progress_until(const std::function<bool()>& done,
+                             const std::function<Backend::Work*()>& blocker) {
+  for (int look = 0;; ++look) {
+    progress();
+    if (done()) return;
+    session().throw_if_broken();  // another thread of this rank may have ended it
+    if (Backend::Work* work = in_flight_.empty() ? blocker() : nullptr) {
+      work->wait();
+    } else if (look >= kLooksAtOnce) {
+      std::this_thread::sleep_for(look < 10 * kLooksAtOnce ? kPollInterval : 10 * kPollInterval);
+    }
   }
-  blocked.get();
 }
 
 std::unique_ptr<GpuExchange> IpcCore::exchange(const Fingerprint& why, int64_t deadline_ns,
@@ -281,19 +303,6 @@ constexpr int64_t kLeaveTogetherNs = 2'000'000'000;   // for peers to leave too
 constexpr int64_t kPatienceNs = 30'000'000'000;       // for queued work to end
 constexpr int64_t kBrokenPatienceNs = 1'000'000'000;  // where it may wait for a dead rank
 
-// Spin first: short sleeps overshoot.
-constexpr int kLooksAtOnce = 100;
-constexpr auto kPollInterval = std::chrono::microseconds(20);
-
-template <class Condition>
-bool comes_true(const Condition& condition, int64_t deadline_ns) {
-  for (int look = 0; !condition(); ++look) {
-    if (running_ns() >= deadline_ns) return false;
-    if (look >= kLooksAtOnce) std::this_thread::sleep_for(kPollInterval);
-  }
-  return true;
-}
-
 }  // namespace
 
 // The streams' waits for a rank that died would never end: whoever opened an event may record it.
@@ -357,7 +366,7 @@ void IpcCore::leave() noexcept {
     const GpuGuard guard(gpu_);
     if (std::uncaught_exceptions() > 0) {
       session().abort("failed with an exception");
-    } else if (!in_flight_.empty()) {
+    } else if (!in_flight_.empty() || (messages_ != nullptr && messages_->in_flight())) {
       session().abort("destroyed its communicator while calls were in flight");
     }
     const bool in_order = !control_->broken() && leave_together();
@@ -377,11 +386,16 @@ bool IpcCore::becomes_idle(int64_t deadline_ns) const {
   return comes_true([this] { return resources_->stream.idle(); }, deadline_ns);
 }
 
-void IpcCore::await(const GpuEvent& event, const Fingerprint& why, int64_t deadline_ns) const {
-  if (comes_true([&] { return event.reached(); }, deadline_ns)) return;
+bool IpcCore::reached(const GpuEvent& event, const Fingerprint& why, int64_t deadline_ns) {
+  if (event.reached()) return true;
+  if (running_ns() < deadline_ns) return false;
   throw Error(Code::kBackend,
               describe(why) + ": the GPU did not finish what was queued before it in time",
               "look for a kernel that does not end on some rank");
+}
+
+void IpcCore::await(const GpuEvent& event, const Fingerprint& why, int64_t deadline_ns) {
+  comes_true([&] { return reached(event, why, deadline_ns); }, INT64_MAX);
 }
 
 void IpcCore::wait_until_idle(const Fingerprint& why, int64_t deadline_ns) const {
@@ -398,6 +412,7 @@ bool IpcCore::leave_together() noexcept {
   if (std::none_of(resources_->events.begin(), resources_->events.end(), opened)) return true;
   control_->close(kCalls);
   control_->close(kMessages);
+  control_->close(kTaken);
   try {
     Fingerprint why;
     why.set_label("leave");

@@ -47,6 +47,7 @@ class IpcWatch {
 };
 
 class IpcCollective;
+class IpcMessages;
 
 /// Memory that allocate() made. [rank] of `shares` is that rank's, this rank's own included.
 struct IpcSegment {
@@ -73,10 +74,10 @@ struct IpcLocation {
 /// exchange after which the core's stream waits for all that peers do with this rank's memory.
 ///
 /// Channels of the control: calls are compared in the order of begin() on kCalls; all else happens
-/// in the order of processing, on kSteps; kMessages is for pairs.
+/// in the order of processing, on kSteps; kMessages and kTaken are for pairs.
 class IpcCore {
  public:
-  enum Channel { kCalls, kSteps, kMessages, kChannels };
+  enum Channel { kCalls, kSteps, kMessages, kTaken, kChannels };
 
   /// Collective: the rendezvous of the ranks, who find out whether they reach each other.
   IpcCore(std::unique_ptr<GpuControl> control, int gpu, int64_t deadline_ns);
@@ -87,6 +88,7 @@ class IpcCore {
   GpuControl& control() { return *control_; }
   ControlSession& session() { return control_->session(); }
   const Group& group() const { return control_->group(); }
+  bool in_flight() const { return !in_flight_.empty(); }  ///< collectives
   int rank() const { return control_->rank(); }
   int size() const { return control_->size(); }
   int gpu() const { return gpu_; }
@@ -106,8 +108,17 @@ class IpcCore {
   void wait(const IpcCollective& task);
   void run(const std::shared_ptr<IpcCollective>& task);
 
-  /// Runs what blocks on a channel that no collective uses, while collectives in flight go on.
-  void block(const std::function<void()>& wait);
+  // Messages and collectives of one rank go on together: a peer may need this rank's part in one
+  // before it does what this rank waits for in the other.
+
+  /// The messages of this communicator; null: none any more.
+  void serve(IpcMessages* messages) { messages_ = messages; }
+  /// Does what can be done without waiting, for all that is in flight. In guarded() only.
+  void progress();
+  /// Does so until `done`, which the parts in flight must come to or fail. Where `blocker` gives a
+  /// call of the host, no message goes on before that call is over.
+  void progress_until(const std::function<bool()>& done,
+                      const std::function<Backend::Work*()>& blocker);
 
   /// The communicator is destroyed. Waits, for a short time, until no peer uses what it shares.
   void leave() noexcept;
@@ -164,8 +175,10 @@ class IpcCore {
   /// A share that serves messages with this peer: kept as long as GPU work may use it.
   void keep_share(int group_rank, const std::shared_ptr<IpcShare>& share);
 
-  /// The host waits for an event of this rank's streams.
-  void await(const GpuEvent& event, const Fingerprint& why, int64_t deadline_ns) const;
+  /// Whether an event of this rank's streams was reached; kBackend after the deadline.
+  static bool reached(const GpuEvent& event, const Fingerprint& why, int64_t deadline_ns);
+  /// The host waits for it.
+  static void await(const GpuEvent& event, const Fingerprint& why, int64_t deadline_ns);
   /// The host waits for the GPU: what was queued must be over before memory goes.
   void wait_until_idle(const Fingerprint& why, int64_t deadline_ns) const;
 
@@ -182,7 +195,7 @@ class IpcCore {
 
   void rendezvous(int64_t deadline_ns);
   void check_gpus_reach(const Fingerprint& why, int64_t deadline_ns);
-  void progress();
+  void progress_collectives();
   void complete(const IpcCollective& task);
   void failed(const std::exception_ptr& error) noexcept;
   void release_waits(int group_rank) noexcept;
@@ -201,6 +214,7 @@ class IpcCore {
   int64_t moved_ = 0;                // calls of record_moved()
   int64_t segment_count_ = 0;
   std::deque<std::shared_ptr<IpcCollective>> in_flight_;
+  IpcMessages* messages_ = nullptr;
 };
 
 }  // namespace lockstep

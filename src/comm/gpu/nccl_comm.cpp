@@ -21,10 +21,10 @@ namespace {
 constexpr auto kPollPeriod = std::chrono::microseconds(20);
 constexpr int64_t kFinalizeNs = 5'000'000'000;  // for peers to leave, too
 
+// Whoever gave it up has recorded why, and that error is the one that callers get.
 [[noreturn]] void throw_aborted(std::string_view call) {
-  throw RankError(Code::kRankFailed, -1,
-                  fmt::format("{}: this rank's NCCL communicator was given up", call),
-                  "look for the first error of this run");
+  throw Error(Code::kBackend, fmt::format("{}: this rank's NCCL communicator was given up", call),
+              "look for the first error of this run");
 }
 
 }  // namespace

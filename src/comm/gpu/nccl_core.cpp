@@ -22,12 +22,16 @@ namespace lockstep {
 
 namespace {
 
-// A connection ends a little before the process whose end it is.
+// How long an error that blames nobody waits for the end of a process. A connection ends before the
+// process does: the driver first takes back its GPU's memory, which took more than half a second
+// where five processes shared a GPU.
 constexpr int64_t kLastMomentsNs = 500'000'000;
+constexpr int64_t kLostPeerNs = 5'000'000'000;
 
 }  // namespace
 
-NcclPeers::NcclPeers(Backend& host, int64_t deadline_ns) : group_(host.group()) {
+NcclPeers::NcclPeers(Backend& host, int64_t deadline_ns, std::function<bool()> over)
+    : group_(host.group()), over_(std::move(over)) {
   const ProcessHome own = ProcessHome::own();
   std::vector<ProcessHome> homes(static_cast<size_t>(host.size()));
   const auto bytes = static_cast<int64_t>(sizeof own);
@@ -52,8 +56,9 @@ void NcclPeers::blaming(const Fingerprint& call, const std::function<void()>& pa
       throw_stopped(call);
       throw;
     }
-    const int64_t until_ns = running_ns() + kLastMomentsNs;
-    while (running_ns() < until_ns) {
+    const bool lost_peer = error.code() == Code::kRankFailed;
+    const int64_t until_ns = running_ns() + (lost_peer ? kLostPeerNs : kLastMomentsNs);
+    while (running_ns() < until_ns && !peers_.empty() && !over_()) {
       throw_ended(call);
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
@@ -276,7 +281,8 @@ std::shared_ptr<QueuedCall> make_queued(const Fingerprint& call, const CallConte
 NcclCore::NcclCore(std::unique_ptr<GpuControl> control, int gpu, int64_t deadline_ns)
     : gpu_(gpu),
       control_(std::move(control)),
-      peers_(control_->channel(kSenders), deadline_ns),
+      peers_(control_->channel(kSenders), deadline_ns,
+             [this] { return leaving_ || control_->broken(); }),
       progress_(stream_.get()),
       message_progress_(message_stream_.get()),
       own_messages_(group()) {
@@ -306,6 +312,7 @@ NcclCore::~NcclCore() {
   } else {
     finish_queued();
   }
+  leaving_ = true;
   watch_.reset();
   control_->session().on_failure(nullptr);
   try {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -26,8 +27,8 @@ namespace lockstep {
 /// lost or that a call does not end, but not whose fault it is.
 class NcclPeers {
  public:
-  /// Collective over `host`.
-  NcclPeers(Backend& host, int64_t deadline_ns);
+  /// Collective over `host`. `over`: nobody needs to know any more.
+  NcclPeers(Backend& host, int64_t deadline_ns, std::function<bool()> over);
 
   /// Does a part of `call`. An error that blames nobody becomes that of a peer that has ended or is
   /// stopped, where there is one.
@@ -43,6 +44,7 @@ class NcclPeers {
   void throw_stopped(const Fingerprint& call) const;
 
   const Group group_;
+  const std::function<bool()> over_;
   std::vector<Peer> peers_;
 };
 
@@ -213,6 +215,7 @@ class NcclCore {
 
   const int gpu_;
   std::unique_ptr<GpuControl> control_;
+  std::atomic<bool> leaving_ = false;
   const NcclPeers peers_;
   GpuStream stream_;
   GpuStream message_stream_;

@@ -177,6 +177,10 @@ class ShmBackend final : public Backend {
     return begin<ShmExchange>(input, output, blocks, context);
   }
 
+  void while_waiting(std::function<bool()> progress) override {
+    engine_->while_waiting(std::move(progress));
+  }
+
   std::unique_ptr<Work> send(const ConstBuffer& buffer, int to, int tag,
                              const CallContext& context) override {
     check_message(group(), buffer.count, to);

@@ -15,7 +15,8 @@ namespace {
 
 constexpr int kSpins = 1000;  // some 20 microseconds
 constexpr int kYields = 40;
-constexpr int64_t kPollNs = 2'000'000;           // polling interval of a sleeper that nobody wakes
+constexpr int64_t kPollOutsideNs = 100'000;  // nobody wakes this rank for what goes on elsewhere
+constexpr int64_t kPollNs = 2'000'000;       // polling interval of a sleeper that nobody wakes
 constexpr int64_t kProcessCheckNs = 10'000'000;  // a peer's death is seen within this
 
 // How much rarer both are: hundreds of ranks on few cores would spend those looking at each other.
@@ -241,6 +242,7 @@ void ShmEngine::progress() {
     control_.rank(rank()).finished.value.store(task.call.sequence, std::memory_order_release);
     in_flight_.pop_front();
   }
+  if (progress_outside_) outside_in_flight_ = progress_outside_();
   if (messages_in_flight_ == 0) return;
   progress_messages(sends_);
   progress_messages(receives_);
@@ -259,7 +261,8 @@ void ShmEngine::wait_until(const std::function<bool()>& ready,
   while (!look_around(ready, blocker, deadline_ns)) {
     publish_wait(blocker());
     const int64_t left_ns = std::max<int64_t>(deadline_ns - running_ns(), 1'000);
-    if (control_.sleep(std::min(left_ns, kPollNs * patience_), ready)) break;
+    const int64_t sleep_ns = outside_in_flight_ ? kPollOutsideNs : kPollNs * patience_;
+    if (control_.sleep(std::min(left_ns, sleep_ns), ready)) break;
   }
   clear_wait();
 }

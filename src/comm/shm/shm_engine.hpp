@@ -87,6 +87,7 @@ class ShmMessage : public ShmTask, public Backend::Work {
 
   bool advance() final;
   void wait() final;
+  void set_deadline(int64_t limit_ns) final { deadline_ns = limit_ns; }
 
   std::vector<int> awaited() const final { return {peer_}; }
   int peer() const final { return peer_; }
@@ -150,6 +151,12 @@ class ShmEngine {
   static void begin(const std::shared_ptr<ShmEngine>& engine, ShmCollective& task) {
     task.keeps_alive_ = engine;
     engine->begin(task);
+  }
+
+  /// See Backend::while_waiting().
+  void while_waiting(std::function<bool()> progress) {
+    progress_outside_ = std::move(progress);
+    outside_in_flight_ = false;
   }
 
   /// Begins a message. It is worked on whenever this rank waits or advances.
@@ -243,6 +250,8 @@ class ShmEngine {
   Messages sends_;
   Messages receives_;
   int64_t messages_in_flight_ = 0;  // in both
+  std::function<bool()> progress_outside_;
+  bool outside_in_flight_ = false;
   std::vector<Segment> segments_;
   int64_t swept_segments_ = 0;
   int64_t processes_seen_ns_ = 0;
