@@ -156,7 +156,7 @@ json environment() {
   return set;
 }
 
-// The module of each transport between hosts, and what starts ranks for MPI; "" where there is
+// The module of each transport between hosts, and what starts ranks for MPI; "" if there is
 // none.
 json transports() {
   json found = json::object();

@@ -39,7 +39,7 @@ struct ConstBuffer {
 struct BlockExchange {
   Operation operation = Operation::kAllToAll;  ///< as errors call it; kAllGather: the same for all
   int root = -1;
-  int64_t count = Fingerprint::kOwnCounts;  ///< of a block, where it is the same between all
+  int64_t count = Fingerprint::kOwnCounts;  ///< of a block, if it is the same between all
   std::vector<int64_t> given;               ///< [group rank], elements
   std::vector<int64_t> taken;               ///< [group rank], elements
 

@@ -21,7 +21,7 @@ bool same_gpu(const GpuInfo& a, const GpuInfo& b) {
   return a.on_gpu != 0 && b.on_gpu != 0 && a.uuid == b.uuid;
 }
 
-// The first ranks found to share a GPU; none where each has its own.
+// The first ranks found to share a GPU; none if each has its own.
 std::vector<size_t> sharing_ranks(std::span<const GpuInfo> infos) {
   for (const GpuInfo& info : infos) {
     std::vector<size_t> ranks;
@@ -33,7 +33,7 @@ std::vector<size_t> sharing_ranks(std::span<const GpuInfo> infos) {
   return {};
 }
 
-// The first rank that computes on the CPU; infos.size() where none does.
+// The first rank that computes on the CPU; infos.size() if none does.
 size_t rank_on_cpu(std::span<const GpuInfo> infos) {
   const auto found = std::find_if(infos.begin(), infos.end(),
                                   [](const GpuInfo& info) { return info.on_gpu == 0; });

@@ -62,7 +62,7 @@ class PlainMemory final : public RegisteredMemory {
   int64_t bytes_;
 };
 
-// What a rank says in a split.
+// What a rank contributes to a split.
 struct ColorAndKey {
   int32_t color = 0;
   int32_t key = 0;
@@ -81,9 +81,9 @@ NetworkBackend::NetworkBackend(TransportModule module, std::shared_ptr<Store> st
 std::unique_ptr<Backend::Work> NetworkBackend::begin(const Fingerprint& what,
                                                      const CallContext& context,
                                                      NetworkCore::Body body,
-                                                     const ConstBuffer& carried) {
+                                                     const ConstBuffer& attached) {
   auto work = std::make_unique<Task>(core_, what, context, std::move(body));
-  work->carry(carried.data, carried.bytes());
+  work->attach(attached.data, attached.bytes());
   core_->begin(*work);
   return work;
 }
@@ -96,13 +96,14 @@ bool NetworkBackend::can_carry(int64_t bytes) const {
   return size() > 1 && bytes > 0 && bytes <= kMostBytes && bytes * (size() - 1) <= kMostOfAll;
 }
 
-void NetworkBackend::reduce_carried(const Task& task, const Buffer& output, ReduceOp op,
-                                    Calls calls) const {
+void NetworkBackend::reduce_attached(const Task& task, const Buffer& output, ReduceOp op,
+                                     Calls calls) const {
   std::vector<std::byte> aligned(static_cast<size_t>(output.bytes()) * calls.size());
   std::vector<const void*> inputs;
   for (int peer = 0; peer < size(); ++peer) {
     std::byte* values = aligned.data() + peer * output.bytes();
-    std::memcpy(values, task.carried_by(peer, output.bytes()), static_cast<size_t>(output.bytes()));
+    std::memcpy(values, task.attached_by(peer, output.bytes()),
+                static_cast<size_t>(output.bytes()));
     inputs.push_back(values);
   }
   add(inputs, output, op, calls);
@@ -137,7 +138,7 @@ std::unique_ptr<Backend::Work> NetworkBackend::all_reduce(const Buffer& buffer, 
   if (can_carry(buffer.bytes())) {
     return begin(what, context,
                  [this, buffer, op](const Task& task, Calls calls) {
-                   reduce_carried(task, buffer, op, calls);
+                   reduce_attached(task, buffer, op, calls);
                  },
                  {buffer.data, buffer.count, buffer.dtype});
   }
@@ -175,7 +176,7 @@ std::unique_ptr<Backend::Work> NetworkBackend::reduce(const Buffer& buffer, int 
   if (can_carry(buffer.bytes())) {
     return begin(what, context,
                  [this, buffer, root, op](const Task& task, Calls calls) {
-                   if (rank() == root) reduce_carried(task, buffer, op, calls);
+                   if (rank() == root) reduce_attached(task, buffer, op, calls);
                  },
                  {buffer.data, buffer.count, buffer.dtype});
   }
@@ -227,9 +228,9 @@ void NetworkBackend::compare_counts(const Task& task, const BlockExchange& block
                                own.size() * sizeof(int64_t));
   ExchangedCounts given;
   ExchangedCounts taken;
-  for (const std::string& said : core_->exchange(task, TcpControl::Frame::kNote, bytes)) {
+  for (const std::string& reply : core_->exchange(task, TcpControl::Frame::kNote, bytes)) {
     std::vector<int64_t> counts(own.size());
-    std::memcpy(counts.data(), said.data(), std::min(said.size(), bytes.size()));
+    std::memcpy(counts.data(), reply.data(), std::min(reply.size(), bytes.size()));
     const auto middle = counts.begin() + static_cast<ptrdiff_t>(blocks.given.size());
     given.emplace_back(counts.begin(), middle);
     taken.emplace_back(middle, counts.end());
@@ -296,7 +297,7 @@ std::unique_ptr<Backend::Work> NetworkBackend::broadcast(const Buffer& buffer, i
         [this, buffer, root](const Task& task, Calls) {
           if (rank() == root) return;
           const auto bytes = static_cast<size_t>(buffer.bytes());
-          std::memcpy(buffer.data, task.carried_by(root, buffer.bytes()), bytes);
+          std::memcpy(buffer.data, task.attached_by(root, buffer.bytes()), bytes);
         },
         rank() == root ? ConstBuffer{buffer.data, buffer.count, buffer.dtype} : ConstBuffer{});
   }
@@ -350,7 +351,7 @@ std::unique_ptr<Backend::Work> NetworkBackend::all_gather(const ConstBuffer& inp
         [this, input, output](const Task& task, Calls) {
           for (int peer = 0; peer < size(); ++peer) {
             std::memcpy(static_cast<std::byte*>(output.data) + peer * input.bytes(),
-                        task.carried_by(peer, input.bytes()), static_cast<size_t>(input.bytes()));
+                        task.attached_by(peer, input.bytes()), static_cast<size_t>(input.bytes()));
           }
         },
         input);
@@ -376,12 +377,12 @@ std::unique_ptr<Backend> NetworkBackend::split(int color, int key, std::string_v
   std::unique_ptr<Backend> made;
   call(what, context, [&](const Task& task, Calls) {
     const ColorAndKey own{color, key};
-    const auto said = core_->exchange(task, TcpControl::Frame::kNote,
-                                      {reinterpret_cast<const char*>(&own), sizeof own});
+    const auto replies = core_->exchange(task, TcpControl::Frame::kNote,
+                                         {reinterpret_cast<const char*>(&own), sizeof own});
     std::vector<std::pair<int, int>> members;  // (key, group rank)
     for (int peer = 0; peer < size(); ++peer) {
       ColorAndKey theirs;
-      const std::string& bytes = said[static_cast<size_t>(peer)];
+      const std::string& bytes = replies[static_cast<size_t>(peer)];
       std::memcpy(&theirs, bytes.data(), std::min(bytes.size(), sizeof theirs));
       if (theirs.color == color) members.emplace_back(theirs.key, peer);
     }

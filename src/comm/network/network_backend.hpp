@@ -79,12 +79,12 @@ class NetworkBackend : public Backend {
 
  private:
   /// The body outlives this call: it may refer to the backend, and to nothing of its caller. The
-  /// bytes of `carried`, if any, travel with the fingerprint.
+  /// bytes of `attached`, if any, travel with the fingerprint.
   std::unique_ptr<Work> begin(const Fingerprint& what, const CallContext& context,
-                              NetworkCore::Body body, const ConstBuffer& carried = {});
+                              NetworkCore::Body body, const ConstBuffer& attached = {});
   void move_all_reduce(const Task& task, const Buffer& buffer, ReduceOp op, Calls calls);
   bool can_carry(int64_t bytes) const;
-  void reduce_carried(const Task& task, const Buffer& output, ReduceOp op, Calls calls) const;
+  void reduce_attached(const Task& task, const Buffer& output, ReduceOp op, Calls calls) const;
   std::unique_ptr<Work> begin_message(int peer, const Fingerprint& what, const CallContext& context,
                                       NetworkCore::Body body);
   void call(const Fingerprint& what, const CallContext& context, NetworkCore::Body body) {

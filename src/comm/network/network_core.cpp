@@ -332,7 +332,7 @@ std::vector<std::string> NetworkCore::exchange(const Task& task, TcpControl::Fra
 // Every rank sees the same fingerprints, and so finds the same mismatch by itself.
 std::vector<Fingerprint> NetworkCore::agree_on(Task& task) {
   std::string own = as_bytes(task.call);
-  own += task.carried_;
+  own += task.attached_;
   task.exchanged_ = exchange(task, TcpControl::Frame::kFingerprint, own, [&] {
     if (task.preparation_) task.body_ = task.preparation_(task);
   });
@@ -344,13 +344,13 @@ std::vector<Fingerprint> NetworkCore::agree_on(Task& task) {
   return calls;
 }
 
-const void* NetworkCore::Task::carried_by(int rank, int64_t bytes) const {
-  const std::string& said = exchanged_.at(static_cast<size_t>(rank));
-  if (said.size() != sizeof(Fingerprint) + static_cast<size_t>(bytes)) {
+const void* NetworkCore::Task::attached_by(int rank, int64_t bytes) const {
+  const std::string& received = exchanged_.at(static_cast<size_t>(rank));
+  if (received.size() != sizeof(Fingerprint) + static_cast<size_t>(bytes)) {
     throw Error(Code::kInternal, fmt::format("{}: rank {} sent {} with its fingerprint, not {}",
-                                             describe(call), rank, said.size(), bytes));
+                                             describe(call), rank, received.size(), bytes));
   }
-  return said.data() + sizeof(Fingerprint);
+  return received.data() + sizeof(Fingerprint);
 }
 
 NetworkCore::ShownMessage::ShownMessage(NetworkCore& core, const Task& task) : core_(core) {

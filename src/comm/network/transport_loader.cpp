@@ -17,7 +17,7 @@
 namespace lockstep {
 namespace {
 
-// What is said of a module that is not there.
+// The error for a module that is missing.
 struct ModuleInfo {
   std::string_view name;
   std::string_view file;
@@ -44,7 +44,7 @@ constexpr int kLoadFlags = RTLD_NOW | RTLD_LOCAL;
 constexpr int kLoadFlags = RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND;
 #endif
 
-// The file that this code was linked into: the program or a shared library. "" where that is
+// The file that this code was linked into: the program or a shared library. "" if that is
 // unknown.
 std::filesystem::path this_binary() {
   Dl_info about{};
