@@ -160,8 +160,9 @@ json environment() {
 // none.
 json transports() {
   json found = json::object();
-  for (const auto module : {TransportModule::kGloo, TransportModule::kMpi}) {
-    found[std::string(transport_name(module))] = find_module(module_file(module));
+  for (const BackendInfo& backend : kBackends) {
+    if (backend.module == nullptr) continue;
+    found[std::string(backend.module->name)] = find_module(backend.module->file);
   }
   found["mpirun"] = find_in_path("mpirun", std::getenv("PATH"));
   return found;

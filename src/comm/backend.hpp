@@ -201,7 +201,8 @@ std::unique_ptr<Backend> make_shm_backend(const ShmOptions& options);
 /// The same between threads of this process: [rank].
 std::vector<std::unique_ptr<Backend>> make_shm_thread_backends(int size);
 
-/// Ranks on any hosts. They agree on their calls over TCP, and move data by Gloo or MPI.
+/// Ranks on any hosts. They agree on their calls over TCP, and the module of the named backend
+/// moves their data: "gloo"; or "mpi", for ranks that MPI started (RankEnvironment::under_mpi).
 struct NetworkOptions {
   std::shared_ptr<Store> store;  ///< through which the ranks exchange addresses
   int rank = 0;
@@ -209,10 +210,7 @@ struct NetworkOptions {
   std::string address;      ///< this host's address that the others can reach
   int64_t deadline_ns = 0;  ///< of the rendezvous
 };
-std::unique_ptr<Backend> make_gloo_backend(const NetworkOptions& options);
-
-/// Ranks that MPI started: see RankEnvironment::under_mpi.
-std::unique_ptr<Backend> make_mpi_backend(const NetworkOptions& options);
+std::unique_ptr<Backend> make_network_backend(std::string_view name, const NetworkOptions& options);
 
 /// Ranks on several hosts, of which some have several: data moves through shared memory inside a
 /// host, and by Gloo between hosts, once for all of its ranks.

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "base/backends.hpp"
 #include "comm/gpu/gpu_reduce.hpp"
 #include "lockstep/error.hpp"
 
@@ -81,10 +82,11 @@ std::string choose_gpu_backend(const std::string& asked, std::span<const GpuInfo
                                 : "give the ranks GPUs with --devices, such as cuda:0*2 for two "
                                   "that share one, or use auto");
   }
-  if (asked == "ipc" && !one_host) {
-    throw Error(Code::kBackend,
-                "backend ipc serves the ranks of one host, but these are on several",
-                "use auto, or nccl with a GPU for each rank");
+  if (find_backend(asked)->one_host && !one_host) {
+    throw Error(
+        Code::kBackend,
+        fmt::format("backend {} serves the ranks of one host, but these are on several", asked),
+        "use auto, or nccl with a GPU for each rank");
   }
   const std::vector<size_t> sharing = sharing_ranks(infos);
   if (asked == "nccl" && !sharing.empty() && !named_hosts(infos)) {
@@ -98,7 +100,8 @@ std::string choose_gpu_backend(const std::string& asked, std::span<const GpuInfo
 }
 
 bool names_gpu_backend(const std::string& name) {
-  return name == "nccl" || name == "ipc";
+  const BackendInfo* const backend = find_backend(name);
+  return backend != nullptr && backend->on_gpus;
 }
 
 #if LOCKSTEP_CUDA

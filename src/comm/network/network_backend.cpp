@@ -70,12 +70,11 @@ struct ColorAndKey {
 
 }  // namespace
 
-NetworkBackend::NetworkBackend(TransportModule module, std::shared_ptr<Store> store, Group group,
+NetworkBackend::NetworkBackend(const BackendInfo& info, std::shared_ptr<Store> store, Group group,
                                std::string address, int64_t deadline_ns)
     : store_(std::move(store)),
       address_(std::move(address)),
-      core_(
-          std::make_shared<NetworkCore>(std::move(group), *store_, address_, deadline_ns, module)),
+      core_(std::make_shared<NetworkCore>(std::move(group), *store_, address_, deadline_ns, info)),
       slices_(*core_) {}
 
 std::unique_ptr<Backend::Work> NetworkBackend::begin(const Fingerprint& what,
@@ -402,7 +401,7 @@ std::unique_ptr<Backend> NetworkBackend::split(int color, int key, std::string_v
 }
 
 std::unique_ptr<Backend> NetworkBackend::make_part(const Task& task, const Part& part) {
-  return std::make_unique<NetworkBackend>(core_->module(), part.store, part.group, address_,
+  return std::make_unique<NetworkBackend>(core_->info(), part.store, part.group, address_,
                                           task.deadline_ns);
 }
 
@@ -421,14 +420,9 @@ std::shared_ptr<RegisteredMemory> NetworkBackend::make_memory(const Task&, int64
   return std::make_shared<PlainMemory>(bytes);
 }
 
-std::unique_ptr<Backend> make_gloo_backend(const NetworkOptions& options) {
-  return std::make_unique<NetworkBackend>(TransportModule::kGloo, options.store,
-                                          Group::world(options.rank, options.size), options.address,
-                                          options.deadline_ns);
-}
-
-std::unique_ptr<Backend> make_mpi_backend(const NetworkOptions& options) {
-  return std::make_unique<NetworkBackend>(TransportModule::kMpi, options.store,
+std::unique_ptr<Backend> make_network_backend(std::string_view name,
+                                              const NetworkOptions& options) {
+  return std::make_unique<NetworkBackend>(*find_backend(name), options.store,
                                           Group::world(options.rank, options.size), options.address,
                                           options.deadline_ns);
 }

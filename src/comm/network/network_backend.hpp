@@ -15,11 +15,11 @@ namespace lockstep {
 /// another way overrides them.
 class NetworkBackend : public Backend {
  public:
-  NetworkBackend(TransportModule module, std::shared_ptr<Store> store, Group group,
+  NetworkBackend(const BackendInfo& info, std::shared_ptr<Store> store, Group group,
                  std::string address, int64_t deadline_ns);
   ~NetworkBackend() override { core_->shut_down(); }
 
-  std::string_view name() const override { return transport_name(core_->module()); }
+  std::string_view name() const override { return core_->info().name; }
   const Group& group() const override { return core_->group(); }
 
   std::unique_ptr<Work> all_reduce(const Buffer& buffer, ReduceOp op, double weight,

@@ -27,7 +27,7 @@ namespace lockstep {
 class TransportData {
  public:
   /// Exchanges the module's addresses over the link and connects. kRendezvous if that fails.
-  TransportData(TransportModule module, const Group& group, const std::string& address,
+  TransportData(const BackendInfo& info, const Group& group, const std::string& address,
                 TcpControl& link, int64_t deadline_ns);
   ~TransportData() { api_.destroy(context_); }
   TransportData(const TransportData&) = delete;
@@ -82,7 +82,7 @@ class TransportData {
   bool reduces() const { return api_.all_reduce != nullptr; }
 
  private:
-  void connect(TransportModule module, const Group& group, TcpControl& link, int64_t deadline_ns);
+  void connect(const BackendInfo& info, const Group& group, TcpControl& link, int64_t deadline_ns);
 
   const LockstepTransportApi& api_;
   LockstepTransportContext* context_ = nullptr;
@@ -152,14 +152,14 @@ class NetworkCore {
   };
 
   NetworkCore(Group group, Store& store, const std::string& address, int64_t deadline_ns,
-              TransportModule module = TransportModule::kGloo);
+              const BackendInfo& info);
   ~NetworkCore() { shut_down(); }
   NetworkCore(const NetworkCore&) = delete;
   NetworkCore& operator=(const NetworkCore&) = delete;
 
   const Group& group() const { return session_.group(); }
   ControlSession& session() { return session_; }
-  TransportModule module() const { return module_; }
+  const BackendInfo& info() const { return info_; }
   bool reduces() const { return !data_ || data_->reduces(); }  ///< see TransportData
 
   /// Queues a collective and gives it the next sequence number.
@@ -259,7 +259,7 @@ class NetworkCore {
   [[noreturn]] void fail_late(const Task& task, std::vector<int> awaited);
   RankActivity activity();
 
-  const TransportModule module_;
+  const BackendInfo& info_;
   std::vector<int> peers_;            // all group ranks but this one's
   std::string address_;               // of this rank, in digits
   std::unique_ptr<TcpControl> link_;  // null in a group of one

@@ -3,6 +3,7 @@
 #include <string>
 #include <string_view>
 
+#include "base/backends.hpp"
 #include "comm/network/transport_module.h"
 
 namespace lockstep {
@@ -13,13 +14,7 @@ namespace lockstep {
 /// lockstep was configured with. "" if there is none.
 std::string find_module(std::string_view file_name);
 
-/// A module that moves data between ranks of any hosts.
-enum class TransportModule { kGloo, kMpi };
-
-std::string_view transport_name(TransportModule module);  ///< "gloo", as backends are called
-std::string_view module_file(TransportModule module);     ///< "lockstep-gloo.so"
-
 /// Loads a module once. kBackend if it is missing, cannot be loaded, or is of another version.
-const LockstepTransportApi& load_transport(TransportModule module);
+const LockstepTransportApi& load_transport(const ModuleInfo& module);
 
 }  // namespace lockstep

@@ -24,7 +24,7 @@ class TwoLevelBackend final : public NetworkBackend {
  public:
   TwoLevelBackend(std::shared_ptr<Store> store, Group group, std::string address,
                   int64_t deadline_ns)
-      : NetworkBackend(TransportModule::kGloo, std::move(store), std::move(group),
+      : NetworkBackend(*find_backend("gloo"), std::move(store), std::move(group),
                        std::move(address), deadline_ns) {}
   ~TwoLevelBackend() override { core().shut_down(); }
   TwoLevelBackend(const TwoLevelBackend&) = delete;
