@@ -10,7 +10,6 @@
 #include <set>
 
 #include "base/lists.hpp"
-#include "launch/flags.hpp"
 #include "launch/progress.hpp"
 #include "lockstep/detail/board.hpp"
 #include "lockstep/units.hpp"

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <mutex>
-#include <utility>
 
 #include "device/gradient_memory.hpp"
 #include "device/parallel_ranges.hpp"

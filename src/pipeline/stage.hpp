@@ -7,7 +7,6 @@
 #include <map>
 #include <optional>
 #include <utility>
-#include <vector>
 
 #include "device/rng.hpp"
 #include "lockstep/device.hpp"

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <utility>
 
 #include "base/mutation.hpp"
 #include "base/process.hpp"

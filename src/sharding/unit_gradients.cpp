@@ -2,7 +2,6 @@
 
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "base/mutation.hpp"

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <exception>
 #include <functional>
-#include <optional>
 #include <unordered_set>
 
 #include "device/capture.hpp"

@@ -13,7 +13,6 @@
 #include <charconv>
 #include <cstdlib>
 #include <fstream>
-#include <limits>
 #include <utility>
 
 #include "base/safetensors.hpp"

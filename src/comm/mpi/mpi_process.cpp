@@ -4,7 +4,6 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include <climits>
 #include <cstdlib>
 
 namespace lockstep::mpi_module {

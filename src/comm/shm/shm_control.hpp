@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <string>
 
 #include "base/cell.hpp"
 #include "comm/fingerprint.hpp"

@@ -9,7 +9,6 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <numeric>
 #include <thread>
 
 #include "base/running_clock.hpp"

@@ -1,7 +1,6 @@
 #include "comm/shm/shm_sharing.hpp"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>
