@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "device/slice_map.hpp"
+#include "device/parameter_notes.hpp"
 #include "lockstep/communicator.hpp"
 
 namespace lockstep {

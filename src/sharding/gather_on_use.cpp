@@ -5,7 +5,7 @@
 
 #include "base/mutation.hpp"
 #include "base/process.hpp"
-#include "device/slice_map.hpp"
+#include "device/parameter_notes.hpp"
 #include "sharding/sharded_state.hpp"
 
 // The whole parameters of a sharded model: who uses a unit, and what is gathered and released then.

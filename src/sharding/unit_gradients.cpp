@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "base/mutation.hpp"
-#include "device/slice_map.hpp"
+#include "device/parameter_notes.hpp"
 #include "gradients/gradient_buckets.hpp"
 #include "sharding/whole_parameters.hpp"
 #include "verify/step_recorder.hpp"
