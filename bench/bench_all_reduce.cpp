@@ -74,8 +74,8 @@ int run(int argc, char** argv) {
                           .address = "127.0.0.1",
                           .deadline_ns = deadline_ns};
   };
-  const auto gloo = make_gloo_backend(network("gloo/"));
-  const auto mpi = environment.under_mpi ? make_mpi_backend(network("mpi/")) : nullptr;
+  const auto gloo = make_network_backend("gloo", network("gloo/"));
+  const auto mpi = environment.under_mpi ? make_network_backend("mpi", network("mpi/")) : nullptr;
 
   nlohmann::json table;
   for (const int64_t bytes : {int64_t{256}, int64_t{4096}, int64_t{65536}, int64_t{1} << 20,

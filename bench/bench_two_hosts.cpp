@@ -64,7 +64,7 @@ int run(int argc, char** argv) {
                           .address = argv[1],
                           .deadline_ns = deadline_ns};
   };
-  const auto flat = make_gloo_backend(gloo("flat/"));
+  const auto flat = make_network_backend("gloo", gloo("flat/"));
   const auto two_level =
       make_two_level_backend({.network = gloo("two/"), .host = host_identity(environment)});
   nlohmann::json table;

@@ -38,4 +38,20 @@ struct CommandInfo {
 /// Reads a command and those below it from their CLI11 definition. Hidden flags are left out.
 CommandInfo describe_command(const CLI::App& app);
 
+/// A script that completes `lockstep` in "bash", "zsh" or "fish". Commands below a command are
+/// offered as its first argument, with flags of their own. Another shell is an Error.
+std::string completion_script(const CommandInfo& app, const std::string& shell);
+
+struct ManualPage {
+  std::string name;  ///< "lockstep-run"
+  std::string text;  ///< in the macros of man(7)
+};
+
+/// lockstep(1), and a page for each command: lockstep-run(1), …
+std::vector<ManualPage> manual_pages(const CommandInfo& app);
+
+/// Writes what is installed below share: manual pages into man/man1, and completion where bash, zsh
+/// and fish look for it.
+void write_share(const CommandInfo& app, const std::string& folder);
+
 }  // namespace lockstep::cli

@@ -1,4 +1,4 @@
-#include "cli/completion.hpp"
+#include "cli/command_info.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

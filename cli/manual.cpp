@@ -1,4 +1,4 @@
-#include "cli/manual.hpp"
+#include "cli/command_info.hpp"
 
 #include <fmt/format.h>
 
@@ -8,7 +8,6 @@
 #include <map>
 
 #include "base/file.hpp"
-#include "cli/completion.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/version.hpp"
 

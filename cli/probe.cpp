@@ -74,10 +74,10 @@ json ipc_support() {
   const int gpus = torch::cuda::is_available() ? static_cast<int>(torch::cuda::device_count()) : 0;
   for (int gpu = 0; gpu < gpus; ++gpu) {
     int value = 0;
-    const bool told =
+    const bool answered =
         cudaDeviceGetAttribute(&value, cudaDevAttrIpcEventSupport, gpu) == cudaSuccess;
-    supported =
-        supported.is_null() ? told && value != 0 : supported.get<bool>() && told && value != 0;
+    supported = supported.is_null() ? answered && value != 0
+                                    : supported.get<bool>() && answered && value != 0;
   }
 #endif
   return supported;

@@ -10,7 +10,6 @@
 #include <string_view>
 
 #include "lockstep/table.hpp"
-#include "lockstep/units.hpp"
 
 namespace lockstep::cli {
 namespace {

@@ -156,12 +156,13 @@ json environment() {
   return set;
 }
 
-// The module of each transport between hosts, and what starts ranks for MPI; "" where there is
+// The module of each transport between hosts, and what starts ranks for MPI; "" if there is
 // none.
 json transports() {
   json found = json::object();
-  for (const auto module : {TransportModule::kGloo, TransportModule::kMpi}) {
-    found[std::string(transport_name(module))] = find_module(module_file(module));
+  for (const BackendInfo& backend : kBackends) {
+    if (backend.module == nullptr) continue;
+    found[std::string(backend.module->name)] = find_module(backend.module->file);
   }
   found["mpirun"] = find_in_path("mpirun", std::getenv("PATH"));
   return found;

@@ -115,7 +115,7 @@ std::string answer_when(const AnswerContext& context) {
   return text;
 }
 
-// How long one micro-batch took in the first stage, after a space; nothing where it was not
+// How long one micro-batch took in the first stage, after a space; nothing if it was not
 // recorded.
 std::string micro_batch_time(const std::vector<RunSet>& all, bool judged) {
   std::vector<std::string> rows;

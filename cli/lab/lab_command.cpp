@@ -176,7 +176,7 @@ int run_all(const LabRequest& request, const std::string& command) {
     if (!own.out.empty()) {
       own.out = (std::filesystem::path(own.out) / std::filesystem::path(lab.folder).filename());
     }
-    std::fflush(stdout);  // the last lab's text, before news of this one
+    std::fflush(stdout);  // the last lab's text, before messages of this one
     print_error(fmt::format("lab {}\n", lab.name));
     if (const int code = run_lab(lab, own, request.hand_in, command); code != 0) return code;
   }

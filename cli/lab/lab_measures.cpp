@@ -1,7 +1,6 @@
 #include "cli/lab/lab_measures.hpp"
 
 #include <cmath>
-#include <functional>
 
 namespace lockstep::cli {
 namespace {

@@ -79,7 +79,7 @@ bool on_cores(const RunSet& set_up);
 /// Whether all counts are the same.
 bool all_equal(const std::vector<int64_t>& rows);
 
-/// How much more device 0 has than the others have on average; 0 where there are no others.
+/// How much more device 0 has than the others have on average; 0 if there are no others.
 int64_t extra_on_first(const std::vector<DeviceRecord>& devices, int64_t DeviceRecord::*bytes);
 
 /// Mean of all devices but the first; the first's own where it is alone.
@@ -102,7 +102,7 @@ Imbalance imbalance_of(const std::vector<DeviceRecord>& devices);
 /// Most bytes that one device held at once, over all devices and repetitions.
 int64_t peak_of(const RunSet& set_up);
 
-/// What rank 0's peak is made of; none where no run recorded it.
+/// What rank 0's peak is made of; none if no run recorded it.
 std::optional<MemorySplit> memory_of(const RunSet& set_up);
 
 struct MemoryPart {
@@ -118,7 +118,7 @@ inline constexpr MemoryPart kMemoryParts[] = {
     {"low-precision copies", "copies", &MemorySplit::low_precision},
     {"activations", "activations", &MemorySplit::activations}};
 
-/// The first step's gradients; none where no run recorded them.
+/// The first step's gradients; none if no run recorded them.
 std::optional<GradientCheck> gradients_of(const RunSet& set_up);
 
 /// Rows of an optimizer step, over all ranks.
@@ -147,7 +147,7 @@ Comparison compare(const RunSet& base, const RunSet& other);
 /// How much faster `other` trains a row than `base`: for steps of different numbers of rows.
 Comparison compare_per_row(const RunSet& base, const RunSet& other);
 
-/// Norm of other's first gradient over that of base's; none where it was not recorded or is 0.
+/// Norm of other's first gradient over that of base's; none if it was not recorded or is 0.
 std::optional<double> norm_ratio(const RunSet& base, const RunSet& other);
 
 /// Largest distance of a loss from the reference's in the same step, relative to that. None where

@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cctype>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -61,7 +60,7 @@ void print_lab(const LabReport& report) {
 }
 
 // Prints where the report lies, and the zip if there is one.
-void print_place(const HandIn& hand_in, const std::string& folder) {
+void print_folder(const HandIn& hand_in, const std::string& folder) {
   const fs::path out(folder);
   fmt::print("\n{}\n",
              wrap_text(fmt::format("Report: {}; beside it report.pdf, report.md, the tables "
@@ -273,7 +272,7 @@ void publish_report(const LabReport& report, const ReportOrigin& origin, const H
                     const fs::path& folder) {
   print_lab(report);
   write_lab_report(report, origin, hand_in, folder.string());
-  print_place(hand_in, folder.string());
+  print_folder(hand_in, folder.string());
 }
 
 }  // namespace lockstep::cli

@@ -89,7 +89,7 @@ std::string shared_remark(const RunSet& set_up);
 /// The same after a space where devices do share hardware, else nothing.
 std::string sharing_sentence(const RunSet& set_up);
 
-/// How far two loss curves are apart, as a sentence after a space; nothing where they cannot be
+/// How far two loss curves are apart, as a sentence after a space; nothing if they cannot be
 /// compared. `whose` says what the first is: "the single device's".
 std::string loss_parity(const RunRecord& one, const RunRecord& many, const std::string& whose);
 

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "cli/lab/lab_text.hpp"
-#include "lockstep/units.hpp"
 
 namespace lockstep::cli {
 namespace {

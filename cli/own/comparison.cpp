@@ -171,7 +171,7 @@ fs::path record_path(const fs::path& folder, const std::string& name) {
   return folder / "records" / (name + ".json");
 }
 
-// The records of one side; none where a run left none.
+// The records of one side; none if a run left none.
 RunSet side_records(const SavedComparison& comparison, size_t side, const fs::path& folder) {
   RunSet set_up;
   for (size_t run = 0; run < comparison.sides[side].wall_s.size(); ++run) {

@@ -39,9 +39,9 @@ struct NamedRecord {
 
 std::vector<fs::path> records_in(const fs::path& folder) {
   std::vector<fs::path> files;
-  for (const fs::path& place : {folder / "records", folder}) {
-    if (!fs::is_directory(place)) continue;
-    for (const auto& entry : fs::directory_iterator(place)) {
+  for (const fs::path& source : {folder / "records", folder}) {
+    if (!fs::is_directory(source)) continue;
+    for (const auto& entry : fs::directory_iterator(source)) {
       if (entry.path().extension() == ".json") files.push_back(entry.path());
     }
     if (!files.empty()) break;

@@ -4,7 +4,6 @@
 #include <limits>
 #include <map>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "cli/nvml.hpp"

@@ -12,7 +12,7 @@ namespace lockstep::cli {
 /// What is wrong, and the likely cause. docs/verify.md says what each cause looks like.
 struct Divergence {
   int64_t step = 0;
-  std::string where;       ///< a parameter, or "" where the whole step is wrong
+  std::string where;       ///< a parameter, or "" if the whole step is wrong
   std::vector<int> ranks;  ///< that are wrong; none: all of them alike
   std::string cause;       ///< a word of docs/verify.md: "not-averaged"
   std::string text;        ///< a sentence with figures

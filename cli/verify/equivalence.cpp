@@ -6,12 +6,9 @@
 #include <filesystem>
 
 #include "base/process.hpp"
-#include "cli/doctor/facts.hpp"
 #include "cli/lab/folder_lock.hpp"
 #include "cli/lab/lab_report.hpp"
 #include "cli/verify/verify.hpp"
-#include "lockstep/units.hpp"
-#include "lockstep/version.hpp"
 
 namespace lockstep::cli {
 namespace {

@@ -201,7 +201,7 @@ int64_t averages_of(const TracedStep& step, int rank, const std::string& name) {
 
 std::optional<Divergence> check_averages(const TracedStep& step) {
   for (const auto& [rank, facts] : step.facts) {
-    // More than one where a program makes its update from several gradients, each of them averaged.
+    // More than one if a program makes its update from several gradients, each of them averaged.
     const auto wanted = std::max<int64_t>(1, facts.value("synchronised_forwards", int64_t{1}));
     for (const auto& [name, count] : facts.at("averages").items()) {
       const auto times = count.get<int64_t>();
@@ -626,13 +626,13 @@ void find_batch_dimension(TracedStep& step, TracedStep& reference) {
     }
     return hashes;
   };
-  const auto meet = [&](const char* fact) {
+  const auto has_common = [&](const char* fact) {
     const auto known = all(reference, fact);
     const auto given = all(step, fact);
     return std::any_of(given.begin(), given.end(),
                        [&](int64_t hash) { return known.contains(hash); });
   };
-  if (meet("rows") || !meet("columns")) return;
+  if (has_common("rows") || !has_common("columns")) return;
   for (auto* each : {&step, &reference}) {
     for (auto& [rank, facts] : each->facts) facts["rows"] = facts.at("columns");
   }

@@ -9,13 +9,10 @@
 #include "base/lists.hpp"
 #include "base/mutation.hpp"
 #include "base/process.hpp"
-#include "cli/doctor/facts.hpp"
 #include "cli/lab/folder_lock.hpp"
 #include "cli/lab/lab_report.hpp"
 #include "cli/verify/verify.hpp"
-#include "lockstep/cli_parse.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/units.hpp"
 #include "lockstep/version.hpp"
 #include "report/text.hpp"
 

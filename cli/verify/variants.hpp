@@ -16,7 +16,7 @@ bool names_flag(const std::vector<std::string>& words, const std::string& flag);
 
 /// The flags of a program, as its --help lists them.
 struct ProgramFlags {
-  std::map<std::string, std::string> defaults;              ///< [flag] "" where there is none
+  std::map<std::string, std::string> defaults;              ///< [flag] "" if there is none
   std::map<std::string, std::vector<std::string>> choices;  ///< [flag] of "off|bf16|fp16"
 
   bool has(const std::string& flag) const { return defaults.contains(flag); }

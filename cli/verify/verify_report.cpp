@@ -5,7 +5,6 @@
 #include <map>
 
 #include "base/counted.hpp"
-#include "cli/doctor/facts.hpp"
 #include "cli/verify/verify.hpp"
 #include "lockstep/units.hpp"
 #include "lockstep/version.hpp"

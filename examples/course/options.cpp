@@ -88,8 +88,7 @@ void check_model(const Options& options) {
 
 // Checked before any rank waits for another, so that a mistake costs nothing.
 void check_ranks(const Options& options) {
-  require_one_of("--backend", options.backend,
-                 {lockstep::kBackendNames.begin(), lockstep::kBackendNames.end()});
+  require_one_of("--backend", options.backend, lockstep::backend_names());
   require_one_of("--nonfinite", options.nonfinite, {"warn", "stop", "ignore"});
   if (!options.has_pipeline) {
     require_one_of("--compress", options.compress, {"off", "bf16", "fp16"});

@@ -338,7 +338,7 @@ void Run::begin_forward() {
   if (sync_ != nullptr) begin_phase("forward");
 }
 
-// Only the last rank plants an overflow, so that the others must be told of it.
+// Only the last rank plants an overflow, so that the others must learn of it.
 void Run::before_loss(const torch::Tensor& out) {
   const int64_t computed = ++losses_computed_;
   if (computed == options_.overflow_at * losses_in_step() && world_->rank() + 1 == world_->size()) {

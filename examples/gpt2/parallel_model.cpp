@@ -169,16 +169,16 @@ class PipelineModel final : public ParallelModel {
     const torch::NoGradGuard no_grad;
     set_training(false);
     const auto padded = pad_batch(batch, pipeline_.schedule().micro_batches, 1);
-    const auto told = torch::zeros({1}, torch::kFloat64);
+    const auto loss = torch::zeros({1}, torch::kFloat64);
     {
       const lockstep::Autocast amp(device_, torch::kBFloat16, autocast_);
       const auto logits = pipeline_.evaluate(padded.x);
       if (logits.defined()) {
-        told.fill_(loss_of(logits, padded.y.to(device_), config_, division_).item<double>());
+        loss.fill_(loss_of(logits, padded.y.to(device_), config_, division_).item<double>());
       }
     }
-    axis_.broadcast(told, axis_.size() - 1, {.label = "loss of an evaluation"});
-    return {told.item<double>(), count_targets(batch.y)};
+    axis_.broadcast(loss, axis_.size() - 1, {.label = "loss of an evaluation"});
+    return {loss.item<double>(), count_targets(batch.y)};
   }
 
   std::vector<NamedParameter> parameters() const override {

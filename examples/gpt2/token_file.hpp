@@ -30,7 +30,7 @@ class TokenFile {
 /// Rows of tokens and what follows each token.
 struct Batch {
   torch::Tensor x;  // int64 [rows, positions]
-  torch::Tensor y;  // likewise; kIgnored where there is nothing to predict
+  torch::Tensor y;  // likewise; kIgnored if there is nothing to predict
 };
 
 inline constexpr int64_t kIgnored = -100;

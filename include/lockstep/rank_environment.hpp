@@ -1,17 +1,15 @@
 #pragma once
 
-#include <array>
 #include <functional>
 #include <map>
 #include <optional>
 #include <string>
-#include <string_view>
+#include <vector>
 
 namespace lockstep {
 
-/// What --backend, LOCKSTEP_BACKEND and WorldOptions::backend may say.
-inline constexpr std::array<std::string_view, 8> kBackendNames = {
-    "auto", "self", "shm", "gloo", "two_level", "mpi", "nccl", "ipc"};
+/// What --backend, LOCKSTEP_BACKEND and WorldOptions::backend may be: "auto", "shm", "gloo", ...
+std::vector<std::string> backend_names();
 
 /// What the launcher tells a rank through environment variables.
 struct RankEnvironment {

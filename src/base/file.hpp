@@ -40,7 +40,7 @@ class ManyFiles {
 };
 
 /// Raises this process's limit on open files, as far as it may, so that `more` can be opened. Does
-/// nothing where the limit is high enough. Returns whether they can be.
+/// nothing if the limit is high enough. Returns whether they can be.
 bool make_room_for_files(int more);
 
 /// Returns a whole file as text. An Error names the path and the reason.

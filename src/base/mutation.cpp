@@ -48,7 +48,7 @@ constexpr std::array kMutations = {
     MutationInfo{kOverflowNotSkipped, "overflow-not-skipped",
                  "a step with an infinite gradient is not skipped"},
     MutationInfo{kSkipNotAgreed, "skip-not-agreed",
-                 "a rank of a divided model does not hear of another's overflow"},
+                 "a rank of a divided model does not learn of another's overflow"},
     MutationInfo{kMasterNotWritten, "master-not-written",
                  "the model goes on with weights that were not rounded from their masters"},
     MutationInfo{kWeightDecayTwice, "weight-decay-twice", "weight decay is applied twice"},

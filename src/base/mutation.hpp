@@ -2,7 +2,6 @@
 
 #include <optional>
 #include <span>
-#include <string>
 #include <string_view>
 
 // Planted bugs: `lockstep verify --mutate` plants one of them in a run and must find it.

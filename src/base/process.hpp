@@ -28,7 +28,7 @@ struct ProcessStat {
 std::optional<ProcessStat> read_process_stat(pid_t pid);
 
 /// The path of the program of this name in the folders of PATH; "" if none of them has it. `path`
-/// is the variable's value, null where it is not set. As a shell does, an empty folder counts as
+/// is the variable's value, null if it is not set. As a shell does, an empty folder counts as
 /// the current one, and only files that may be executed count.
 std::string find_in_path(const std::string& name, const char* path);
 

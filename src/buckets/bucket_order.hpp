@@ -13,7 +13,7 @@ namespace lockstep {
 /// in the first synchronised backward, once all ranks agree on it.
 class BucketOrder {
  public:
-  /// `learns` is false where one backward's order does not predict the next one's.
+  /// `learns` is false if one backward's order does not predict the next one's.
   BucketOrder(size_t parameters, bool learns);
 
   /// The parameters in the order in which they are expected to be ready.

@@ -76,7 +76,7 @@ class CheckpointStore {
   std::string folder_;
   FileSystem& files_;
   std::unique_ptr<Descriptor> lock_;
-  bool locked_ = false;  // false where the file system has no locks
+  bool locked_ = false;  // false if the file system has no locks
 };
 
 /// Writes a safetensors file of a draft and flushes it. Any rank may do so. Adds to `tensors` what

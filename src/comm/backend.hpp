@@ -40,7 +40,7 @@ struct ConstBuffer {
 struct BlockExchange {
   Operation operation = Operation::kAllToAll;  ///< as errors call it; kAllGather: the same for all
   int root = -1;
-  int64_t count = Fingerprint::kOwnCounts;  ///< of a block, where it is the same between all
+  int64_t count = Fingerprint::kOwnCounts;  ///< of a block, if it is the same between all
   std::vector<int64_t> given;               ///< [group rank], elements
   std::vector<int64_t> taken;               ///< [group rank], elements
 
@@ -212,7 +212,8 @@ std::unique_ptr<Backend> make_shm_backend(const ShmOptions& options);
 /// The same between threads of this process: [rank].
 std::vector<std::unique_ptr<Backend>> make_shm_thread_backends(int size);
 
-/// Ranks on any hosts. They agree on their calls over TCP, and move data by Gloo or MPI.
+/// Ranks on any hosts. They agree on their calls over TCP, and the module of the named backend
+/// moves their data: "gloo"; or "mpi", for ranks that MPI started (RankEnvironment::under_mpi).
 struct NetworkOptions {
   std::shared_ptr<Store> store;  ///< through which the ranks exchange addresses
   int rank = 0;
@@ -220,10 +221,7 @@ struct NetworkOptions {
   std::string address;      ///< this host's address that the others can reach
   int64_t deadline_ns = 0;  ///< of the rendezvous
 };
-std::unique_ptr<Backend> make_gloo_backend(const NetworkOptions& options);
-
-/// Ranks that MPI started: see RankEnvironment::under_mpi.
-std::unique_ptr<Backend> make_mpi_backend(const NetworkOptions& options);
+std::unique_ptr<Backend> make_network_backend(std::string_view name, const NetworkOptions& options);
 
 /// Ranks on several hosts, of which some have several: data moves through shared memory inside a
 /// host, and by Gloo between hosts, once for all of its ranks.

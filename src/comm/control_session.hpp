@@ -79,7 +79,7 @@ class ControlSession {
 
   // Failure: the first error wins.
 
-  /// Does a part of a call. An exception ends the communicator; where another one has ended it
+  /// Does a part of a call. An exception ends the communicator; if another one has ended it
   /// meanwhile, that one is thrown.
   template <class Action>
   void guarded(Action&& action) {

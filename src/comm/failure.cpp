@@ -40,7 +40,7 @@ bool take(std::string_view& bytes, Item* items, size_t count) {
 // Ranks that made the same call.
 struct CallGroup {
   const Fingerprint* call = nullptr;
-  std::string said;  // the call in words
+  std::string text;  // the call in words
   std::vector<int> world_ranks;
 };
 
@@ -75,38 +75,39 @@ std::string rank_list(const std::vector<int>& world_ranks) {
   return fmt::format("rank{} {}", world_ranks.size() == 1 ? "" : "s", fmt::join(world_ranks, ", "));
 }
 
-// " of 4" where the ranks are those of the world; otherwise nothing, since "rank 6 of 2" misleads.
+// " of 4" if the ranks are those of the world; otherwise nothing, since "rank 6 of 2" misleads.
 std::string of_size(const Group& group) {
   return group.name == "world" ? fmt::format(" of {}", group.size()) : "";
 }
 
-// Blames the smallest call group where another one has the majority.
+// Blames the smallest call group if another one has the majority.
 [[noreturn]] void throw_different(const Group& group, const std::vector<CallGroup>& call_groups,
                                   std::string_view what, AbortRecord record = {}) {
   size_t ranks = 0;
-  std::vector<std::string> said;
-  said.reserve(call_groups.size());
+  std::vector<std::string> sides;
+  sides.reserve(call_groups.size());
   for (const CallGroup& call_group : call_groups) {
     ranks += call_group.world_ranks.size();
-    said.push_back(fmt::format("{} called {}", rank_list(call_group.world_ranks), call_group.said));
+    sides.push_back(
+        fmt::format("{} called {}", rank_list(call_group.world_ranks), call_group.text));
   }
   const bool clear = call_groups.size() == 1 || 2 * call_groups.back().world_ranks.size() > ranks;
   const int blamed = clear ? call_groups.front().world_ranks.front() : -1;
   // The first and the last group explain the mismatch; with many ranks the rest would bury them.
   constexpr size_t kSidesShown = 6;
   std::vector<std::string> notes;
-  for (size_t side = 1; side + 1 < said.size() && notes.size() + 2 < kSidesShown; ++side) {
-    notes.push_back(said[side]);
+  for (size_t side = 1; side + 1 < sides.size() && notes.size() + 2 < kSidesShown; ++side) {
+    notes.push_back(sides[side]);
   }
-  if (said.size() > kSidesShown) {
-    notes.push_back(fmt::format("{} more different calls", said.size() - kSidesShown));
+  if (sides.size() > kSidesShown) {
+    notes.push_back(fmt::format("{} more different calls", sides.size() - kSidesShown));
   }
   record.code = Code::kCallMismatch;
   record.by = group.rank;
   record.blamed = group.group_rank(blamed);
   record.text =
       fmt::format("ranks{} {}: {}; {}", group.name == "world" ? "" : " of group " + group.name,
-                  what, said.front(), said.back());
+                  what, sides.front(), sides.back());
   const std::string message = record.text;
   throw CollectiveError(
       Code::kCallMismatch, blamed, std::move(record), message,
@@ -195,7 +196,7 @@ class WaitGraph {
   }
 
   // What a rank waits in, in words.
-  std::string said(int rank) const {
+  std::string text_of(int rank) const {
     std::vector<std::string> calls;
     for (const auto& waiting : at(rank).waiting) {
       calls.push_back(describe_waiting(group_, waiting));
@@ -226,7 +227,7 @@ void throw_cause(const Group& group, const Fingerprint& call, const WaitGraph& g
   for (const int rank : ranks) {
     std::string state = graph.at(rank).state;
     if (!graph.at(rank).waiting.empty()) {
-      state += fmt::format("{}it waits in {}", state.empty() ? "" : "; ", graph.said(rank));
+      state += fmt::format("{}it waits in {}", state.empty() ? "" : "; ", graph.text_of(rank));
     }
     missing.push_back({rank, state});
   }
@@ -236,7 +237,7 @@ void throw_cause(const Group& group, const Fingerprint& call, const WaitGraph& g
     throw_rank_failed(
         group, call, rank,
         fmt::format("waited {} for this rank in {} and gave up",
-                    format_seconds(static_cast<double>(waited_ns) * 1e-9), graph.said(rank)));
+                    format_seconds(static_cast<double>(waited_ns) * 1e-9), graph.text_of(rank)));
   }
 }
 
@@ -245,15 +246,15 @@ std::vector<CallGroup> call_groups_in(const Group& group, const WaitGraph& graph
                                       const std::vector<int>& knot) {
   std::vector<CallGroup> call_groups;
   for (const int rank : knot) {
-    const std::string said = graph.said(rank);
+    const std::string text = graph.text_of(rank);
     const bool known =
         std::any_of(call_groups.begin(), call_groups.end(),
-                    [&](const CallGroup& call_group) { return call_group.said == said; });
-    if (!known) call_groups.push_back({nullptr, said, {}});
+                    [&](const CallGroup& call_group) { return call_group.text == text; });
+    if (!known) call_groups.push_back({nullptr, text, {}});
   }
   for (int rank = 0; rank < group.size(); ++rank) {
     for (CallGroup& call_group : call_groups) {
-      if (call_group.said != graph.said(rank)) continue;
+      if (call_group.text != graph.text_of(rank)) continue;
       call_group.world_ranks.push_back(group.world_rank(rank));
     }
   }

@@ -19,9 +19,9 @@ namespace lockstep {
 /// record, and nothing in it is ever recovered from a text. Ranks are group ranks.
 struct AbortRecord {
   Code code = Code::kRankFailed;
-  int32_t by = 0;       ///< the rank that gave up first
-  int32_t blamed = -1;  ///< the rank at fault: `by` where it failed by itself; -1: nobody can tell
-  std::vector<int32_t> ranks = {};             ///< of a mismatch, where known: who called something
+  int32_t by = 0;                   ///< the rank that gave up first
+  int32_t blamed = -1;              ///< the rank at fault: `by` if it failed by itself; -1: unknown
+  std::vector<int32_t> ranks = {};  ///< of a mismatch, if known: who called something
   std::vector<Fingerprint> fingerprints = {};  ///< [i]: what ranks[i] called
   std::string text = {};  ///< kRankFailed of a peer: continues "rank 2 …"; otherwise what happened
 
@@ -55,7 +55,7 @@ struct MissingRank {
   std::string state;  ///< "process 1234 is stopped by a signal", or ""
 };
 
-/// kCallMismatch: says what each rank called. calls[i] is that of ranks[i], or of rank i where
+/// kCallMismatch: says what each rank called. calls[i] is that of ranks[i], or of rank i if
 /// `ranks` is empty; not all agree. Blames the rank that differs from a majority.
 [[noreturn]] void throw_mismatch(const Group& group, std::span<const Fingerprint> calls,
                                  std::span<const int32_t> ranks = {});
@@ -92,11 +92,11 @@ struct RankActivity {
   std::string state;             ///< for a note: "process 1234 is stopped by a signal", or ""
 };
 
-/// The error of a call that was not done at its deadline. It follows who waits for whom, from the
-/// ranks that the call awaits to the cause, so that every rank of the group names the same one: a
-/// rank that is silent or waits in no call is absent (kRankAbsent), and ranks that wait for each
-/// other made different calls (kCallMismatch). A rank that only waits in an earlier call, because
-/// of another one, is not to blame. `awaited` empty: as this rank's own activity tells.
+/// The error of a call that was not done at its deadline. It follows which rank waits for which,
+/// from the ranks that the call awaits to the cause, so that every rank of the group names the same
+/// one: a rank that is silent or waits in no call is absent (kRankAbsent), and ranks that wait for
+/// each other made different calls (kCallMismatch). A rank that only waits in an earlier call,
+/// because of another one, is not to blame. `awaited` empty: as this rank's own activity tells.
 /// activities[group rank].
 [[noreturn]] void throw_stalled(const Group& group, const Fingerprint& call,
                                 std::span<const int> awaited,

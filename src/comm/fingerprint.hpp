@@ -35,7 +35,7 @@ std::string_view operation_name(Operation operation);
 /// bytes: it lies in shared memory and travels over sockets.
 struct Fingerprint {
   int64_t sequence = 0;  ///< counts a communicator's collectives from 1, or a pair's messages
-  int64_t count = 0;     ///< elements; of one block, where there are several; kOwnCounts
+  int64_t count = 0;     ///< elements; of one block, if there are several; kOwnCounts
   double weight = 1;     ///< of this rank in a mean; the only field in which ranks may differ
   Operation operation = Operation::kBarrier;
   Dtype dtype = Dtype::kU8;
@@ -69,18 +69,18 @@ struct Group {
   int size() const { return static_cast<int>(world_ranks.size()); }
   int world_rank(int group_rank) const { return world_ranks.at(static_cast<size_t>(group_rank)); }
 
-  /// The group rank of a rank of the world; -1 where it is not a member.
+  /// The group rank of a rank of the world; -1 if it is not a member.
   int group_rank(int world_rank) const;
 
   /// All ranks of a world.
   static Group world(int rank, int size);
 };
 
-/// "all_reduce #17 (bucket 3): 1024 x F32, sum", with the group where it is not the world.
+/// "all_reduce #17 (bucket 3): 1024 x F32, sum", with the group if that is not the world.
 std::string describe_in(const Group& group, const Fingerprint& call);
 
 /// [group rank] -> what that rank's values are multiplied by in a mean: its weight over the sum of
-/// all weights. Empty for other operations. kUsage where all weights are zero.
+/// all weights. Empty for other operations. kUsage if all weights are zero.
 std::vector<double> mean_factors(std::span<const Fingerprint> calls);
 
 /// The same for a mean, from the ranks' weights.

@@ -51,7 +51,7 @@ class PeerProcess {
  private:
   pid_t pid_;
   bool own_;
-  std::shared_ptr<const Descriptor> watch_;  // a pidfd; null where the system has none
+  std::shared_ptr<const Descriptor> watch_;  // a pidfd; null if the system has none
 };
 
 }  // namespace lockstep

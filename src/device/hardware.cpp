@@ -1,5 +1,4 @@
 #include <ATen/Version.h>
-#include <fmt/format.h>
 #include <torch/cuda.h>
 #include <torch/types.h>
 

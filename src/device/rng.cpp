@@ -14,7 +14,6 @@
 #include <array>
 #include <atomic>
 #include <bit>
-#include <memory>
 #include <mutex>
 #include <utility>
 

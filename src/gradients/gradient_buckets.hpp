@@ -4,7 +4,6 @@
 
 #include <map>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "buckets/bucket_plan.hpp"

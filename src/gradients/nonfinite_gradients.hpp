@@ -34,7 +34,7 @@ class NonfiniteGradients {
   /// Checks bucket number `bucket`, which is about to be averaged. Throws if the answer is to stop.
   void look(const GradientBuckets& buckets, size_t bucket);
 
-  /// Checks the gradients of a part of the batch: [parameter], undefined where there is none. A
+  /// Checks the gradients of a part of the batch: [parameter], undefined if there is none. A
   /// step of virtual shards has several parts; `first`: of this rank's.
   void look(std::span<const torch::Tensor> gradients, bool first);
 

@@ -3,7 +3,7 @@
 #include <torch/torch.h>
 
 #include "base/mutation.hpp"
-#include "device/slice_map.hpp"
+#include "device/parameter_notes.hpp"
 #include "verify/step_recorder.hpp"
 
 namespace lockstep {

@@ -9,7 +9,7 @@
 
 #include "buckets/bucket_order.hpp"
 #include "buckets/ready_tracker.hpp"
-#include "device/gradient_memory.hpp"
+#include "device/parameter_notes.hpp"
 #include "gradients/gradient_buckets.hpp"
 #include "gradients/gradient_hooks.hpp"
 #include "gradients/in_flight_buckets.hpp"

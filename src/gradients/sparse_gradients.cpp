@@ -3,7 +3,6 @@
 #include <torch/nn/modules/embedding.h>
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <unordered_set>
 
 #include "lockstep/error.hpp"

@@ -3,7 +3,6 @@
 #include <torch/nn/module.h>
 
 #include <span>
-#include <utility>
 #include <vector>
 
 #include "gradients/trained_parameters.hpp"

@@ -8,7 +8,6 @@
 #include <xxhash.h>
 
 #include <array>
-#include <cmath>
 #include <optional>
 #include <utility>
 

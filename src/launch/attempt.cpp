@@ -23,9 +23,9 @@ namespace {
 
 constexpr int64_t kMillisecond = 1'000'000;
 // After the first bad end the others get this long to end too, since one of them may report what
-// really happened. They get longer if the blamed rank has not ended yet, and longest if others say
-// that it has given up: its own error is about to come, and tells most. They get no time if the
-// first rank was killed: no other rank can know more about that.
+// really happened. They get longer if the blamed rank has not ended yet, and longest if others
+// report that it has given up: its own error is about to come, and tells most. They get no time if
+// the first rank was killed: no other rank can know more about that.
 constexpr int64_t kSettleNs = 50 * kMillisecond;
 constexpr int64_t kSettleForCulpritNs = 200 * kMillisecond;
 constexpr int64_t kSettleForEndingCulpritNs = 3'000 * kMillisecond;
@@ -215,7 +215,7 @@ void Attempt::take_node_events() {
     report_taken_ = report_taken_ || own;
     if (!event->failure || own || remote_) continue;
     remote_ = event->failure;
-    // What ranks of this host say about a lost host only tells of its consequences.
+    // What ranks of this host report of a lost host is only a consequence of the loss.
     const bool decided = state_ == State::kSettling && remote_->rank < 0;
     if (state_ != State::kRunning && state_ != State::kWaitingForHosts && !decided) continue;
     judge_if_accused();
@@ -297,7 +297,7 @@ void Attempt::report_root_cause() {
                                  restart_after(*root_cause_, views_)});
 }
 
-// While ranks that answer are alive: after a stall their stacks tell who waits where.
+// While ranks that answer are alive: after a stall their stacks show where each one waits.
 void Attempt::ask_for_stacks() const {
   switch (root_cause_->cause) {
     case Cause::kMissing:
@@ -346,7 +346,7 @@ void Attempt::look_at_progress(int64_t now_ns) {
   stop(SIGTERM);
 }
 
-// Otherwise nobody would end badly before the whole timeout has passed.
+// Otherwise no rank would fail before the whole timeout has passed.
 void Attempt::look_for_early_leaver() {
   views_ = look_at_ranks();
   look_for_waiting_ = left_elsewhere_ || !ranks_that_never_came(views_).empty();

@@ -61,7 +61,7 @@ Coordinator::Node& Coordinator::known(PeerId peer) {
 }
 
 void Coordinator::received(Hub& hub, PeerId peer, std::string_view payload) {
-  if (Node* node = find(peer)) node->heard_ns = running_ns();
+  if (Node* node = find(peer)) node->last_message_ns = running_ns();
   if (suspicion_ && suspicion_->silent == peer) fail(hub, RemoteFailure(suspicion_->failure));
   std::visit(Overloaded{[&](const JoinMessage& message) { handle(hub, peer, message); },
                         [&](const RejoinMessage& message) { handle(hub, peer, message); },
@@ -79,7 +79,7 @@ void Coordinator::handle(Hub& hub, PeerId peer, const JoinMessage& message) {
     return;
   }
   last_arrival_ns_ = running_ns();
-  Node node{.peer = peer, .offer = message.offer, .heard_ns = last_arrival_ns_};
+  Node node{.peer = peer, .offer = message.offer, .last_message_ns = last_arrival_ns_};
   if (peer == kOwnPeer) node.offer.node_rank = 0;
   nodes_.push_back(std::move(node));
   tell_status(hub);
@@ -92,7 +92,7 @@ std::string Coordinator::name_of_node_0() const {
   return own == nodes_.end() ? options_.host : own->offer.host;
 }
 
-// What must be the same on all hosts and is not.
+// Names what must be the same on all hosts and is not.
 std::optional<RefusedMessage> Coordinator::difference(const JoinMessage& message) const {
   const std::string node_0 = name_of_node_0();
   if (message.version != kVersion)
@@ -228,7 +228,7 @@ void Coordinator::begin_attempt(Hub& hub) {
 
 // A node that asked for no rank gets a free one, in order of arrival, and keeps it. In an attempt
 // the nodes are renumbered in that order, without gaps. Node 0 comes first: rank 0, which alone
-// publishes checkpoints, is always on the host that decides who takes part.
+// publishes checkpoints, is always on the host that decides which hosts take part.
 std::vector<Coordinator::Node*> Coordinator::assign_node_ranks() {
   std::set<int> free;
   for (int rank = 0; rank < options_.nnodes.most; ++rank) free.insert(rank);
@@ -272,7 +272,7 @@ const Coordinator::Node* Coordinator::node_of_rank(int rank) const {
 }
 
 bool Coordinator::is_silent(const Node& node) const {
-  return running_ns() - node.heard_ns > kLateBeats * options_.heartbeat_ns;
+  return running_ns() - node.last_message_ns > kLateBeats * options_.heartbeat_ns;
 }
 
 void Coordinator::handle(Hub& hub, PeerId peer, const FailedMessage& message) {
@@ -301,14 +301,14 @@ void Coordinator::fail(Hub& hub, const RemoteFailure& failure) {
   tell_status(hub);
 }
 
-// Whether anybody waits for that rank is for the other hosts to see. Two such hosts are enough for
-// every host to hear of another one.
+// The other hosts find out whether any rank waits for that one. Two such hosts are enough for
+// every host to learn of another one.
 void Coordinator::handle(Hub& hub, PeerId peer, const LeftMessage& message) {
   const Node& reporter = known(peer);
   if (phase_ != Phase::kRunning || node_of_rank(message.rank) != &reporter) return;
-  auto& told = early_leavers_;
-  if (told.size() == 2 || (!told.empty() && told[0] == reporter.node_rank)) return;
-  told.push_back(reporter.node_rank);
+  auto& reporters = early_leavers_;
+  if (reporters.size() == 2 || (!reporters.empty() && reporters[0] == reporter.node_rank)) return;
+  reporters.push_back(reporter.node_rank);
   for (const Node& node : nodes_) {
     if (node.state == NodeState::kRunning && &node != &reporter)
       hub.send(node.peer, encode(message));
@@ -357,7 +357,8 @@ void Coordinator::tick(Hub& hub) {
   for (const Node& node : nodes_) {
     // Node 0's own launcher shares this process: it is silent while this process is stopped.
     const bool own = node.peer == kOwnPeer;
-    if (!own && running_ns() - node.heard_ns > options_.lost_after_ns) silent.push_back(node.peer);
+    if (!own && running_ns() - node.last_message_ns > options_.lost_after_ns)
+      silent.push_back(node.peer);
   }
   for (const PeerId peer : silent) {
     lose(hub, peer, fmt::format("it was silent for {}", in_seconds(options_.lost_after_ns)));
@@ -365,14 +366,14 @@ void Coordinator::tick(Hub& hub) {
   begin_attempt_if_possible(hub);
 }
 
-// Everybody hears of everybody: with many hosts that is done once in a heartbeat, not for each that
-// comes.
+// Sends the status of all hosts to all hosts. With many hosts that is done once in a heartbeat, not
+// for each host that comes.
 void Coordinator::tell_status(Hub& hub) {
   status_changed_ = true;
   if (nodes_.size() <= kFewHosts) send_status(hub);
 }
 
-// To those who wait for an attempt.
+// Sends the status to the hosts that wait for an attempt.
 void Coordinator::send_status(Hub& hub) {
   status_changed_ = false;
   StatusMessage status;

@@ -57,7 +57,7 @@ class Coordinator final : public HubHandler {
     NodeOffer offer;  // its node_rank, once assigned, orders the nodes of every attempt
     NodeState state = NodeState::kReady;
     int node_rank = -1;  // in the attempt that it takes part in: 0, 1, ... without gaps
-    int64_t heard_ns = 0;
+    int64_t last_message_ns = 0;
   };
 
   // A failure that is blamed on a rank of a silent node. If that node is lost, it is the root

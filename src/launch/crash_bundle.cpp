@@ -27,7 +27,7 @@ using nlohmann::json;
 constexpr int64_t kTailBytes = 8192;
 
 // Variables that decide how ranks run.
-constexpr std::array<std::string_view, 9> kTold = {
+constexpr std::array<std::string_view, 9> kRecorded = {
     "LOCKSTEP_", "OMP_", "NCCL_", "GLOO_", "CUDA_", "SLURM_", "MASTER_", "TORCH", "OPENBLAS_"};
 
 // Unless their names say that they are secrets.
@@ -46,16 +46,16 @@ std::string kernel() {
   return fmt::format("{} {} {}", system.sysname, system.release, system.machine);
 }
 
-json told_environment() {
+json recorded_environment() {
   json variables = json::object();
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string_view text(*entry);
     const size_t equals = std::min(text.find('='), text.size());
     const std::string_view name = text.substr(0, equals);
-    const bool told = std::any_of(kTold.begin(), kTold.end(), [name](std::string_view prefix) {
-      return name.starts_with(prefix);
-    });
-    if (!told || is_secret(name)) continue;
+    const bool recorded =
+        std::any_of(kRecorded.begin(), kRecorded.end(),
+                    [name](std::string_view prefix) { return name.starts_with(prefix); });
+    if (!recorded || is_secret(name)) continue;
     variables[std::string(name)] = text.substr(std::min(equals + 1, text.size()));
   }
   return variables;
@@ -141,7 +141,7 @@ std::string write_crash_bundle(const CrashBundle& bundle) {
                {"attempt", layout.attempt},
                {"command", bundle.plan.command},
                {"failure", bundle.failure},
-               {"environment", told_environment()}};
+               {"environment", recorded_environment()}};
   json& plan = text["plan"] = json::object();
   for (const PlanFact& fact : bundle.plan.facts) {
     plan[fact.name] = {{"value", fact.value}, {"source", fact.source}};

@@ -8,9 +8,9 @@
 
 namespace lockstep {
 
-/// Everything that is known about a failed attempt, for whoever has to find out why: one JSON file
-/// with versions, plan, environment (no secrets), and for each rank of this host how it ended, what
-/// it showed last, its last collectives, its stack and the ends of its logs.
+/// Everything that is known about a failed attempt, for the person who has to find out why: one
+/// JSON file with versions, plan, environment (no secrets), and for each rank of this host how it
+/// ended, what it showed last, its last collectives, its stack and the ends of its logs.
 struct CrashBundle {
   const LaunchPlan& plan;
   const AttemptEnvironment& environment;

@@ -1,11 +1,13 @@
 #include "launch/flags.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <array>
 #include <charconv>
 #include <cmath>
 
+#include "base/backends.hpp"
 #include "base/lists.hpp"
 #include "lockstep/error.hpp"
 
@@ -19,14 +21,16 @@ constexpr std::string_view kOutput = "Output";
 constexpr std::string_view kProgram = "Program";
 constexpr std::string_view kTorchrun = "Accepted for torchrun's sake, without effect";
 
-constexpr std::array kFlags = {
+const std::string kBackendValues = fmt::format("{}", fmt::join(launched_backends(), "|"));
+
+const std::array kFlags = {
     FlagInfo{"nproc-per-node", "n", "N|auto|cpu|gpu", "ranks on this host (default: 1)", kRanks,
              "PET_NPROC_PER_NODE"},
     FlagInfo{"threads", "", "N", "threads per rank (default: OMP_NUM_THREADS, or cores / ranks)",
              kRanks, ""},
     FlagInfo{"no-pin", "", "", "let ranks run on any core", kRanks, ""},
-    FlagInfo{"backend", "", "auto|shm|gloo|two_level|nccl|ipc",
-             "how ranks communicate (default: auto)", kRanks, "LOCKSTEP_BACKEND"},
+    FlagInfo{"backend", "", kBackendValues, "how ranks communicate (default: auto)", kRanks,
+             "LOCKSTEP_BACKEND"},
     FlagInfo{"role", "", "NAME", "ROLE_NAME for the program (default: default)", kRanks,
              "PET_ROLE"},
 

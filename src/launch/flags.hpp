@@ -6,7 +6,6 @@
 #include <span>
 #include <string>
 #include <string_view>
-#include <vector>
 
 // The flags of `lockstep run`, and the lists and numbers they take.
 

@@ -5,12 +5,12 @@
 #include <algorithm>
 #include <filesystem>
 
+#include "base/backends.hpp"
 #include "base/counted.hpp"
 #include "base/lists.hpp"
 #include "launch/plan_reader.hpp"
 #include "launch/signals.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/rank_environment.hpp"
 #include "lockstep/table.hpp"
 #include "lockstep/version.hpp"
 
@@ -125,18 +125,21 @@ void plan_cores(PlanReader& reader, const LaunchFacts& facts, LaunchPlan& plan) 
 void plan_backend(PlanReader& reader, LaunchPlan& plan) {
   const std::string name = reader.text("backend", "backend", "auto");
   const Setting* setting = reader.find("backend");
-  if (std::find(kBackendNames.begin(), kBackendNames.end(), name) == kBackendNames.end()) {
-    PlanReader::fail(*setting, "is not a backend", "write auto, shm, gloo, two_level, nccl or ipc");
+  if (name == "auto") return;
+  const BackendInfo* const backend = find_backend(name);
+  if (backend == nullptr) {
+    PlanReader::fail(*setting, "is not a backend", "write " + alternatives(launched_backends()));
   }
-  if (name == "mpi") {
-    PlanReader::fail(*setting, "needs ranks that MPI itself starts",
-                     "use mpirun -n N PROGRAM --backend mpi, or srun --mpi=pmix, instead of "
-                     "lockstep run");
+  if (backend->has_own_launcher()) {
+    PlanReader::fail(*setting, "needs ranks that lockstep run cannot start",
+                     fmt::format("use {} PROGRAM --backend {}, or {}, instead of lockstep run",
+                                 backend->launchers[0], name, backend->launchers[1]));
   }
-  if ((name == "shm" || name == "ipc") && plan.nnodes.several()) {
-    PlanReader::fail(*setting, "works on one host only", "write auto, two_level, gloo or nccl");
+  if (backend->one_host && plan.nnodes.several()) {
+    PlanReader::fail(*setting, "works on one host only",
+                     "write " + alternatives(launched_backends(/*several_hosts=*/true)));
   }
-  if (name != "auto") plan.backend = name;
+  plan.backend = name;
 }
 
 void plan_console(PlanReader& reader, LaunchPlan& plan) {
@@ -206,8 +209,9 @@ void check_faults(const LaunchPlan& plan, const Setting& setting) {
       PlanReader::fail(setting, "needs gradients that ranks average",
                        "start two ranks or more: -n 2");
     }
-    if (fault.kind == FaultKind::kNetcut && one_host && plan.backend != "gloo" &&
-        plan.backend != "two_level") {
+    const BackendInfo* const backend = find_backend(plan.backend);
+    const bool over_tcp = !one_host || (backend != nullptr && backend->over_tcp);
+    if (fault.kind == FaultKind::kNetcut && !over_tcp) {
       PlanReader::fail(setting, "cuts connections that ranks of one host do not have",
                        "add --backend gloo, or use several hosts");
     }

@@ -4,8 +4,6 @@
 
 #include <algorithm>
 
-#include "lockstep/units.hpp"
-
 namespace lockstep {
 namespace {
 

@@ -11,7 +11,7 @@
 
 namespace lockstep {
 
-/// A rank that takes longer for its own part of a step than the others, who wait for it.
+/// A rank that takes longer for its own part of a step than the others, which wait for it.
 struct Straggler {
   int rank = -1;
   double own_ms = 0;  ///< per step: all time but that in which it waited for others

@@ -238,7 +238,7 @@ void NetworkNodeLink::post(const NodeMessage& message) {
 // Returns false if the job finished instead.
 bool NetworkNodeLink::await_layout(int64_t deadline_ns) {
   const int64_t since_ns = running_ns();
-  std::string told;
+  std::string shown;
   std::unique_lock lock(mutex_);
   while (!next_layout_) {
     if (state_ == State::kRefused) throw Error(Code::kRendezvous, refusal_.why, refusal_.help);
@@ -254,8 +254,8 @@ bool NetworkNodeLink::await_layout(int64_t deadline_ns) {
     const bool enough =
         status_.running == 0 && static_cast<int>(status_.present.size()) >= options_.nnodes.least;
     if (left_ns <= 0 && !enough) throw_incomplete(since_ns);
-    if (const std::string line = waiting_for(deadline_ns - since_ns); line != told) {
-      told = line;
+    if (const std::string line = waiting_for(deadline_ns - since_ns); line != shown) {
+      shown = line;
       lock.unlock();
       if (!line.empty()) options_.on_wait(line);
       lock.lock();
@@ -340,7 +340,7 @@ void NetworkNodeLink::run() {
 
 void NetworkNodeLink::talk() {
   int64_t next_beat_ns = running_ns() + options_.heartbeat_ns;
-  int64_t heard_ns = running_ns();
+  int64_t last_message_ns = running_ns();
   for (;;) {
     bool stop = false;
     outbox_wake_.clear();
@@ -352,7 +352,7 @@ void NetworkNodeLink::talk() {
     if (stop) break;
     connection_->wait(Connection::Until::kInput, next_beat_ns, outbox_wake_.descriptor());
     while (const auto payload = connection_->take()) {
-      heard_ns = running_ns();
+      last_message_ns = running_ns();
       handle(decode_node_message(*payload));
     }
     if (running_ns() >= next_beat_ns) {
@@ -360,7 +360,7 @@ void NetworkNodeLink::talk() {
       next_beat_ns = running_ns() + options_.heartbeat_ns;
     }
     // Node 0's own launcher shares the coordinator's process.
-    if (!server_ && running_ns() - heard_ns > options_.lost_after_ns) {
+    if (!server_ && running_ns() - last_message_ns > options_.lost_after_ns) {
       lose(fmt::format("it was silent for {}",
                        format_seconds(static_cast<double>(options_.lost_after_ns) / 1e9)));
       return;

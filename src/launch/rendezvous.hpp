@@ -82,14 +82,14 @@ struct NodeEvent {
 /// The rendezvous of the launchers, and the link between them while the job runs. Every message is
 /// authenticated by HMAC; sizes and times are bounded; unauthenticated peers delay nobody. A host
 /// that is silent for lost_after_ns, or disconnects before all its ranks have finished, is lost.
-/// Node 0 decides who takes part: a host that has lost node 0 ends its ranks, so that after a cut
-/// of the network only node 0's side can go on.
+/// Node 0 decides which hosts take part: a host that has lost node 0 ends its ranks, so that after
+/// a cut of the network only node 0's side can go on.
 class NodeLink {
  public:
   /// Waits until an attempt begins: with nnodes.most hosts, or with at least nnodes.least if no
   /// other came for last_call_ns. A launcher that comes while an attempt runs waits for the next
-  /// one; the result is nullptr if the job finishes without it. A kRendezvous error names who came
-  /// and who did not, or says why this launcher was refused.
+  /// one; the result is nullptr if the job finishes without it. A kRendezvous error names the
+  /// hosts that came and those that did not, or says why this launcher was refused.
   static std::unique_ptr<NodeLink> join(const RendezvousOptions& options, const NodeOffer& offer);
   virtual ~NodeLink() = default;
 

@@ -10,7 +10,6 @@
 #include <set>
 
 #include "base/lists.hpp"
-#include "launch/flags.hpp"
 #include "launch/progress.hpp"
 #include "lockstep/detail/board.hpp"
 #include "lockstep/units.hpp"
@@ -287,7 +286,7 @@ void add_other_sides(const RankView& root, const std::vector<RankView>& views,
   notes.emplace_back("it is unknown which of them is wrong");
 }
 
-// Where the other ranks are that make no progress.
+// Where the other ranks without progress are.
 void add_stalled(const RootCause& root_cause, const std::vector<RankView>& views,
                  const FailureFacts& facts, std::vector<std::string>& notes) {
   size_t shown = 0;
@@ -334,14 +333,14 @@ RootCause find_root_cause(const std::vector<RankView>& views, bool out_of_memory
     root_cause.rank = root_cause.first_failure = differing->rank;
   }
   if (root_cause.cause == Cause::kMissing) {
-    // It came, with another call than the rest, and was only too slow to say so itself.
-    const auto told = std::find_if(views.begin(), views.end(), [&](const RankView& view) {
+    // It came, but with another call than the rest, and was only too slow to report that itself.
+    const auto accuser = std::find_if(views.begin(), views.end(), [&](const RankView& view) {
       return ended_badly(view) && blamed_by(view) == root_cause.rank &&
              view.board.error->code == Code::kCallMismatch;
     });
-    if (told != views.end()) {
+    if (accuser != views.end()) {
       root_cause.cause = Cause::kDisagreement;
-      root_cause.rank = root_cause.first_failure = told->rank;
+      root_cause.rank = root_cause.first_failure = accuser->rank;
     }
   }
   list_others(views, root_cause);
@@ -466,7 +465,7 @@ Error failure_error(const RootCause& root_cause, const std::vector<RankView>& vi
   }
   add_quotes(root_cause, root, facts, notes);
   const std::string victims = describe_victims(root_cause);
-  // If it is unknown who is wrong, it is unknown who is a victim.
+  // If it is unknown which rank is wrong, it is unknown which ones are victims.
   const char* label = root_cause.cause == Cause::kDisagreement ? "" : "victims: ";
   if (!victims.empty()) notes.push_back(label + victims);
   const Code code = code_of(root_cause, root);

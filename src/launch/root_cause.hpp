@@ -34,7 +34,7 @@ enum class Cause {
   kLate,          ///< was elsewhere while others waited for it; it has ended since
   kStalled,       ///< alive, outside of any collective, and made no step for --step-timeout
   kLeft,          ///< ended well while others needed it
-  kDisagreement,  ///< ranks made different calls, or wait for each other: who is wrong is unknown
+  kDisagreement,  ///< ranks made different calls or wait for each other; unknown which is wrong
   kRemote         ///< a rank of another host
 };
 
@@ -59,7 +59,7 @@ RootCause find_root_cause(const std::vector<RankView>& views, bool out_of_memory
 RootCause find_cause_in_rank(const std::vector<RankView>& views, int rank, bool out_of_memory);
 
 /// The root cause if a rank ended well without coming to the rendezvous, and others wait there for
-/// it: nobody has ended badly, but nobody will ever end well.
+/// it: no rank has failed, but none will ever finish.
 std::optional<RootCause> find_early_leaver(const std::vector<RankView>& views);
 
 /// The root cause if a StallWatch found that no rank makes progress.

@@ -85,8 +85,8 @@ std::vector<pid_t> list_children() {
 }
 
 // Kills and reaps every child, then those that become children of this subreaper thereby, until
-// none is left or the deadline has passed. Only children are killed: nobody else can reap them, so
-// their numbers cannot belong to other processes. Returns how many were still alive.
+// none is left or the deadline has passed. Only children are killed: no other process can reap
+// them, so their numbers cannot belong to other processes. Returns how many were still alive.
 int sweep_children(int64_t deadline_ns) {
   std::set<pid_t> killed;
   for (;;) {

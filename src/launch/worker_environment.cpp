@@ -5,7 +5,6 @@
 #include <map>
 
 #include "base/lists.hpp"
-#include "launch/flags.hpp"
 
 namespace lockstep {
 namespace {

@@ -7,10 +7,9 @@
 
 #include <algorithm>
 #include <mutex>
-#include <utility>
 
-#include "device/gradient_memory.hpp"
 #include "device/parallel_ranges.hpp"
+#include "device/parameter_notes.hpp"
 #include "device/storage_watch.hpp"
 #include "kernels/linear_bf16_kernels.hpp"
 #include "kernels/linear_kernels.hpp"

@@ -41,7 +41,7 @@ struct NormForward {
   const void* weight;
   const void* bias;
   float eps;
-  void* sum;  ///< x + branch; null where there is no branch
+  void* sum;  ///< x + branch; null if there is no branch
   void* normed;
   float* mean;  ///< [rows]
   float* rstd;  ///< [rows], one over the standard deviation
@@ -61,7 +61,7 @@ struct NormBackward {
   const float* rstd;
   void* x_gradient;
 
-  // Null where the weights are not trained. partials: [2, layer_norm_partials(rows, width), width].
+  // Null if the weights are not trained. partials: [2, layer_norm_partials(rows, width), width].
   float* partials;
   void* weight_gradient;
   void* bias_gradient;

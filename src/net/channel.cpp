@@ -144,10 +144,10 @@ void Channel::greet(std::string_view greeting) {
 }
 
 // "client" and "server" prevent answering a challenge with the other side's own proof.
-std::string Channel::proof(std::string_view who) const {
+std::string Channel::proof(std::string_view side) const {
   const bool server = role_ == Role::kServer;
   return hmac_sha256(token_,
-                     {who, server ? peer_nonce_ : own_nonce_, server ? own_nonce_ : peer_nonce_});
+                     {side, server ? peer_nonce_ : own_nonce_, server ? own_nonce_ : peer_nonce_});
 }
 
 void Channel::check_proof(std::string_view their_proof) {

@@ -71,7 +71,7 @@ class Channel {
   bool parse_frame();
   void check_first_bytes() const;
   void open_for_frames();
-  std::string proof(std::string_view who) const;
+  std::string proof(std::string_view side) const;
   std::string frame_code(const std::string& key, std::string_view header,
                          std::string_view payload) const;
   std::string_view input() const { return std::string_view(input_).substr(input_done_); }

@@ -37,8 +37,8 @@ std::string load_or_make_token();
 
 /// A session name that no other user can predict, derived from the session and the token. Sessions
 /// that ranks derive by themselves, as under srun, are hashes of what every user can see; abstract
-/// sockets have no owner, and whoever binds such a name first could block the rendezvous. Without a
-/// token the result is the session itself.
+/// sockets have no owner, and a process that binds such a name first could block the rendezvous.
+/// Without a token the result is the session itself.
 std::string private_session(const std::string& session);
 
 }  // namespace lockstep

@@ -81,7 +81,7 @@ std::string peer_address(const Socket& socket);
 std::string own_address(const Socket& socket);
 
 /// This host's address, in digits, as others may reach it: that of its name, else that of its first
-/// interface; the loopback where there is none.
+/// interface; the loopback if there is none.
 std::string host_address();
 
 /// True for "127.0.0.1" and the like.

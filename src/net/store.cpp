@@ -131,7 +131,7 @@ Socket listen_for_clients(const StoreAddress& address) {
   return listen_tcp({address.host, address.port});
 }
 
-// The values, and who waits for which. A client has one pending request at a time.
+// The values, and which client waits for which. A client has one pending request at a time.
 class StoreHandler final : public HubHandler {
  public:
   void received(Hub& hub, PeerId peer, std::string_view payload) override {

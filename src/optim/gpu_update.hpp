@@ -21,7 +21,7 @@ struct GroupRates {
   double beta1 = 0;      // Adam
   double beta2 = 0;      // Adam
   double eps = 0;        // Adam
-  double decoupled = 0;  // Adam: 1 where the decay is AdamW's, 0 where it is part of the gradient
+  double decoupled = 0;  // Adam: 1 if the decay is AdamW's, 0 if it is part of the gradient
 
   bool operator==(const GroupRates&) const = default;
 };

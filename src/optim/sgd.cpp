@@ -25,7 +25,7 @@ SgdGroupOptions sgd_group_options(const SgdOptions& options) {
 
 // An item's momentum.
 struct Momentum {
-  torch::Tensor buffer;  // undefined where the group has no momentum
+  torch::Tensor buffer;  // undefined if the group has no momentum
   bool is_new = false;   // zeros, which the step replaces by the gradient
 };
 

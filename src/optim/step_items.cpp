@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "base/mutation.hpp"
-#include "device/slice_map.hpp"
+#include "device/parameter_notes.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
 #include "precision/exact_squares.hpp"

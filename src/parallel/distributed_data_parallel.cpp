@@ -13,7 +13,7 @@
 #include "base/mutation.hpp"
 #include "base/process.hpp"
 #include "device/capture.hpp"
-#include "device/slice_map.hpp"
+#include "device/parameter_notes.hpp"
 #include "gradients/model_sync.hpp"
 #include "gradients/part_gradients.hpp"
 #include "gradients/reducer.hpp"

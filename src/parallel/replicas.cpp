@@ -7,7 +7,7 @@
 
 #include "base/counted.hpp"
 #include "base/mutation.hpp"
-#include "device/slice_map.hpp"
+#include "device/parameter_notes.hpp"
 #include "device/streams.hpp"
 #include "verify/step_recorder.hpp"
 

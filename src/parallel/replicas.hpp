@@ -4,10 +4,8 @@
 #include <torch/nn/module.h>
 
 #include <exception>
-#include <functional>
 #include <future>
 #include <memory>
-#include <string>
 #include <type_traits>
 #include <vector>
 

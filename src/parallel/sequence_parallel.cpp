@@ -21,7 +21,7 @@ AxisPtr shared_axis(const Communicator& axis) {
 }
 
 AxisPtr moved_axis(const Communicator& old, const Communicator& axis) {
-  require_same_place(old, axis);
+  require_same_axis_rank(old, axis);
   return shared_axis(axis);
 }
 

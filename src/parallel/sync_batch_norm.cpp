@@ -261,17 +261,17 @@ class BatchNormConversion {
       } else if (sequential == nullptr) {
         refuse(*child.value(), name, module);
       } else {
-        places_.push_back({sequential, index, child.key(), child.value()});
+        children_.push_back({sequential, index, child.key(), child.value()});
       }
       ++index;
     }
   }
 
   void replace(const Communicator& ranks) {
-    if (places_.empty()) return;
+    if (children_.empty()) return;
     const Communicator own = ranks.split(0, ranks.rank(), "batch norm");
-    std::map<torch::nn::Module*, SyncBatchNorm> made;  // one that stands in two places stays one
-    for (const auto& [parent, index, key, batch_norm] : places_) {
+    std::map<torch::nn::Module*, SyncBatchNorm> made;  // one that is used twice stays one
+    for (const auto& [parent, index, key, batch_norm] : children_) {
       auto& synced = made.try_emplace(batch_norm.get(), nullptr).first->second;
       if (!synced) synced = converted(*batch_norm, own);
       *(parent->begin() + static_cast<ptrdiff_t>(index)) = torch::nn::AnyModule(synced);
@@ -286,7 +286,7 @@ class BatchNormConversion {
   }
 
  private:
-  struct Place {
+  struct Child {
     torch::nn::SequentialImpl* parent;
     size_t index;
     std::string key;
@@ -317,7 +317,7 @@ class BatchNormConversion {
     return converted_from(*module.as<torch::nn::BatchNorm3d>(), ranks);
   }
 
-  std::vector<Place> places_;
+  std::vector<Child> children_;
 };
 
 void set_gradient_weight(const torch::nn::Module& module, double weight) {

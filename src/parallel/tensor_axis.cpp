@@ -92,7 +92,7 @@ torch::Tensor FeatureSplit::gather(const Communicator& axis, const torch::Tensor
   return torch::cat(pieces, dim);
 }
 
-void require_same_place(const Communicator& old, const Communicator& axis) {
+void require_same_axis_rank(const Communicator& old, const Communicator& axis) {
   if (axis.size() == old.size() && axis.rank() == old.rank()) return;
   throw Error(Code::kTensorMismatch,
               fmt::format("a layer divided for rank {} of {} was given an axis where this is rank "
@@ -103,7 +103,7 @@ void require_same_place(const Communicator& old, const Communicator& axis) {
 }
 
 ShardAxisPtr on_axis(const ShardAxis& shard, const Communicator& axis) {
-  require_same_place(shard.comm, axis);
+  require_same_axis_rank(shard.comm, axis);
   return std::make_shared<const ShardAxis>(ShardAxis{axis, shard.split});
 }
 

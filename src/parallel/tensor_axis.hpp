@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "device/slice_map.hpp"
+#include "device/parameter_notes.hpp"
 #include "lockstep/communicator.hpp"
 
 namespace lockstep {
@@ -63,7 +63,7 @@ inline AxisPtr axis_of(const ShardAxisPtr& shard) {
 
 /// The same features on another communicator of the same ranks.
 ShardAxisPtr on_axis(const ShardAxis& shard, const Communicator& axis);
-void require_same_place(const Communicator& old, const Communicator& axis);
+void require_same_axis_rank(const Communicator& old, const Communicator& axis);
 
 /// This rank's slice of a whole parameter as a parameter of its own. What clipping and checkpoints
 /// must know of it is noted.

@@ -14,7 +14,7 @@
 #include "base/counted.hpp"
 #include "base/fault.hpp"
 #include "base/process.hpp"
-#include "device/slice_map.hpp"
+#include "device/parameter_notes.hpp"
 #include "gradients/model_sync.hpp"
 #include "gradients/trained_parameters.hpp"
 #include "gradients/virtual_shards.hpp"

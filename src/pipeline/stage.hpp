@@ -7,7 +7,6 @@
 #include <map>
 #include <optional>
 #include <utility>
-#include <vector>
 
 #include "device/rng.hpp"
 #include "lockstep/device.hpp"
@@ -56,11 +55,11 @@ class Stage {
   Device& device() const { return device_; }
   const torch::nn::Sequential& module() const { return module_; }
 
-  /// Returns the output for the next stage; in the last stage the micro-batch's loss, or 0 where it
+  /// Returns the output for the next stage; in the last stage the micro-batch's loss, or 0 if it
   /// has none. The result is detached from the graph.
   torch::Tensor forward(const MicroBatchFacts& facts, const torch::Tensor& input);
 
-  /// Returns the input's gradient, undefined where it is not wanted. `gradient` is the output's.
+  /// Returns the input's gradient, undefined if it is not wanted. `gradient` is the output's.
   torch::Tensor backward(const MicroBatchFacts& facts, const torch::Tensor& gradient);
 
   /// The same in two calls: first what the previous stage waits for, later the weights' gradients.

@@ -58,7 +58,7 @@ struct StepPlan {
 /// Checks and divides each batch, and agrees with the other ranks on its rows and weights.
 class StepPlanner {
  public:
-  /// Keeps references. `axis` is empty where all stages are in this process.
+  /// Keeps references. `axis` is empty if all stages are in this process.
   StepPlanner(const Schedule& schedule, const PipelineOptions& options,
               const std::optional<Communicator>& axis)
       : schedule_(schedule), options_(options), axis_(axis) {}

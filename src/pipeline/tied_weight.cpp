@@ -6,7 +6,7 @@
 #include <bit>
 
 #include "base/mutation.hpp"
-#include "device/slice_map.hpp"
+#include "device/parameter_notes.hpp"
 #include "gradients/model_sync.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/master_weights.hpp"

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "device/capture.hpp"
-#include "device/slice_map.hpp"
+#include "device/parameter_notes.hpp"
 #include "lockstep/error.hpp"
 #include "precision/gradient_scan.hpp"
 

@@ -1,6 +1,5 @@
 #include <fmt/format.h>
 
-#include "base/utf8.hpp"
 #include "report/document.hpp"
 #include "report/draw_chart.hpp"
 #include "report/svg.hpp"

@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <span>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "lockstep/schedule.hpp"
@@ -14,7 +13,7 @@ constexpr int kMaxStages = 4096;
 /// Limit on stages times micro-batches: lists of three actions each still fit easily in memory.
 constexpr int64_t kMaxForwards = int64_t{1} << 18;
 
-/// Throws kSchedule where a number is below 1 or the schedule is implausibly large.
+/// Throws kSchedule if a number is below 1 or the schedule is implausibly large.
 void require_sizes(int64_t stages, int64_t micro_batches);
 
 /// Throws kSchedule unless `count` is at least 1; `what` names it: "chunks".

@@ -7,7 +7,6 @@
 #include "base/counted.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/table.hpp"
-#include "schedule/checks.hpp"
 
 namespace lockstep {
 namespace {

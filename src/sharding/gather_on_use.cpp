@@ -2,11 +2,10 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <utility>
 
 #include "base/mutation.hpp"
 #include "base/process.hpp"
-#include "device/slice_map.hpp"
+#include "device/parameter_notes.hpp"
 #include "sharding/sharded_state.hpp"
 
 // The whole parameters of a sharded model: who uses a unit, and what is gathered and released then.

@@ -7,7 +7,7 @@
 #include "base/counted.hpp"
 #include "base/process.hpp"
 #include "device/capture.hpp"
-#include "device/slice_map.hpp"
+#include "device/parameter_notes.hpp"
 #include "gradients/model_sync.hpp"
 #include "gradients/reducer.hpp"
 #include "lockstep/sync_batch_norm.hpp"

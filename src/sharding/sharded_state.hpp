@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "device/gradient_memory.hpp"
+#include "device/parameter_notes.hpp"
 #include "device/storage_watch.hpp"
 #include "gradients/gradient_hooks.hpp"
 #include "gradients/part_sums.hpp"

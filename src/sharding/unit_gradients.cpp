@@ -2,11 +2,10 @@
 
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "base/mutation.hpp"
-#include "device/slice_map.hpp"
+#include "device/parameter_notes.hpp"
 #include "gradients/gradient_buckets.hpp"
 #include "sharding/whole_parameters.hpp"
 #include "verify/step_recorder.hpp"

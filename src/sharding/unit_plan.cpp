@@ -8,8 +8,6 @@
 
 #include <algorithm>
 #include <map>
-#include <set>
-#include <tuple>
 #include <unordered_set>
 
 #include "device/dtype_map.hpp"

@@ -55,8 +55,8 @@ Checkpoint::State::~State() {
   }
 }
 
-// Rank 0 alone holds the folder; the others hear how it went, and must be able to write to the same
-// folder.
+// Rank 0 alone holds the folder; the others are sent the result, and must be able to write to the
+// same folder.
 void Checkpoint::State::open_store() {
   std::string failure;
   std::string probe;

@@ -5,7 +5,6 @@
 #include <exception>
 #include <functional>
 #include <set>
-#include <utility>
 
 #include "base/checksum.hpp"
 #include "base/counted.hpp"

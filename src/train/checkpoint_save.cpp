@@ -203,16 +203,16 @@ void Checkpoint::State::write(const SaveJob& job) {
       body();
     } catch (const Error& error) {
       failure = error.message();
-    } catch (const std::exception& error) {  // whatever it is, the other ranks must hear of it
+    } catch (const std::exception& error) {  // whatever it is, the other ranks must learn of it
       failure = describe(error);
     }
   };
   if (is_writer()) attempt([&] { draft = store_->begin(job.step); });
   if (commit_) {
-    const auto told = json::parse(commit_->broadcast_text(
+    const auto draft_message = json::parse(commit_->broadcast_text(
         dump_anything({{"draft", draft}, {"failure", failure}}), 0, checkpoint_call()));
-    draft = told["draft"].get<std::string>();
-    failure = told["failure"].get<std::string>();
+    draft = draft_message["draft"].get<std::string>();
+    failure = draft_message["failure"].get<std::string>();
   }
   json report;
   attempt([&] { report = write_files(job, draft); });
@@ -222,8 +222,8 @@ void Checkpoint::State::write(const SaveJob& job) {
         commit_ ? commit_->gather_text(dump_anything(report), 0, files_call(commit_))
                 : std::vector<std::string>{dump_anything(report)};
     for (size_t rank = 0; rank < reports.size() && failure.empty(); ++rank) {
-      const auto told = json::parse(reports[rank]).at("failure").get<std::string>();
-      if (!told.empty()) failure = fmt::format("rank {}: {}", rank, told);
+      const auto reported = json::parse(reports[rank]).at("failure").get<std::string>();
+      if (!reported.empty()) failure = fmt::format("rank {}: {}", rank, reported);
     }
     if (is_writer()) {
       attempt([&] {

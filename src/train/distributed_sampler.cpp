@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <deque>
-#include <optional>
 
 #include "base/counted.hpp"
 #include "base/mutation.hpp"

@@ -57,7 +57,7 @@ RunRecord complete(const RunMeter& meter, RunRecord record) {
   return record;
 }
 
-void write_where_told(RunRecord record) {
+void write_to_path(RunRecord record) {
   record.nonfinite = std::count_if(record.losses.begin(), record.losses.end(),
                                    [](double loss) { return !std::isfinite(loss); });
   const char* path = std::getenv("LOCKSTEP_RECORD");
@@ -67,7 +67,7 @@ void write_where_told(RunRecord record) {
 }  // namespace
 
 void save_record(const RunMeter& meter, RunRecord about) {
-  write_where_told(complete(meter, std::move(about)));
+  write_to_path(complete(meter, std::move(about)));
 }
 
 void save_record(const RunMeter& meter, const World& world, RunRecord about) {
@@ -81,7 +81,7 @@ void save_record(const RunMeter& meter, const World& world, RunRecord about) {
         {record_from_json(value.at("record")), value.at("step_ms").get<std::vector<double>>()});
   }
   world.comm().barrier({.label = "records"});  // no rank leaves before all records have arrived
-  if (world.rank() == 0) write_where_told(job_record(ranks));
+  if (world.rank() == 0) write_to_path(job_record(ranks));
 }
 
 RunRecord job_record(const std::vector<RankMeasurements>& ranks) {

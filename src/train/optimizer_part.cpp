@@ -6,7 +6,7 @@
 
 #include "base/counted.hpp"
 #include "base/mutation.hpp"
-#include "device/slice_map.hpp"
+#include "device/parameter_notes.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/optim.hpp"
 #include "torch_compat.hpp"

@@ -2,7 +2,7 @@
 
 #include <torch/types.h>
 
-#include "device/slice_map.hpp"
+#include "device/parameter_notes.hpp"
 
 namespace lockstep {
 

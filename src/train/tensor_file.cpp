@@ -6,7 +6,7 @@
 
 #include "base/safetensors.hpp"
 #include "device/dtype_map.hpp"
-#include "device/slice_map.hpp"
+#include "device/parameter_notes.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/tensor_text.hpp"
 

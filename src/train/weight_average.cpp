@@ -5,11 +5,10 @@
 #include <algorithm>
 #include <exception>
 #include <functional>
-#include <optional>
 #include <unordered_set>
 
 #include "device/capture.hpp"
-#include "device/slice_map.hpp"
+#include "device/parameter_notes.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/fully_sharded_data_parallel.hpp"
 #include "lockstep/master_weights.hpp"

@@ -13,14 +13,13 @@
 #include <charconv>
 #include <cstdlib>
 #include <fstream>
-#include <limits>
 #include <utility>
 
 #include "base/safetensors.hpp"
 #include "device/capture.hpp"
 #include "device/dtype_map.hpp"
+#include "device/parameter_notes.hpp"
 #include "device/rng.hpp"
-#include "device/slice_map.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/rank_environment.hpp"
 #include "lockstep/verify.hpp"

@@ -109,7 +109,7 @@ class StagedTensor {
 
   Dtype dtype_;
   torch::Tensor original_;
-  torch::Tensor staged_;  // undefined where nothing moves
+  torch::Tensor staged_;  // undefined if nothing moves
 };
 
 }  // namespace lockstep

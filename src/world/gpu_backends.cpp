@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "base/backends.hpp"
 #include "comm/gpu/gpu_reduce.hpp"
 #include "lockstep/error.hpp"
 
@@ -21,7 +22,7 @@ bool same_gpu(const GpuInfo& a, const GpuInfo& b) {
   return a.on_gpu != 0 && b.on_gpu != 0 && a.uuid == b.uuid;
 }
 
-// The first ranks found to share a GPU; none where each has its own.
+// The first ranks found to share a GPU; none if each has its own.
 std::vector<size_t> sharing_ranks(std::span<const GpuInfo> infos) {
   for (const GpuInfo& info : infos) {
     std::vector<size_t> ranks;
@@ -33,7 +34,7 @@ std::vector<size_t> sharing_ranks(std::span<const GpuInfo> infos) {
   return {};
 }
 
-// The first rank that computes on the CPU; infos.size() where none does.
+// The first rank that computes on the CPU; infos.size() if none does.
 size_t rank_on_cpu(std::span<const GpuInfo> infos) {
   const auto found = std::find_if(infos.begin(), infos.end(),
                                   [](const GpuInfo& info) { return info.on_gpu == 0; });
@@ -81,10 +82,11 @@ std::string choose_gpu_backend(const std::string& asked, std::span<const GpuInfo
                                 : "give the ranks GPUs with --devices, such as cuda:0*2 for two "
                                   "that share one, or use auto");
   }
-  if (asked == "ipc" && !one_host) {
-    throw Error(Code::kBackend,
-                "backend ipc serves the ranks of one host, but these are on several",
-                "use auto, or nccl with a GPU for each rank");
+  if (find_backend(asked)->one_host && !one_host) {
+    throw Error(
+        Code::kBackend,
+        fmt::format("backend {} serves the ranks of one host, but these are on several", asked),
+        "use auto, or nccl with a GPU for each rank");
   }
   const std::vector<size_t> sharing = sharing_ranks(infos);
   if (asked == "nccl" && !sharing.empty() && !named_hosts(infos)) {
@@ -98,7 +100,8 @@ std::string choose_gpu_backend(const std::string& asked, std::span<const GpuInfo
 }
 
 bool names_gpu_backend(const std::string& name) {
-  return name == "nccl" || name == "ipc";
+  const BackendInfo* const backend = find_backend(name);
+  return backend != nullptr && backend->on_gpus;
 }
 
 #if LOCKSTEP_CUDA

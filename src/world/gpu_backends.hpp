@@ -47,7 +47,7 @@ bool names_gpu_backend(const std::string& name);
 /// Refuses a GPU backend that this build does not have (kBackend).
 void require_gpu_backend_built(const std::string& name);
 
-/// The backend over which the ranks' GPUs talk; null where their memory goes through the host's.
+/// The backend over which the ranks' GPUs talk; null if their memory goes through the host's.
 /// Collective over `host`, in builds with CUDA. `asked`: auto, nccl or ipc.
 std::unique_ptr<Backend> rendezvous_on_gpus(const std::string& asked, const Device& device,
                                             Backend& host, bool one_host, int64_t deadline_ns);

@@ -12,6 +12,7 @@
 #include <string>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "base/backends.hpp"
 #include "base/counted.hpp"
 #include "base/file.hpp"
 #include "base/process.hpp"
@@ -39,7 +40,7 @@ namespace lockstep {
 /// 0's own that it announces through torchrun's store. Under MPI nobody needs to know MASTER_ADDR.
 class WorldStore {
  public:
-  WorldStore(RankEnvironment environment, bool over_mpi, int64_t deadline_ns);
+  WorldStore(RankEnvironment environment, const BackendInfo& backend, int64_t deadline_ns);
 
   const std::shared_ptr<Store>& store() const { return store_; }
 
@@ -47,7 +48,8 @@ class WorldStore {
   const std::string& own_address() const { return own_address_; }
 
  private:
-  void announce_by_mpi(RankEnvironment& environment, int64_t deadline_ns);
+  void announce_by_module(const ModuleInfo& module, RankEnvironment& environment,
+                          int64_t deadline_ns);
 
   std::optional<StoreServer> server_;  // rank 0's, where no launcher serves
   std::shared_ptr<Store> store_;
@@ -160,13 +162,13 @@ class StoreOfRank0 final : public Store {
 
 // MPI connects the ranks by itself, and tells the others where rank 0's store is. It may send this
 // in plain text, so the store has a token of its own.
-void WorldStore::announce_by_mpi(RankEnvironment& environment, int64_t deadline_ns) {
+void WorldStore::announce_by_module(const ModuleInfo& module, RankEnvironment& environment,
+                                    int64_t deadline_ns) {
   struct {
     char host[256] = {};
     char token[kTokenDigits + 1] = {};
     int32_t port = 0;
   } announced;
-  const LockstepTransportApi& mpi = load_transport(TransportModule::kMpi);
   if (environment.rank == 0) {
     host_address().copy(announced.host, sizeof announced.host - 1);
     const std::string token = make_token();
@@ -176,19 +178,23 @@ void WorldStore::announce_by_mpi(RankEnvironment& environment, int64_t deadline_
     token.copy(announced.token, token.size());
   }
   LockstepTransportMessage message{};
-  if (mpi.announce(&announced, sizeof announced, running_ns, deadline_ns, &message) !=
-      LOCKSTEP_TRANSPORT_OK) {
-    throw Error(Code::kRendezvous, fmt::format("MPI did not connect the ranks: {}", message.text),
-                "see whether all ranks were started, and what mpirun says");
+  if (load_transport(module).announce(&announced, sizeof announced, running_ns, deadline_ns,
+                                      &message) != LOCKSTEP_TRANSPORT_OK) {
+    throw Error(Code::kRendezvous,
+                fmt::format("{} did not connect the ranks: {}", module.name, message.text),
+                "see whether all ranks were started, and what their launcher reports");
   }
   environment.master_addr = announced.host;
   environment.store = fmt::format("{}:{}", announced.host, announced.port);
   environment.token = announced.token;
 }
 
-WorldStore::WorldStore(RankEnvironment environment, bool over_mpi, int64_t deadline_ns) {
+WorldStore::WorldStore(RankEnvironment environment, const BackendInfo& backend,
+                       int64_t deadline_ns) {
   const bool nowhere = environment.master_addr.empty() && environment.store.empty();
-  if (over_mpi && !environment.one_host() && nowhere) announce_by_mpi(environment, deadline_ns);
+  if (backend.has_own_launcher() && !environment.one_host() && nowhere) {
+    announce_by_module(*backend.module, environment, deadline_ns);
+  }
   own_address_ = own_address_of(environment);
   const bool serves = environment.rank == 0 && environment.store.empty();
   if (serves) make_room_for_files(kFilesOfServer * environment.world_size);
@@ -243,22 +249,23 @@ std::string asked_backend(const WorldOptions& options, const RankEnvironment& en
   const std::string name = options.backend == "auto" && !environment.backend.empty()
                                ? environment.backend
                                : options.backend;
-  if (std::find(kBackendNames.begin(), kBackendNames.end(), name) != kBackendNames.end()) {
-    return name;
-  }
+  if (name == "auto" || find_backend(name) != nullptr) return name;
   throw Error(Code::kBackend, fmt::format("there is no backend \"{}\"", name),
-              "use auto, self, shm, gloo, two_level, mpi, nccl or ipc");
+              "use " + alternatives(backend_names()));
 }
 
 // MPI begins only in processes that its own launcher started.
-void require_mpi(const RankEnvironment& environment) {
+void require_own_launcher(const BackendInfo& backend, const RankEnvironment& environment) {
   if (environment.under_mpi || environment.world_size == 1) return;
   throw Error(Code::kBackend,
-              fmt::format("backend mpi serves ranks that MPI started, and {} started these",
+              fmt::format("backend {} serves ranks that its own launcher started, and {} started "
+                          "these",
+                          backend.name,
                           environment.launcher == "lockstep" ? "`lockstep run`"
                           : environment.launcher == "srun"   ? "srun without PMIx"
                                                              : environment.launcher),
-              "start them with mpirun -n N, or srun --mpi=pmix; or use auto");
+              fmt::format("start them with {}, or {}; or use auto", backend.launchers[0],
+                          backend.launchers[1]));
 }
 
 // The backend of the host's memory, on top of which GPU backends work.
@@ -267,17 +274,18 @@ std::string choose_host_backend(const std::string& asked, const RankEnvironment&
     if (environment.world_size == 1) return "self";
     return environment.one_host() && environment.world_size <= kShmRanks ? "shm" : "two_level";
   }
-  if (asked == "mpi") require_mpi(environment);
-  if (asked == "self" && environment.world_size > 1) {
+  const BackendInfo& backend = *find_backend(asked);
+  if (backend.has_own_launcher()) require_own_launcher(backend, environment);
+  if (backend.one_rank && environment.world_size > 1) {
     throw Error(
         Code::kBackend,
-        fmt::format("backend self serves one rank, but there are {}", environment.world_size),
+        fmt::format("backend {} serves one rank, but there are {}", asked, environment.world_size),
         "use auto, shm or gloo");
   }
-  if (asked == "shm" && !environment.one_host()) {
+  if (backend.one_host && !environment.one_host()) {
     throw Error(
         Code::kBackend,
-        fmt::format("backend shm serves the ranks of one host, but {} of {} are on others",
+        fmt::format("backend {} serves the ranks of one host, but {} of {} are on others", asked,
                     environment.world_size - environment.local_world_size, environment.world_size),
         "use auto, two_level or gloo");
   }
@@ -294,15 +302,16 @@ std::unique_ptr<Backend> make_host_backend(const std::string& name,
                              .size = environment.world_size,
                              .deadline_ns = deadline_ns});
   }
-  store = std::make_unique<WorldStore>(environment, name == "mpi", deadline_ns);
+  store = std::make_unique<WorldStore>(environment, *find_backend(name), deadline_ns);
   const NetworkOptions options{.store = store->store(),
                                .rank = environment.rank,
                                .size = environment.world_size,
                                .address = store->own_address(),
                                .deadline_ns = deadline_ns};
-  if (name == "mpi") return make_mpi_backend(options);
-  if (name == "gloo") return make_gloo_backend(options);
-  return make_two_level_backend({.network = options, .host = host_identity(environment)});
+  if (name == "two_level") {
+    return make_two_level_backend({.network = options, .host = host_identity(environment)});
+  }
+  return make_network_backend(name, options);
 }
 
 // A host backend that was asked for by name serves GPUs, too, through the host's memory.

@@ -36,7 +36,7 @@ class ViewMemory final : public RegisteredMemory {
   void* data() const override { return picture_; }
   int64_t bytes() const override { return gpu_->bytes(); }
 
-  // Where the GPU has what the host sees at `data`; null where it lies elsewhere.
+  // Where the GPU has what the host sees at `data`; null if it lies elsewhere.
   std::byte* on_gpu(const void* data) const {
     const auto* at = static_cast<const std::byte*>(data);
     if (std::less<>()(at, picture_) || !std::less<>()(at, picture_ + bytes())) return nullptr;

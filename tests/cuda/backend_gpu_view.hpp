@@ -16,7 +16,7 @@ class GpuCopy;
 /// own; allocate() gives the host's picture of registered memory. So one suite serves all backends.
 class GpuView final : public Backend {
  public:
-  /// `host` is what the GPU backend stands on; null where it needs none.
+  /// `host` is what the GPU backend stands on; null if it needs none.
   GpuView(std::unique_ptr<Backend> host, std::unique_ptr<Backend> gpu);
   ~GpuView() override;
   GpuView(const GpuView&) = delete;

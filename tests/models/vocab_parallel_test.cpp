@@ -3,7 +3,7 @@
 
 #include "lockstep/vocab_parallel.hpp"
 
-#include "device/slice_map.hpp"
+#include "device/parameter_notes.hpp"
 #include "lockstep/optim.hpp"
 #include "models/model_support.hpp"
 

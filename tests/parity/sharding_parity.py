@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 STEPS = 8
 # Where lockstep's ranks run: their number, flags of `lockstep run`, and whose the weights are. The mean over all rows does
 # not depend on the number of ranks.
-PLACES = {
+LAYOUTS = {
     "one copy": (2, ["--backend", "shm"], "shared"),
     "own copies": (3, ["--backend", "shm"], "copies"),
     "Gloo": (2, ["--backend", "gloo"], "shared"),
@@ -86,7 +86,7 @@ def losses_of_pytorch(name):
 
 
 def losses_of_lockstep(program, lockstep, stage, name, place):
-    ranks, flags, weights = PLACES[place]
+    ranks, flags, weights = LAYOUTS[place]
     command = [lockstep, "run", "-n", str(ranks), *flags, program, str(stage), name, str(MICRO_STEPS.get(name, 1)), weights]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode != 0:
@@ -96,7 +96,7 @@ def losses_of_lockstep(program, lockstep, stage, name, place):
 
 def main(program, lockstep):
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    others = itertools.cycle(place for place in PLACES if place != "one copy")
+    others = itertools.cycle(place for place in LAYOUTS if place != "one copy")
     for name in OPTIMIZERS:
         wanted = losses_of_pytorch(name)
         if not wanted[-1] < wanted[0]:

@@ -172,7 +172,7 @@ TEST_F(LaunchRun, AReaderThatGoesAwayDoesNotEndTheTraining) {
   EXPECT_EQ(log.substr(log.size() - 5), "done\n");
 }
 
-TEST_F(LaunchRun, TwoJobsAtOnceNeverMeet) {
+TEST_F(LaunchRun, TwoJobsAtOnceStayApart) {
   const Texts words = {
       "-n",       "2", worker(), "env:MASTER_PORT", "env:LOCKSTEP_SESSION", "env:LOCKSTEP_BOARD",
       "sleep:0.5"};
@@ -220,7 +220,7 @@ TEST_F(LaunchRun, DryRunStartsNothingAndSaysWhy) {
   expect_nothing_left();
 }
 
-TEST_F(LaunchRun, SeveralHostsMeetAndAFailureStopsAll) {
+TEST_F(LaunchRun, AFailureStopsAllOfSeveralHosts) {
   const std::map<std::string, std::string> token = {{"LOCKSTEP_TOKEN", std::string(64, 'a')}};
   const auto node = [&](const std::string& rank, const std::string& port, const Texts& actions) {
     Texts words = {"-n",

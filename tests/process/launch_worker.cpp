@@ -103,11 +103,11 @@ std::unique_ptr<Backend> connect_ranks() {
   static std::optional<StoreServer> server;
   if (environment().rank == 0) server.emplace(address);
   try {
-    return make_gloo_backend({.store = connect_store(address, deadline()),
-                              .rank = environment().rank,
-                              .size = environment().world_size,
-                              .address = "127.0.0.1",
-                              .deadline_ns = deadline()});
+    return make_network_backend("gloo", {.store = connect_store(address, deadline()),
+                                         .rank = environment().rank,
+                                         .size = environment().world_size,
+                                         .address = "127.0.0.1",
+                                         .deadline_ns = deadline()});
   } catch (const RankError&) {
     throw;
   } catch (const Error& error) {  // whoever loses the store is rank 0's victim

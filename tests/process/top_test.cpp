@@ -125,7 +125,7 @@ TEST_F(TopOverBoard, OncePrintsPlainly) {
   EXPECT_EQ(result.output.find('\033'), std::string::npos) << "no colours into a pipe";
 }
 
-// As many lines as the driver has GPUs, so none where there is no driver.
+// As many lines as the driver has GPUs, so none if there is no driver.
 TEST_F(TopOverBoard, ShowsEveryGpuOfTheDriver) {
   const size_t gpus = cli::Nvml().sample().size();
   const ChildResult plain = top({run_, "--once", "--interval", "0.05"});
@@ -178,7 +178,7 @@ class Terminal {
   }
   void resize(winsize window) { ::ioctl(master_, TIOCSWINSZ, &window); }
 
-  // Reads until the text has come; false where it does not in time.
+  // Reads until the text has come; false if it does not in time.
   bool expect(const std::string& text) {
     const auto give_up = Clock::now() + kPatience;
     while (seen_.find(text) == std::string::npos) {

@@ -25,7 +25,7 @@ std::unique_ptr<Backend> rendezvous_alone(const WorldCase& world, int64_t deadli
                             .size = world.size,
                             .address = "127.0.0.1",
                             .deadline_ns = deadline_ns};
-  if (world.backend == "gloo") return make_gloo_backend(gloo);
+  if (world.backend == "gloo") return make_network_backend("gloo", gloo);
   return make_two_level_backend({.network = gloo, .host = world.host_of(0)});
 }
 

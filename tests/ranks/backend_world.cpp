@@ -13,6 +13,7 @@
 #include <ostream>
 #include <thread>
 
+#include "base/backends.hpp"
 #include "net/store.hpp"
 
 namespace lockstep::test {
@@ -95,13 +96,14 @@ NetworkOptions network(std::shared_ptr<Store> store, int rank, int size) {
 }
 
 bool is_over_tcp(const std::string& host_backend) {
-  return host_backend == "gloo" || host_backend == "two_level";
+  return find_backend(host_backend)->over_tcp;
 }
 
 std::unique_ptr<Backend> make_over_tcp(const WorldCase& world, std::shared_ptr<Store> store,
                                        int rank) {
   const NetworkOptions options = network(std::move(store), rank, world.size);
-  if (suite_under_test().host(world.backend) == "gloo") return make_gloo_backend(options);
+  const std::string host = suite_under_test().host(world.backend);
+  if (host != "two_level") return make_network_backend(host, options);
   return make_two_level_backend({.network = options, .host = world.host_of(rank)});
 }
 
@@ -242,7 +244,8 @@ void run_started_rank(const WorldCase& world, const StartedRank& self,
     Rank rank{self.rank, world.size, nullptr, &facts};
     rank.note("rendezvous");
     auto store = connect_store(store_at(self.session), rendezvous_deadline());
-    rank.comm = make_mpi_backend(network(std::move(store), self.rank, world.size));
+    rank.comm =
+        make_network_backend(world.backend, network(std::move(store), self.rank, world.size));
     if (self.rank == 0 && options.meanwhile) {
       meanwhile = std::thread([&] {
         const std::vector<pid_t> pids(facts.processes.begin(),

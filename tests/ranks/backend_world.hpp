@@ -113,7 +113,7 @@ struct StartedRank {
 /// cuda those of the GPU.
 struct Suite {
   std::vector<std::string> backends;
-  /// Why one cannot be tested here; "" where it can.
+  /// Why one cannot be tested here; "" if it can.
   std::function<std::string(const std::string& backend)> missing;
   /// The host's backend of the rendezvous: the one under test, or the one it stands on.
   std::function<std::string(const std::string& backend)> host;

@@ -24,11 +24,11 @@ inline void run_gloo_ranks(int size, const std::function<void(const Communicator
     threads.emplace_back([&, rank] {
       try {
         const Communicator comm(std::make_shared<CommState>(
-            make_gloo_backend({.store = store,
-                               .rank = rank,
-                               .size = size,
-                               .address = "127.0.0.1",
-                               .deadline_ns = monotonic_ns() + 30'000'000'000}),
+            make_network_backend("gloo", {.store = store,
+                                          .rank = rank,
+                                          .size = size,
+                                          .address = "127.0.0.1",
+                                          .deadline_ns = monotonic_ns() + 30'000'000'000}),
             std::chrono::seconds(60)));
         body(comm);
         comm.barrier();

@@ -28,7 +28,7 @@ void expect_near(const torch::Tensor& got, const torch::Tensor& wanted, const st
   EXPECT_LE(off, tolerance) << what;
 }
 
-// Rows of each rank: uneven, and none on rank 1 where there are three or more.
+// Rows of each rank: uneven, and none on rank 1 if there are three or more.
 std::vector<int64_t> uneven_rows(int size) {
   std::vector<int64_t> rows;
   for (int rank = 0; rank < size; ++rank) rows.push_back(size >= 3 && rank == 1 ? 0 : rank + 2);

@@ -68,11 +68,11 @@ void run_gloo_ranks(int size, const std::function<void(const Communicator&)>& bo
     threads.emplace_back([&, rank] {
       try {
         const Communicator comm(
-            make_gloo_backend({.store = store,
-                               .rank = rank,
-                               .size = size,
-                               .address = "127.0.0.1",
-                               .deadline_ns = monotonic_ns() + int64_t{60'000'000'000}}),
+            make_network_backend("gloo", {.store = store,
+                                          .rank = rank,
+                                          .size = size,
+                                          .address = "127.0.0.1",
+                                          .deadline_ns = monotonic_ns() + int64_t{60'000'000'000}}),
             std::chrono::seconds(60));
         body(comm);
       } catch (const std::exception& error) {

@@ -7,8 +7,6 @@
 
 #include <CLI/CLI.hpp>
 
-#include "cli/completion.hpp"
-#include "cli/manual.hpp"
 #include "cli/terminal.hpp"
 #include "lockstep/cli_parse.hpp"
 #include "lockstep/error.hpp"

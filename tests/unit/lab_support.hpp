@@ -104,7 +104,7 @@ inline std::vector<std::string> names_of(const cli::LabPlan& plan) {
   return names;
 }
 
-/// The experiment of that name; an empty one where there is none.
+/// The experiment of that name; an empty one if there is none.
 inline cli::Experiment experiment_named(const cli::LabPlan& plan, const std::string& name) {
   for (const auto& experiment : plan.experiments) {
     if (experiment.name == name) return experiment;
@@ -112,7 +112,7 @@ inline cli::Experiment experiment_named(const cli::LabPlan& plan, const std::str
   return {};
 }
 
-/// The word after this flag, "" where the flag is not given.
+/// The word after this flag, "" if the flag is not given.
 inline std::string value_of(const cli::Experiment& experiment, const std::string& flag) {
   const auto& words = experiment.arguments;
   for (size_t i = 0; i + 1 < words.size(); ++i) {

@@ -127,7 +127,7 @@ TEST(LaunchPlan, PythonFilesAndModulesGetPython) {
   EXPECT_EQ(other.plan({}, {"train.py"}).command[0], "/opt/python");
 }
 
-TEST(LaunchPlan, SeveralHostsMeetAtTheEndpoint) {
+TEST(LaunchPlan, SeveralHostsUseTheEndpoint) {
   const LaunchPlan plan = World().plan({{"nnodes", "2:2"},
                                         {"rdzv-endpoint", "node0"},
                                         {"rdzv-conf", "join_timeout=7,read_timeout=1"}});

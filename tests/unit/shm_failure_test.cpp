@@ -4,7 +4,7 @@
 namespace lockstep::test::shm_failure_test {
 namespace {
 
-// The action must throw an Error with this code and text; "" where it does.
+// The action must throw an Error with this code and text; "" if it does.
 template <class Action>
 std::string fails_with(Code code, const std::vector<std::string>& fragments, Action&& action) {
   try {

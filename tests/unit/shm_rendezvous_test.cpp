@@ -101,7 +101,7 @@ TEST(ShmRendezvous, ARankZeroThatDoesNotAnswerIsNamed) {
   EXPECT_TRUE(holds(said, "blamed: 0")) << said;
 }
 
-TEST(ShmRendezvous, WithoutRankZeroNobodyMeets) {
+TEST(ShmRendezvous, WithoutRankZeroThereIsNoRendezvous) {
   const std::string said = join(fresh_session(), 1, 2, 0.1).get();
   EXPECT_TRUE(holds(said, "rank 1 of 2 found no rank 0")) << said;
   EXPECT_TRUE(holds(said, "blamed: 0")) << said;
@@ -137,7 +137,7 @@ TEST(ShmRendezvous, UnauthenticatedPeersDelayNobody) {
   EXPECT_EQ(first.get(), "joined");
 }
 
-TEST(ShmRendezvous, SessionsDoNotMeet) {
+TEST(ShmRendezvous, SessionsStayApart) {
   auto first = join(fresh_session(), 0, 1, 20);
   auto other = join(fresh_session(), 0, 1, 20);
   EXPECT_EQ(first.get(), "joined");

@@ -93,7 +93,7 @@ class ForkedRanks {
 
   pid_t pid(int rank) const { return pids_[static_cast<size_t>(rank)]; }
 
-  /// 0 where the rank's body went well.
+  /// 0 if the rank's body went well.
   int wait(int rank) {
     int status = 0;
     ::waitpid(pids_[static_cast<size_t>(rank)], &status, 0);

@@ -152,7 +152,7 @@ INSTANTIATE_TEST_SUITE_P(Kinds, AnyStore,
                                          Kind{"TcpName", {"", "localhost", 0, kToken}}),
                          [](const auto& kind) { return kind.param.name; });
 
-TEST(StoreOfSeveralProcesses, MeetsOverAUnixSocket) {
+TEST(StoreOfSeveralProcesses, WorksOverAUnixSocket) {
   const StoreAddress address{unique_name("processes"), "", 0, ""};
   std::vector<pid_t> children;
   for (int rank = 1; rank < 4; ++rank) {

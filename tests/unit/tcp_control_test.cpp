@@ -88,7 +88,7 @@ TEST(TcpControl, WhatAPeerThatEndedHasNotReadIsDropped) {
 
 // A rank of another group name, or of another program: the call fails with a code.
 TEST(TcpControl, BytesThatAreNoCallAreAnErrorThatNamesTheirRank) {
-  if (find_module(module_file(TransportModule::kGloo)).empty()) GTEST_SKIP() << "no gloo here";
+  if (find_module(kGlooModule.file).empty()) GTEST_SKIP() << "no gloo here";
   const auto store = make_local_store();
   for (const std::string& said : {std::string("short"), std::string(sizeof(Fingerprint), '\xff')}) {
     const auto shared = make_prefix_store(store, said);
@@ -96,16 +96,16 @@ TEST(TcpControl, BytesThatAreNoCallAreAnErrorThatNamesTheirRank) {
       const Group group = Group::world(1, 2);
       TcpRendezvous met = rendezvous(*shared, group, "127.0.0.1", in_ms(20'000));
       TcpControl link(1, std::move(met.sockets));
-      const TransportData data(TransportModule::kGloo, group, "127.0.0.1", link, in_ms(20'000));
+      const TransportData data(*find_backend("gloo"), group, "127.0.0.1", link, in_ms(20'000));
       link.send(0, Frame::kFingerprint, said);
       link.find_trouble(in_ms(20'000));  // until rank 0 has ended
     });
     {
-      const auto backend = make_gloo_backend({.store = shared,
-                                              .rank = 0,
-                                              .size = 2,
-                                              .address = "127.0.0.1",
-                                              .deadline_ns = in_ms(20'000)});
+      const auto backend = make_network_backend("gloo", {.store = shared,
+                                                         .rank = 0,
+                                                         .size = 2,
+                                                         .address = "127.0.0.1",
+                                                         .deadline_ns = in_ms(20'000)});
       expect_error(Code::kInternal, {"what rank 1 has sent is not a call"}, [&] {
         backend->barrier({in_ms(20'000), ""});
       });
@@ -148,7 +148,7 @@ TEST(OpenFiles, ALimitIsRaisedAsFarAsItIsNeededAndMayBe) {
 
 // As ranks of a large world, which inherit the usual limit of 1024, or of a small one here.
 TEST(OpenFiles, RanksRaiseTheirLimitForAWorldOverTcp) {
-  if (find_module(module_file(TransportModule::kGloo)).empty()) GTEST_SKIP() << "no gloo here";
+  if (find_module(kGlooModule.file).empty()) GTEST_SKIP() << "no gloo here";
   constexpr int kRanks = 4;
   StoreAddress address;
   address.unix_name = unique_name("files");
@@ -164,11 +164,12 @@ TEST(OpenFiles, RanksRaiseTheirLimitForAWorldOverTcp) {
       ::setrlimit(RLIMIT_NOFILE, &limit);
       std::unique_ptr<StoreServer> server;
       if (rank == 0) server = std::make_unique<StoreServer>(address);
-      const auto backend = make_gloo_backend({.store = connect_store(address, in_ms(20'000)),
-                                              .rank = rank,
-                                              .size = kRanks,
-                                              .address = "127.0.0.1",
-                                              .deadline_ns = in_ms(20'000)});
+      const auto backend =
+          make_network_backend("gloo", {.store = connect_store(address, in_ms(20'000)),
+                                        .rank = rank,
+                                        .size = kRanks,
+                                        .address = "127.0.0.1",
+                                        .deadline_ns = in_ms(20'000)});
       backend->barrier({in_ms(20'000), ""});
       backend->barrier({in_ms(20'000), ""});
       code = 0;

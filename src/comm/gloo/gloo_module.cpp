@@ -85,7 +85,7 @@ class LoopCalls final : public gloo::transport::tcp::Handler {
   std::condition_variable made_;
   std::deque<Posted> calls_;
   const WatchedBuffer* now_ = nullptr;  // whose call is being made
-  bool told_ = false;                   // the loop knows that there are calls
+  bool notified_ = false;               // the loop knows that there are calls
   bool stopped_ = false;
 };
 
@@ -210,7 +210,7 @@ void LoopCalls::post(WatchedBuffer* buffer, std::function<void()> call) {
     const std::lock_guard lock(mutex_);
     if (stopped_) throw Aborted();
     calls_.push_back({buffer, std::move(call)});
-    if (std::exchange(told_, true)) return;
+    if (std::exchange(notified_, true)) return;
   }
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = ::write(event_, &one, sizeof one);
@@ -233,7 +233,7 @@ void LoopCalls::handleEvents(int) {
   uint64_t count = 0;
   [[maybe_unused]] const ssize_t taken = ::read(event_, &count, sizeof count);
   std::unique_lock lock(mutex_);
-  told_ = false;
+  notified_ = false;
   while (!calls_.empty()) {
     const Posted call = std::move(calls_.front());
     calls_.pop_front();

@@ -59,7 +59,7 @@ class GpuAgreement final : public Awaited {
   GpuAgreement(const ControlSession& session, Backend& channel, const Fingerprint& own,
                std::span<const std::byte> note, int64_t deadline_ns);
 
-  /// kCallMismatch where a rank made another call.
+  /// kCallMismatch if a rank made another call.
   bool advance() override;
   void wait() override;
 
@@ -124,7 +124,7 @@ class GpuControl final : private ControlLink {
   /// The channels end every wait at its deadline, and survey the ranks themselves.
   StallReport survey(const StalledCall&) override { return {}; }
 
-  std::vector<std::unique_ptr<Backend>> channels_;  // null where closed
+  std::vector<std::unique_ptr<Backend>> channels_;  // null if closed
   ControlSession session_;
 };
 

@@ -15,7 +15,7 @@ namespace lockstep {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kPackBytes = 16;  // what a thread reads or writes at once where all is aligned
+constexpr int kPackBytes = 16;            // what a thread reads or writes at once if all is aligned
 constexpr int64_t kMostBlocks = 132 * 8;  // fills today's largest GPUs
 
 struct Ranks {

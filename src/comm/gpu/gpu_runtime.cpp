@@ -25,7 +25,7 @@ bool is_over(cudaError_t status, std::string_view call) {
 void check_cuda(int status, std::string_view call) {
   if (status == cudaSuccess) return;
   const auto error = static_cast<cudaError_t>(status);
-  (void)cudaGetLastError();  // said here: later calls must not report it again
+  (void)cudaGetLastError();  // reported here: later calls must not report it again
   if (error == cudaErrorMemoryAllocation) {
     throw Error(Code::kOutOfMemory, fmt::format("{}: the GPU has no memory left", call),
                 "use a smaller model or batch, or fewer ranks on this GPU");
@@ -54,7 +54,7 @@ GpuMemory::GpuMemory(int64_t bytes) : bytes_(bytes) {
   check_cuda(cudaMalloc(&memory, rounded), fmt::format("cudaMalloc of {}", format_bytes(bytes)));
   data_ = static_cast<std::byte*>(memory);
   int status = cudaMemset(memory, 0, rounded);
-  // The host waits here: peers may use the memory as soon as they hear of it.
+  // The host waits here: peers may use the memory as soon as they learn of it.
   if (status == cudaSuccess) status = cudaStreamSynchronize(cudaStreamLegacy);
   if (status == cudaSuccess) return;
   (void)cudaFree(memory);

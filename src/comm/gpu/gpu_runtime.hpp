@@ -32,7 +32,7 @@ class GpuGuard {
 };
 
 /// Zeroed memory of the current GPU, in whole blocks of 2 MiB: CUDA shares no less with other
-/// processes. Null where bytes is 0.
+/// processes. Null if bytes is 0.
 class GpuMemory {
  public:
   explicit GpuMemory(int64_t bytes);
@@ -83,7 +83,7 @@ class GpuEvent {
   CudaEvent event_ = nullptr;
 };
 
-/// A stream of the current GPU that waits for no other, served before others where the GPU is busy.
+/// A stream of the current GPU that waits for no other, served before others if the GPU is busy.
 class GpuStream {
  public:
   GpuStream();
@@ -101,14 +101,14 @@ class GpuStream {
   CudaStream stream_ = nullptr;
 };
 
-/// Copies within and between GPUs and pinned memory, in the order of the stream; nothing where both
+/// Copies within and between GPUs and pinned memory, in the order of the stream; nothing if both
 /// are the same.
 void gpu_copy(void* to, const void* from, int64_t bytes, CudaStream stream);
 
 /// Whether what is queued on the stream goes into a graph.
 bool is_captured(CudaStream stream);
 
-/// kCapture where the stream is being captured into a graph: `what` needs the host at every call.
+/// kCapture if the stream is being captured into a graph: `what` needs the host at every call.
 void check_not_captured(CudaStream stream, std::string_view what);
 
 }  // namespace lockstep

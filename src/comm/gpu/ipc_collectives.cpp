@@ -19,7 +19,7 @@ namespace lockstep {
 /// waits between streams cost too. Results are those of the other ways, to the bit.
 class IpcHostStaged final : public Awaited {
  public:
-  /// `input` is null where this rank contributes nothing, `output` where it gets nothing.
+  /// `input` is null if this rank contributes nothing, `output` if it gets nothing.
   IpcHostStaged(IpcCore& core, const Fingerprint& call, const CallContext& context,
                 const std::byte* input, std::byte* output);
   IpcHostStaged(const IpcHostStaged&) = delete;

@@ -70,7 +70,7 @@ class IpcMovement : public IpcCollective {
               int64_t width, const Buffer& output);
 
  protected:
-  using Contributions = std::vector<const std::byte*>;  // [rank]; null where it has none
+  using Contributions = std::vector<const std::byte*>;  // [rank]; null if it has none
 
   virtual bool contributes(int /*peer*/) const { return true; }
   virtual bool receives() const { return true; }

@@ -183,7 +183,7 @@ class IpcCore {
   void wait_until_idle(const Fingerprint& why, int64_t deadline_ns) const;
 
  private:
-  // What GPU work may still use. Never freed where the stream waits for a dead rank.
+  // What GPU work may still use. Never freed if the stream waits for a dead rank.
   struct Resources {
     GpuStream stream;
     std::vector<std::shared_ptr<IpcShare>> events;   // [rank]
@@ -210,7 +210,7 @@ class IpcCore {
   bool left_ = false;
   std::unique_ptr<Resources> resources_;
   std::mutex shares_mutex_;          // the watch reads what resources_ shares
-  std::unique_ptr<IpcWatch> watch_;  // null where all peers are threads of this process
+  std::unique_ptr<IpcWatch> watch_;  // null if all peers are threads of this process
   int64_t moved_ = 0;                // calls of record_moved()
   int64_t segment_count_ = 0;
   std::deque<std::shared_ptr<IpcCollective>> in_flight_;

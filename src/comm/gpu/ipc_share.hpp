@@ -23,7 +23,7 @@ class IpcShare {
   static size_t handle_bytes(int events);
   std::vector<std::byte> handle() const;
 
-  /// For the current GPU. kRankFailed where the owner is of this process and has let it go.
+  /// For the current GPU. kRankFailed if the owner is of this process and has let it go.
   static std::shared_ptr<IpcShare> open(std::span<const std::byte> handle, int events);
 
   IpcShare() = default;
@@ -36,10 +36,10 @@ class IpcShare {
   const GpuEvent& event(int index) const { return events_.at(static_cast<size_t>(index)); }
   std::span<const GpuEvent> events() const { return events_; }
   bool opened() const { return owner_ != 0; }  ///< from another process
-  pid_t owner() const { return owner_; }       ///< that process; 0 where it is this one
+  pid_t owner() const { return owner_; }       ///< that process; 0 if it is this one
 
  private:
-  std::unique_ptr<GpuMemory> own_memory_;  // null where opened
+  std::unique_ptr<GpuMemory> own_memory_;  // null if opened
   std::byte* memory_ = nullptr;
   int64_t bytes_ = 0;
   std::vector<GpuEvent> events_;

@@ -56,7 +56,7 @@ NcclComm::NcclComm(const ncclUniqueId& id, int rank, int size, int64_t deadline_
   }
 }
 
-// Peers may still take data from this rank, so that they finish together where all are well.
+// Peers may still take data from this rank, so all finish together unless one has failed.
 NcclComm::~NcclComm() {
   if (comm_ == nullptr) return;
   try {

@@ -13,7 +13,7 @@ namespace lockstep {
 
 // Only builds with NCCL have this.
 
-/// Turns an ncclResult_t that is not success into an Error: kRankFailed where NCCL lost a peer,
+/// Turns an ncclResult_t that is not success into an Error: kRankFailed if NCCL lost a peer,
 /// kBackend otherwise.
 void check_nccl(ncclResult_t result, ncclComm_t comm, std::string_view call);
 
@@ -31,7 +31,7 @@ class NcclComm {
   void run(std::string_view what, int64_t deadline_ns,
            const std::function<ncclResult_t(ncclComm_t)>& call);
 
-  /// Throws what NCCL found out in the background, such as a lost connection.
+  /// Throws what NCCL has found in the background, such as a lost connection.
   void check_health();
 
   /// Ends its kernels and frees it.

@@ -25,7 +25,7 @@ namespace {
 // How long an error that blames nobody waits for the end of a process. A connection ends before the
 // process does: the driver first takes back its GPU's memory, which took more than half a second
 // where five processes shared a GPU.
-constexpr int64_t kLastMomentsNs = 500'000'000;
+constexpr int64_t kExitGraceNs = 500'000'000;
 constexpr int64_t kLostPeerNs = 5'000'000'000;
 
 }  // namespace
@@ -57,7 +57,7 @@ void NcclPeers::blaming(const Fingerprint& call, const std::function<void()>& pa
       throw;
     }
     const bool lost_peer = error.code() == Code::kRankFailed;
-    const int64_t until_ns = running_ns() + (lost_peer ? kLostPeerNs : kLastMomentsNs);
+    const int64_t until_ns = running_ns() + (lost_peer ? kLostPeerNs : kExitGraceNs);
     while (running_ns() < until_ns && !peers_.empty() && !over_()) {
       throw_ended(call);
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -91,8 +91,8 @@ namespace {
 
 using WriteValue = CUresult (*)(CUstream, CUdeviceptr, cuuint32_t, unsigned int);
 
-// A function of the driver, which this library is not linked with: it must load where there is no
-// GPU.
+// A function of the driver, which this library is not linked with: it must load on machines without
+// a GPU.
 WriteValue write_value() {
   static const auto function = [] {
     void* found = nullptr;
@@ -134,7 +134,7 @@ void NcclProgress::mark(int word, uint32_t number) const {
   }
 }
 
-// The difference counts: numbers start again from 0 some day.
+// Compares the difference, since numbers wrap around to 0.
 bool NcclProgress::has_reached(int word, uint32_t number) const {
   auto& written = reinterpret_cast<uint32_t*>(words_.data())[word];
   const uint32_t latest = std::atomic_ref(written).load(std::memory_order_acquire);
@@ -196,9 +196,9 @@ void NcclWatch::work() {
     for (;;) {
       {
         std::unique_lock lock(mutex_);
-        const auto has_news = [&] { return stopping_ || !new_calls_.empty(); };
+        const auto has_work = [&] { return stopping_ || !new_calls_.empty(); };
         if (calls.empty()) {
-          changed_.wait(lock, has_news);
+          changed_.wait(lock, has_work);
         } else {
           // One look in a period is enough, however many calls there are.
           changed_.wait_for(lock, kLookPeriod, [&] { return stopping_; });
@@ -215,7 +215,7 @@ void NcclWatch::work() {
   }
 }
 
-// See NcclProgress: from here on nothing is asked of CUDA before fail_.
+// See NcclProgress: from here on CUDA is not called before fail_.
 void NcclWatch::set_aside_ended(QueuedCalls& calls) {
   const auto ended = std::stable_partition(calls.begin(), calls.end(), [](const auto& queued) {
     return !queued->progress->has_ended(queued->number);
@@ -320,7 +320,7 @@ NcclCore::~NcclCore() {
     messages_.reset();
     comm_.reset();
   } catch (const std::exception&) {
-    // The GPU is gone, and with it what was to be ended there.
+    // The GPU is gone, and its queued work with it.
   }
 }
 
@@ -385,7 +385,7 @@ void NcclCore::finish(const Task& task) {
   });
 }
 
-// In the order of begin() on every rank, whoever is asked to advance first.
+// In the order of begin() on every rank, whichever task is advanced first.
 void NcclCore::launch_front() {
   const std::shared_ptr<Task> task = std::move(queue_.front());
   queue_.pop_front();
@@ -442,10 +442,10 @@ std::shared_ptr<NcclCore::MessageTask> NcclCore::begin_message(const Fingerprint
     const CallContext part{.deadline_ns = context.deadline_ns, .part_of = &kept};
     const ConstBuffer mine{&kept, sizeof kept, Dtype::kU8};
     const Buffer other{&task->theirs, sizeof task->theirs, Dtype::kU8};
-    Backend& tells = control_->channel(message.sends ? kSenders : kReceivers);
-    Backend& hears = control_->channel(message.sends ? kReceivers : kSenders);
-    task->told = tells.send(mine, message.peer, 0, part);
-    task->heard = hears.recv(other, message.peer, 0, part);
+    Backend& outgoing = control_->channel(message.sends ? kSenders : kReceivers);
+    Backend& incoming = control_->channel(message.sends ? kReceivers : kSenders);
+    task->sent = outgoing.send(mine, message.peer, 0, part);
+    task->received = incoming.recv(other, message.peer, 0, part);
     message_queue_.push_back(task);
   });
   return task;
@@ -456,7 +456,7 @@ bool NcclCore::advance(const MessageTask& task) {
   guarded([&] {
     bool ready = true;
     for (const auto& each : message_queue_) {
-      ready = each->told->advance() && each->heard->advance() && ready;
+      ready = each->sent->advance() && each->received->advance() && ready;
     }
     if (ready) launch_messages();
   });
@@ -474,8 +474,8 @@ void NcclCore::launch_messages() {
   std::vector<NcclTransfer::Message> group_of_messages;
   int64_t deadline_ns = 0;
   for (const auto& task : message_queue_) {
-    task->told->wait();
-    task->heard->wait();
+    task->sent->wait();
+    task->received->wait();
     const int here = group().rank;
     const int peer = task->message.peer;
     const Fingerprint& own = task->queued->call;

@@ -30,8 +30,8 @@ class NcclPeers {
   /// Collective over `host`. `over`: nobody needs to know any more.
   NcclPeers(Backend& host, int64_t deadline_ns, std::function<bool()> over);
 
-  /// Does a part of `call`. An error that blames nobody becomes that of a peer that has ended or is
-  /// stopped, where there is one.
+  /// Does a part of `call`. If a peer has ended or is stopped, an error that blames nobody becomes
+  /// that peer's.
   void blaming(const Fingerprint& call, const std::function<void()>& part) const;
 
  private:
@@ -49,8 +49,8 @@ class NcclPeers {
 };
 
 /// How far a stream has come through NCCL's calls. The stream itself writes it to the host's
-/// memory, so that nobody has to ask CUDA: a thread that waits inside CUDA for the same stream (a
-/// copy to pageable memory does) keeps all others out.
+/// memory, so that no thread has to ask CUDA: a thread that waits inside CUDA for the same stream
+/// (a copy to pageable memory does) keeps all others out.
 class NcclProgress {
  public:
   explicit NcclProgress(CudaStream stream);
@@ -81,8 +81,8 @@ struct QueuedCall {
   int64_t started_ns = 0;                  ///< when the watch first saw it begun; 0: not yet
 };
 
-/// A thread that looks after calls that NCCL has queued: nobody on the host waits for them, and a
-/// peer that died would keep them, and everything queued behind them, for ever.
+/// A thread that watches the calls that NCCL has queued: no host thread waits for them, and a peer
+/// that died would keep them, and everything queued behind them, for ever.
 class NcclWatch {
  public:
   using Fail = std::function<void(const std::exception_ptr&)>;
@@ -142,7 +142,7 @@ class NcclCore {
   /// Checks what ranks exchanged in addition to their fingerprints.
   using Check = std::function<void(const GpuAgreement& agreement)>;
 
-  /// A collective on its way.
+  /// A collective in flight.
   struct Task {
     std::shared_ptr<QueuedCall> queued;
     int64_t deadline_ns = 0;
@@ -153,15 +153,15 @@ class NcclCore {
     bool launched = false;
   };
 
-  /// A message on its way. Both sides tell each other what they call before data moves.
+  /// A message in flight. Both sides exchange fingerprints before data moves.
   struct MessageTask {
     std::shared_ptr<QueuedCall> queued;
     int64_t deadline_ns = 0;
     CudaStream stream = nullptr;  // of the caller
     NcclTransfer::Message message{};
     Fingerprint theirs;
-    std::unique_ptr<Backend::Work> told;
-    std::unique_ptr<Backend::Work> heard;
+    std::unique_ptr<Backend::Work> sent;
+    std::unique_ptr<Backend::Work> received;
     bool launched = false;
   };
 

@@ -196,7 +196,7 @@ LockstepTransportStatus all_gather(LockstepTransportContext* context, const void
   });
 }
 
-// A binomial tree: who has the data gives it to a rank that many ranks away, and to half as many.
+// A binomial tree: a rank that has the data sends it to the rank at `distance`, then at half of it.
 void broadcast_by_tree(LockstepTransportContext& context, void* data, size_t bytes, int root,
                        int64_t deadline_ns) {
   const int size = context.size;

@@ -4,7 +4,6 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include <climits>
 #include <cstdlib>
 
 namespace lockstep::mpi_module {
@@ -17,7 +16,7 @@ constexpr std::chrono::milliseconds kDriveEvery(2);
 constexpr std::chrono::seconds kDriveFor(2);  // after the last call
 constexpr std::chrono::milliseconds kIdle(100);
 constexpr std::chrono::seconds kLeaveAfterFailure(2);
-constexpr std::chrono::milliseconds kLeaveNap(20);  // while other ranks may work for hours
+constexpr std::chrono::milliseconds kLeaveSleep(20);  // while other ranks may work for hours
 
 // Blocks signals in this thread and in threads it starts, which must not run the program's
 // handlers.
@@ -43,7 +42,7 @@ MpiProcess& MpiProcess::get() {
   return *process;
 }
 
-std::string MpiProcess::words_of(int error) {
+std::string MpiProcess::error_text(int error) {
   char words[MPI_MAX_ERROR_STRING] = {};
   int length = 0;
   MPI_Error_string(error, words, &length);
@@ -123,8 +122,8 @@ bool MpiProcess::test(std::vector<MPI_Request>& requests) {
   return done != 0;
 }
 
-// Where all requests of a transfer are done, MPI may still hold what it has not yet handed to the
-// network. It goes on with that only while it is called, which this thread does for a while.
+// When all requests of a transfer are done, MPI may still hold data that it has not yet handed to
+// the network. It makes progress only while it is called, so this thread calls it for a while.
 void MpiProcess::drive() {
   for (;;) {
     bool idle = false;
@@ -160,9 +159,9 @@ void MpiProcess::settle(std::vector<MPI_Request>& receives,
   }
 }
 
-// At the exit of the process. MPI_Finalize waits for all ranks and has no deadline, so they say
-// first that they are there. A rank that works alone after the others may take as long as it likes:
-// a launcher of MPI kills all ranks when one leaves without MPI_Finalize.
+// Runs at the exit of the process. MPI_Finalize waits for all ranks and has no deadline, so the
+// ranks first tell each other that they have come. A rank that works alone after the others may
+// take as long as it likes: a launcher of MPI kills all ranks when one leaves without MPI_Finalize.
 void MpiProcess::leave() {
   if (::getpid() != process_) return;  // of a child, which is no rank
   {
@@ -181,7 +180,7 @@ void MpiProcess::leave() {
     const auto stop = [&] {
       if (failed_ && steady_clock::now() > end) throw Late();
     };
-    wait(requests, stop, Pause(kLeaveNap));
+    wait(requests, stop, Pause(kLeaveSleep));
     const std::lock_guard lock(mutex_);
     unusable_ = "MPI has ended";
     MPI_Finalize();

@@ -62,7 +62,7 @@ class PlainMemory final : public RegisteredMemory {
   int64_t bytes_;
 };
 
-// What a rank says in a split.
+// What a rank contributes to a split.
 struct ColorAndKey {
   int32_t color = 0;
   int32_t key = 0;
@@ -70,20 +70,19 @@ struct ColorAndKey {
 
 }  // namespace
 
-NetworkBackend::NetworkBackend(TransportModule module, std::shared_ptr<Store> store, Group group,
+NetworkBackend::NetworkBackend(const BackendInfo& info, std::shared_ptr<Store> store, Group group,
                                std::string address, int64_t deadline_ns)
     : store_(std::move(store)),
       address_(std::move(address)),
-      core_(
-          std::make_shared<NetworkCore>(std::move(group), *store_, address_, deadline_ns, module)),
+      core_(std::make_shared<NetworkCore>(std::move(group), *store_, address_, deadline_ns, info)),
       slices_(*core_) {}
 
 std::unique_ptr<Backend::Work> NetworkBackend::begin(const Fingerprint& what,
                                                      const CallContext& context,
                                                      NetworkCore::Body body,
-                                                     const ConstBuffer& carried) {
+                                                     const ConstBuffer& attached) {
   auto work = std::make_unique<Task>(core_, what, context, std::move(body));
-  work->carry(carried.data, carried.bytes());
+  work->attach(attached.data, attached.bytes());
   core_->begin(*work);
   return work;
 }
@@ -96,13 +95,14 @@ bool NetworkBackend::can_carry(int64_t bytes) const {
   return size() > 1 && bytes > 0 && bytes <= kMostBytes && bytes * (size() - 1) <= kMostOfAll;
 }
 
-void NetworkBackend::reduce_carried(const Task& task, const Buffer& output, ReduceOp op,
-                                    Calls calls) const {
+void NetworkBackend::reduce_attached(const Task& task, const Buffer& output, ReduceOp op,
+                                     Calls calls) const {
   std::vector<std::byte> aligned(static_cast<size_t>(output.bytes()) * calls.size());
   std::vector<const void*> inputs;
   for (int peer = 0; peer < size(); ++peer) {
     std::byte* values = aligned.data() + peer * output.bytes();
-    std::memcpy(values, task.carried_by(peer, output.bytes()), static_cast<size_t>(output.bytes()));
+    std::memcpy(values, task.attached_by(peer, output.bytes()),
+                static_cast<size_t>(output.bytes()));
     inputs.push_back(values);
   }
   add(inputs, output, op, calls);
@@ -137,7 +137,7 @@ std::unique_ptr<Backend::Work> NetworkBackend::all_reduce(const Buffer& buffer, 
   if (can_carry(buffer.bytes())) {
     return begin(what, context,
                  [this, buffer, op](const Task& task, Calls calls) {
-                   reduce_carried(task, buffer, op, calls);
+                   reduce_attached(task, buffer, op, calls);
                  },
                  {buffer.data, buffer.count, buffer.dtype});
   }
@@ -175,7 +175,7 @@ std::unique_ptr<Backend::Work> NetworkBackend::reduce(const Buffer& buffer, int 
   if (can_carry(buffer.bytes())) {
     return begin(what, context,
                  [this, buffer, root, op](const Task& task, Calls calls) {
-                   if (rank() == root) reduce_carried(task, buffer, op, calls);
+                   if (rank() == root) reduce_attached(task, buffer, op, calls);
                  },
                  {buffer.data, buffer.count, buffer.dtype});
   }
@@ -227,9 +227,9 @@ void NetworkBackend::compare_counts(const Task& task, const BlockExchange& block
                                own.size() * sizeof(int64_t));
   ExchangedCounts given;
   ExchangedCounts taken;
-  for (const std::string& said : core_->exchange(task, TcpControl::Frame::kNote, bytes)) {
+  for (const std::string& reply : core_->exchange(task, TcpControl::Frame::kNote, bytes)) {
     std::vector<int64_t> counts(own.size());
-    std::memcpy(counts.data(), said.data(), std::min(said.size(), bytes.size()));
+    std::memcpy(counts.data(), reply.data(), std::min(reply.size(), bytes.size()));
     const auto middle = counts.begin() + static_cast<ptrdiff_t>(blocks.given.size());
     given.emplace_back(counts.begin(), middle);
     taken.emplace_back(middle, counts.end());
@@ -296,7 +296,7 @@ std::unique_ptr<Backend::Work> NetworkBackend::broadcast(const Buffer& buffer, i
         [this, buffer, root](const Task& task, Calls) {
           if (rank() == root) return;
           const auto bytes = static_cast<size_t>(buffer.bytes());
-          std::memcpy(buffer.data, task.carried_by(root, buffer.bytes()), bytes);
+          std::memcpy(buffer.data, task.attached_by(root, buffer.bytes()), bytes);
         },
         rank() == root ? ConstBuffer{buffer.data, buffer.count, buffer.dtype} : ConstBuffer{});
   }
@@ -350,7 +350,7 @@ std::unique_ptr<Backend::Work> NetworkBackend::all_gather(const ConstBuffer& inp
         [this, input, output](const Task& task, Calls) {
           for (int peer = 0; peer < size(); ++peer) {
             std::memcpy(static_cast<std::byte*>(output.data) + peer * input.bytes(),
-                        task.carried_by(peer, input.bytes()), static_cast<size_t>(input.bytes()));
+                        task.attached_by(peer, input.bytes()), static_cast<size_t>(input.bytes()));
           }
         },
         input);
@@ -376,12 +376,12 @@ std::unique_ptr<Backend> NetworkBackend::split(int color, int key, std::string_v
   std::unique_ptr<Backend> made;
   call(what, context, [&](const Task& task, Calls) {
     const ColorAndKey own{color, key};
-    const auto said = core_->exchange(task, TcpControl::Frame::kNote,
-                                      {reinterpret_cast<const char*>(&own), sizeof own});
+    const auto replies = core_->exchange(task, TcpControl::Frame::kNote,
+                                         {reinterpret_cast<const char*>(&own), sizeof own});
     std::vector<std::pair<int, int>> members;  // (key, group rank)
     for (int peer = 0; peer < size(); ++peer) {
       ColorAndKey theirs;
-      const std::string& bytes = said[static_cast<size_t>(peer)];
+      const std::string& bytes = replies[static_cast<size_t>(peer)];
       std::memcpy(&theirs, bytes.data(), std::min(bytes.size(), sizeof theirs));
       if (theirs.color == color) members.emplace_back(theirs.key, peer);
     }
@@ -401,7 +401,7 @@ std::unique_ptr<Backend> NetworkBackend::split(int color, int key, std::string_v
 }
 
 std::unique_ptr<Backend> NetworkBackend::make_part(const Task& task, const Part& part) {
-  return std::make_unique<NetworkBackend>(core_->module(), part.store, part.group, address_,
+  return std::make_unique<NetworkBackend>(core_->info(), part.store, part.group, address_,
                                           task.deadline_ns);
 }
 
@@ -420,14 +420,9 @@ std::shared_ptr<RegisteredMemory> NetworkBackend::make_memory(const Task&, int64
   return std::make_shared<PlainMemory>(bytes);
 }
 
-std::unique_ptr<Backend> make_gloo_backend(const NetworkOptions& options) {
-  return std::make_unique<NetworkBackend>(TransportModule::kGloo, options.store,
-                                          Group::world(options.rank, options.size), options.address,
-                                          options.deadline_ns);
-}
-
-std::unique_ptr<Backend> make_mpi_backend(const NetworkOptions& options) {
-  return std::make_unique<NetworkBackend>(TransportModule::kMpi, options.store,
+std::unique_ptr<Backend> make_network_backend(std::string_view name,
+                                              const NetworkOptions& options) {
+  return std::make_unique<NetworkBackend>(*find_backend(name), options.store,
                                           Group::world(options.rank, options.size), options.address,
                                           options.deadline_ns);
 }

@@ -15,11 +15,11 @@ namespace lockstep {
 /// another way overrides them.
 class NetworkBackend : public Backend {
  public:
-  NetworkBackend(TransportModule module, std::shared_ptr<Store> store, Group group,
+  NetworkBackend(const BackendInfo& info, std::shared_ptr<Store> store, Group group,
                  std::string address, int64_t deadline_ns);
   ~NetworkBackend() override { core_->shut_down(); }
 
-  std::string_view name() const override { return transport_name(core_->module()); }
+  std::string_view name() const override { return core_->info().name; }
   const Group& group() const override { return core_->group(); }
 
   std::unique_ptr<Work> all_reduce(const Buffer& buffer, ReduceOp op, double weight,
@@ -79,12 +79,12 @@ class NetworkBackend : public Backend {
 
  private:
   /// The body outlives this call: it may refer to the backend, and to nothing of its caller. The
-  /// bytes of `carried`, if any, travel with the fingerprint.
+  /// bytes of `attached`, if any, travel with the fingerprint.
   std::unique_ptr<Work> begin(const Fingerprint& what, const CallContext& context,
-                              NetworkCore::Body body, const ConstBuffer& carried = {});
+                              NetworkCore::Body body, const ConstBuffer& attached = {});
   void move_all_reduce(const Task& task, const Buffer& buffer, ReduceOp op, Calls calls);
   bool can_carry(int64_t bytes) const;
-  void reduce_carried(const Task& task, const Buffer& output, ReduceOp op, Calls calls) const;
+  void reduce_attached(const Task& task, const Buffer& output, ReduceOp op, Calls calls) const;
   std::unique_ptr<Work> begin_message(int peer, const Fingerprint& what, const CallContext& context,
                                       NetworkCore::Body body);
   void call(const Fingerprint& what, const CallContext& context, NetworkCore::Body body) {

@@ -32,13 +32,13 @@ int files_of(const Group& group) {
   return (1 + kModuleFilesPerPeer) * group.size() + kOtherFiles;
 }
 
-[[noreturn]] void fail(TransportModule module, const Group& group, const std::string& what,
+[[noreturn]] void fail(const BackendInfo& info, const Group& group, const std::string& what,
                        const std::string& why) {
   const bool enough_files = make_room_for_files(kModuleFilesPerPeer * group.size());
-  throw Error(Code::kRendezvous, fmt::format("{} {}: {}", transport_name(module), what, why),
-              module == TransportModule::kMpi
-                  ? "start the ranks with the mpirun, or the srun --mpi=pmix, of the MPI that "
-                    "lockstep was built with"
+  throw Error(Code::kRendezvous, fmt::format("{} {}: {}", info.name, what, why),
+              info.has_own_launcher()
+                  ? fmt::format("start the ranks with the {}, or the {}, that {} was built with",
+                                info.launchers[0], info.launchers[1], info.module->file)
                   : limit_help(enough_files ? 0 : EMFILE, kHelp, files_of(group)));
 }
 
@@ -65,24 +65,24 @@ std::vector<std::string> take_notes(const Group& group, TcpControl& link,
 
 }  // namespace
 
-TransportData::TransportData(TransportModule module, const Group& group, const std::string& address,
-                             TcpControl& link, int64_t deadline_ns)
-    : api_(load_transport(module)) {
+TransportData::TransportData(const BackendInfo& info, const Group& group,
+                             const std::string& address, TcpControl& link, int64_t deadline_ns)
+    : api_(load_transport(*info.module)) {
   const int64_t left_ms = std::max<int64_t>((deadline_ns - running_ns()) / 1'000'000, 1);
   LockstepTransportMessage message{};
   if (api_.create(group.rank, group.size(), address.c_str(), std::min(left_ms, kConnectTimeoutMs),
                   running_ns, &context_, &message) != LOCKSTEP_TRANSPORT_OK) {
-    fail(module, group, "cannot begin at " + address, message.text);
+    fail(info, group, "cannot begin at " + address, message.text);
   }
   try {
-    connect(module, group, link, deadline_ns);
+    connect(info, group, link, deadline_ns);
   } catch (...) {
     api_.destroy(context_);
     throw;
   }
 }
 
-void TransportData::connect(TransportModule module, const Group& group, TcpControl& link,
+void TransportData::connect(const BackendInfo& info, const Group& group, TcpControl& link,
                             int64_t deadline_ns) {
   LockstepTransportMessage message{};
   std::vector<int> peers;
@@ -92,7 +92,7 @@ void TransportData::connect(TransportModule module, const Group& group, TcpContr
     char bytes[LOCKSTEP_TRANSPORT_MAX_ADDRESS];
     size_t length = 0;
     if (api_.address(context_, peer, bytes, &length, &message) != LOCKSTEP_TRANSPORT_OK) {
-      fail(module, group, "has no address", message.text);
+      fail(info, group, "has no address", message.text);
     }
     link.send(peer, TcpControl::Frame::kNote, {bytes, length});
   }
@@ -101,7 +101,7 @@ void TransportData::connect(TransportModule module, const Group& group, TcpContr
     const std::string& theirs = addresses[i];
     if (api_.connect(context_, peers[i], theirs.data(), theirs.size(), &message) !=
         LOCKSTEP_TRANSPORT_OK) {
-      fail(module, group,
+      fail(info, group,
            fmt::format("cannot connect to rank {}",
                        group.world_ranks.at(static_cast<size_t>(peers[i]))),
            message.text);
@@ -140,10 +140,10 @@ std::vector<int> all_but(int rank, int size) {
 }
 
 // The link and the address of the module's own connections.
-std::unique_ptr<TcpControl> connect_link(TransportModule module, Store& store, const Group& group,
+std::unique_ptr<TcpControl> connect_link(const BackendInfo& info, Store& store, const Group& group,
                                          std::string& address, int64_t deadline_ns) {
   if (group.size() == 1) return nullptr;
-  load_transport(module);  // a missing module is found before anybody waits for anybody
+  load_transport(*info.module);  // a missing module is found before anybody waits for anybody
   make_room_for_files(files_of(group));
   TcpRendezvous connected = rendezvous(store, group, address, deadline_ns);
   address = std::move(connected.address);
@@ -180,16 +180,15 @@ int64_t NetworkCore::Task::waited_ns() const {
 }
 
 NetworkCore::NetworkCore(Group group, Store& store, const std::string& address, int64_t deadline_ns,
-                         TransportModule module)
-    : module_(module),
+                         const BackendInfo& info)
+    : info_(info),
       peers_(all_but(group.rank, group.size())),
       address_(address),
-      link_(connect_link(module, store, group, address_, deadline_ns)),
+      link_(connect_link(info, store, group, address_, deadline_ns)),
       session_(std::move(group), link_.get()),
       own_messages_(session_.group()) {
   if (link_) {
-    data_ =
-        std::make_unique<TransportData>(module, session_.group(), address_, *link_, deadline_ns);
+    data_ = std::make_unique<TransportData>(info, session_.group(), address_, *link_, deadline_ns);
     link_->on_failure([data = data_.get()] { data->abort(); });
     session_.on_failure([data = data_.get()](const std::exception_ptr&) { data->abort(); });
   }
@@ -332,7 +331,7 @@ std::vector<std::string> NetworkCore::exchange(const Task& task, TcpControl::Fra
 // Every rank sees the same fingerprints, and so finds the same mismatch by itself.
 std::vector<Fingerprint> NetworkCore::agree_on(Task& task) {
   std::string own = as_bytes(task.call);
-  own += task.carried_;
+  own += task.attached_;
   task.exchanged_ = exchange(task, TcpControl::Frame::kFingerprint, own, [&] {
     if (task.preparation_) task.body_ = task.preparation_(task);
   });
@@ -344,13 +343,13 @@ std::vector<Fingerprint> NetworkCore::agree_on(Task& task) {
   return calls;
 }
 
-const void* NetworkCore::Task::carried_by(int rank, int64_t bytes) const {
-  const std::string& said = exchanged_.at(static_cast<size_t>(rank));
-  if (said.size() != sizeof(Fingerprint) + static_cast<size_t>(bytes)) {
+const void* NetworkCore::Task::attached_by(int rank, int64_t bytes) const {
+  const std::string& received = exchanged_.at(static_cast<size_t>(rank));
+  if (received.size() != sizeof(Fingerprint) + static_cast<size_t>(bytes)) {
     throw Error(Code::kInternal, fmt::format("{}: rank {} sent {} with its fingerprint, not {}",
-                                             describe(call), rank, said.size(), bytes));
+                                             describe(call), rank, received.size(), bytes));
   }
-  return said.data() + sizeof(Fingerprint);
+  return received.data() + sizeof(Fingerprint);
 }
 
 NetworkCore::ShownMessage::ShownMessage(NetworkCore& core, const Task& task) : core_(core) {

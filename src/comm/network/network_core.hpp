@@ -26,8 +26,8 @@ namespace lockstep {
 /// A module's connections of one rank to its group, owned.
 class TransportData {
  public:
-  /// Exchanges the module's addresses over the link and connects. kRendezvous where that fails.
-  TransportData(TransportModule module, const Group& group, const std::string& address,
+  /// Exchanges the module's addresses over the link and connects. kRendezvous if that fails.
+  TransportData(const BackendInfo& info, const Group& group, const std::string& address,
                 TcpControl& link, int64_t deadline_ns);
   ~TransportData() { api_.destroy(context_); }
   TransportData(const TransportData&) = delete;
@@ -82,7 +82,7 @@ class TransportData {
   bool reduces() const { return api_.all_reduce != nullptr; }
 
  private:
-  void connect(TransportModule module, const Group& group, TcpControl& link, int64_t deadline_ns);
+  void connect(const BackendInfo& info, const Group& group, TcpControl& link, int64_t deadline_ns);
 
   const LockstepTransportApi& api_;
   LockstepTransportContext* context_ = nullptr;
@@ -122,15 +122,15 @@ class NetworkCore {
     const Fingerprint& reported() const { return part_of_ == nullptr ? call : *part_of_; }
     int64_t waited_ns() const;
 
-    /// Before the call begins: these few bytes travel with its fingerprint.
-    void carry(const void* data, int64_t bytes) {
-      carried_ = {static_cast<const char*>(data), static_cast<size_t>(bytes)};
+    /// Before the call begins: sends these few bytes with its fingerprint.
+    void attach(const void* data, int64_t bytes) {
+      attached_ = {static_cast<const char*>(data), static_cast<size_t>(bytes)};
     }
     /// Before the call begins: in place of a body.
     void prepare(Preparation preparation) { preparation_ = std::move(preparation); }
 
     /// In its body: what came with a rank's fingerprint.
-    const void* carried_by(int rank, int64_t bytes) const;
+    const void* attached_by(int rank, int64_t bytes) const;
 
     Fingerprint call;
     const int64_t begun_ns;
@@ -145,21 +145,21 @@ class NetworkCore {
     const bool waits_at_once_;
     Preparation preparation_;
     Body body_;
-    std::string_view carried_;
+    std::string_view attached_;
     std::vector<std::string> exchanged_;  // [group rank]: fingerprints, and what came with them
     enum class State { kNew, kQueued, kDone } state_ = State::kNew;  // under the core's mutex
     std::exception_ptr error_;                                       // under the core's mutex
   };
 
   NetworkCore(Group group, Store& store, const std::string& address, int64_t deadline_ns,
-              TransportModule module = TransportModule::kGloo);
+              const BackendInfo& info);
   ~NetworkCore() { shut_down(); }
   NetworkCore(const NetworkCore&) = delete;
   NetworkCore& operator=(const NetworkCore&) = delete;
 
   const Group& group() const { return session_.group(); }
   ControlSession& session() { return session_; }
-  TransportModule module() const { return module_; }
+  const BackendInfo& info() const { return info_; }
   bool reduces() const { return !data_ || data_->reduces(); }  ///< see TransportData
 
   /// Queues a collective and gives it the next sequence number.
@@ -174,7 +174,7 @@ class NetworkCore {
   /// Numbers a message that moves by other means than this core.
   void number_message(Task& task);
 
-  /// Shows a message to those who ask what this rank waits in.
+  /// Shows the message to peers that ask what this rank waits for.
   class ShownMessage {
    public:
     ShownMessage(NetworkCore& core, const Task& task);
@@ -259,7 +259,7 @@ class NetworkCore {
   [[noreturn]] void fail_late(const Task& task, std::vector<int> awaited);
   RankActivity activity();
 
-  const TransportModule module_;
+  const BackendInfo& info_;
   std::vector<int> peers_;            // all group ranks but this one's
   std::string address_;               // of this rank, in digits
   std::unique_ptr<TcpControl> link_;  // null in a group of one

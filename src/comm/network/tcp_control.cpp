@@ -102,7 +102,7 @@ class Rendezvous {
   // A connection that has not yet proved to be a rank's.
   struct UnauthenticatedPeer {
     Socket socket;
-    std::string said;
+    std::string received;
   };
 
   void connect_to(int group_rank) {
@@ -180,13 +180,13 @@ class Rendezvous {
   // Returns whether the peer has more to say before it is admitted or rejected.
   bool listen_to(UnauthenticatedPeer& peer) {
     char bytes[sizeof(Hello)];
-    const ssize_t count = ::recv(peer.socket.get(), bytes, sizeof(Hello) - peer.said.size(), 0);
+    const ssize_t count = ::recv(peer.socket.get(), bytes, sizeof(Hello) - peer.received.size(), 0);
     if (count < 0 && (errno == EAGAIN || errno == EINTR)) return true;
     if (count <= 0) return false;
-    peer.said.append(bytes, static_cast<size_t>(count));
-    if (peer.said.size() < sizeof(Hello)) return true;
+    peer.received.append(bytes, static_cast<size_t>(count));
+    if (peer.received.size() < sizeof(Hello)) return true;
     Hello hello;
-    std::memcpy(&hello, peer.said.data(), sizeof hello);
+    std::memcpy(&hello, peer.received.data(), sizeof hello);
     const bool known = hello.magic == kHelloMagic && hello.call_bytes == sizeof(Fingerprint) &&
                        equal_secrets({hello.secret, kSecretBytes}, secret_) &&
                        hello.group_rank > group_.rank && hello.group_rank < group_.size() &&
@@ -411,7 +411,7 @@ std::optional<TcpControl::Trouble> TcpControl::reported() const {
   if (own_notice_ && own_notice_->kind == FinalNotice::Kind::kAborted) {
     return Trouble{.kind = Trouble::Kind::kAborted, .rank = rank_, .record = own_notice_->record};
   }
-  // A stall names nobody: whoever knows more comes first.
+  // A stall names no rank: a notice that knows more comes first.
   std::optional<Trouble> stalled;
   for (size_t group_rank = 0; group_rank < peers_.size(); ++group_rank) {
     if (!has_cause(peers_[group_rank])) continue;
@@ -432,7 +432,7 @@ std::optional<TcpControl::Trouble> TcpControl::ended(int group_rank) const {
 }
 
 bool TcpControl::wait(std::unique_lock<std::mutex>& lock, int64_t deadline_ns) {
-  constexpr int64_t kLongestWaitNs = 3'600'000'000'000;  // no overflow where there is no deadline
+  constexpr int64_t kLongestWaitNs = 3'600'000'000'000;  // no overflow if there is no deadline
   const int64_t left_ns = deadline_ns - running_ns();
   if (left_ns <= 0) return false;
   changed_.wait_for(lock, std::chrono::nanoseconds(std::min(left_ns, kLongestWaitNs)));
@@ -513,17 +513,17 @@ StallReport TcpControl::survey(const StalledCall& own) {
   for (size_t group_rank = 0; group_rank < peers_.size(); ++group_rank) {
     const Peer& peer = peers_[group_rank];
     const int rank = static_cast<int>(group_rank);
-    const auto& said = rank == rank_ ? own_notice_ : peer.notice;
+    const auto& notice = rank == rank_ ? own_notice_ : peer.notice;
     RankActivity activity;
-    if (said && said->kind == FinalNotice::Kind::kStalled) {
-      activity = said->activity;
-      if (said->waited_ns > 0) {
-        report.waited_ns = std::max(report.waited_ns, said->waited_ns);
-        report.awaited.insert(report.awaited.end(), said->awaited.begin(), said->awaited.end());
-        if (said->awaited.empty()) report.awaited.push_back(rank);
+    if (notice && notice->kind == FinalNotice::Kind::kStalled) {
+      activity = notice->activity;
+      if (notice->waited_ns > 0) {
+        report.waited_ns = std::max(report.waited_ns, notice->waited_ns);
+        report.awaited.insert(report.awaited.end(), notice->awaited.begin(), notice->awaited.end());
+        if (notice->awaited.empty()) report.awaited.push_back(rank);
       }
     } else if (rank != rank_) {
-      activity.silent = !peer.closed && !said;
+      activity.silent = !peer.closed && !notice;
       activity.arrived = peer.calls;
       activity.finished = peer.calls - 1;
     }
@@ -585,11 +585,11 @@ void TcpControl::read_all() {
     const std::vector<short> events = awaited_events();
     if (end_at_ns != 0 && (!has_unsent_ || running_ns() >= end_at_ns)) return;
     std::vector<pollfd> waiting{{wake_.descriptor(), POLLIN, 0}};
-    std::vector<Peer*> who;
+    std::vector<Peer*> polled;
     for (size_t i = 0; i < peers_.size(); ++i) {
       if (events[i] == 0) continue;
       waiting.push_back({peers_[i].socket.get(), events[i], 0});
-      who.push_back(&peers_[i]);
+      polled.push_back(&peers_[i]);
     }
     int timeout_ms = -1;
     for (const int64_t at_ns : {act_at_ns_, end_at_ns}) {
@@ -600,10 +600,10 @@ void TcpControl::read_all() {
     }
     if (::poll(waiting.data(), waiting.size(), timeout_ms) < 0) continue;
     if (waiting[0].revents != 0) wake_.clear();
-    for (size_t i = 0; i < who.size(); ++i) {
+    for (size_t i = 0; i < polled.size(); ++i) {
       const short came = waiting[i + 1].revents;
-      if ((came & POLLOUT) != 0 || (came != 0 && who[i]->closed)) write_unsent(*who[i]);
-      if ((came & ~POLLOUT) != 0 && !who[i]->closed) read_from(*who[i]);
+      if ((came & POLLOUT) != 0 || (came != 0 && polled[i]->closed)) write_unsent(*polled[i]);
+      if ((came & ~POLLOUT) != 0 && !polled[i]->closed) read_from(*polled[i]);
     }
     if (std::exchange(has_frames_, false)) changed_.notify_all();
     if (act_at_ns_ != 0 && running_ns() >= act_at_ns_) {

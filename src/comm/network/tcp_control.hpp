@@ -26,8 +26,8 @@ struct TcpRendezvous {
 };
 
 /// Connects all ranks, each listening at its `address` (in digits, or "localhost") for those above
-/// it. Only a rank that can read the store is admitted. kRendezvous at the deadline names who did
-/// not come.
+/// it. Only a rank that can read the store is admitted. kRendezvous at the deadline names the ranks
+/// that did not come.
 TcpRendezvous rendezvous(Store& store, const Group& group, const std::string& address,
                          int64_t deadline_ns);
 
@@ -36,7 +36,7 @@ TcpRendezvous rendezvous(Store& store, const Group& group, const std::string& ad
 ///
 /// Why not over Gloo: a wait of Gloo's that ends in a timeout closes the connections to *all*
 /// peers, does not say who was missing, and cannot tell a rank that died from one that gave up. A
-/// thread of this class reads all sockets, so that news of a failure interrupts a transfer.
+/// thread of this class reads all sockets, so that a failure notice interrupts a transfer.
 class TcpControl final : public ControlLink {
  public:
   enum class Frame : uint8_t { kFingerprint, kMessage, kNote, kFinalNotice };
@@ -52,7 +52,7 @@ class TcpControl final : public ControlLink {
     int rank = -1;
     bool left = false;  ///< kGone: it said so, with nothing wrong
     AbortRecord record = {};
-    std::vector<int> missing = {};  ///< kLate: who has sent nothing
+    std::vector<int> missing = {};  ///< kLate: the ranks that have sent nothing
   };
 
   /// One connection to each peer; sockets[rank] is empty.
@@ -86,7 +86,7 @@ class TcpControl final : public ControlLink {
   void on_survey(std::function<RankActivity()> answer);
 
   /// `action` runs, in the thread that reads, when a transfer has become hopeless: a peer has given
-  /// up, or ended unexpectedly and transfers did not notice for a while. At once where that is so
+  /// up, or ended unexpectedly and transfers did not notice for a while. At once if that is so
   /// already. A null one ends this, and waits for one that runs.
   void on_failure(std::function<void()> action);
 

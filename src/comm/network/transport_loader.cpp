@@ -9,33 +9,15 @@
 #include <cstddef>
 #include <cstdlib>
 #include <filesystem>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "lockstep/error.hpp"
 
 namespace lockstep {
 namespace {
-
-// What is said of a module that is not there.
-struct ModuleInfo {
-  std::string_view name;
-  std::string_view file;
-  std::string_view built_with;  // the packages
-  std::string_view runs_with;
-  std::string_view instead;
-};
-
-constexpr ModuleInfo kModules[] = {
-    {"gloo", "lockstep-gloo.so", "libgloo-dev", "libgloo0",
-     "ranks of one host need no Gloo: use backend shm"},
-    {"mpi", "lockstep-mpi.so", "an MPI (Debian's libopenmpi-dev)", "that MPI's libraries",
-     "backend gloo needs no MPI"},
-};
-
-const ModuleInfo& info_of(TransportModule module) {
-  return kModules[static_cast<size_t>(module)];
-}
 
 // Sanitizers replace functions of every library, which RTLD_DEEPBIND would undo: they refuse it.
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -44,11 +26,11 @@ constexpr int kLoadFlags = RTLD_NOW | RTLD_LOCAL;
 constexpr int kLoadFlags = RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND;
 #endif
 
-// The file that this code was linked into: the program or a shared library. "" where that is
+// The file that this code was linked into: the program or a shared library. "" if that is
 // unknown.
 std::filesystem::path this_binary() {
   Dl_info about{};
-  if (::dladdr(&kModules, &about) == 0 || about.dli_fname == nullptr) return {};
+  if (::dladdr(&kLoadFlags, &about) == 0 || about.dli_fname == nullptr) return {};
   return about.dli_fname;
 }
 
@@ -150,21 +132,13 @@ std::string find_module(std::string_view file_name) {
   return "";
 }
 
-std::string_view transport_name(TransportModule module) {
-  return info_of(module).name;
-}
-
-std::string_view module_file(TransportModule module) {
-  return info_of(module).file;
-}
-
-const LockstepTransportApi& load_transport(TransportModule module) {
-  if (module == TransportModule::kMpi) {
-    static const LockstepTransportApi& mpi = load_now(info_of(module));
-    return mpi;
-  }
-  static const LockstepTransportApi& gloo = load_now(info_of(module));
-  return gloo;
+const LockstepTransportApi& load_transport(const ModuleInfo& module) {
+  static std::mutex mutex;
+  static std::map<std::string_view, const LockstepTransportApi*> loaded;  // [name]
+  const std::lock_guard lock(mutex);
+  const LockstepTransportApi*& api = loaded[module.name];
+  if (api == nullptr) api = &load_now(module);
+  return *api;
 }
 
 }  // namespace lockstep

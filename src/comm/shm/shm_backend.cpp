@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cstring>
-#include <exception>
 #include <vector>
 
 #include "comm/arguments.hpp"

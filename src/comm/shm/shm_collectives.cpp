@@ -400,7 +400,7 @@ ShmExchange::ShmExchange(ShmEngine& engine, const ConstBuffer& input, const Buff
       head_bytes_(2 * engine.size() * static_cast<int64_t>(sizeof(int64_t))),
       inline_count_((kInlineBytes - head_bytes_) / (width_ * element_bytes_)) {}
 
-// Nobody knows the largest block yet: what fits is sent along, and is used where all of it fits.
+// No rank knows the largest block yet: what fits is sent along, and is used if all of it fits.
 void ShmExchange::publish(RingEntry& own) {
   std::byte* next = own.payload;
   for (const auto* counts : {&blocks_.given, &blocks_.taken}) {

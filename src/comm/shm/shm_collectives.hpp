@@ -22,7 +22,7 @@ class ChunkedCollective : public ShmCollective {
                     int64_t width);
 
  protected:
-  using Contributions = std::vector<const std::byte*>;  // [rank]; null where it has none
+  using Contributions = std::vector<const std::byte*>;  // [rank]; null if it has none
   enum class Way { kInline, kDirect, kStaged };
 
   /// Whether a rank contributes.
@@ -34,7 +34,7 @@ class ChunkedCollective : public ShmCollective {
   /// Uses elements begin to begin + count of all contributions. `stride` is the distance in
   /// elements between blocks of a contribution that has several.
   virtual void take(int64_t begin, int64_t count, int64_t stride, const Contributions& from) = 0;
-  /// The direct way, where a call has a better one than each rank for itself.
+  /// The direct way, if a call has a better one than each rank for itself.
   virtual bool move_direct();
   virtual std::vector<int> awaited_direct() const;
 

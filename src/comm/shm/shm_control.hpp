@@ -4,7 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <string>
 
 #include "base/cell.hpp"
 #include "comm/fingerprint.hpp"
@@ -135,7 +134,7 @@ class ShmControl {
   void reserve_pipe(int from, int to) const;
   void reserve_staging(int peer) const;
 
-  /// Sets a counter for all to see and wakes those who sleep.
+  /// Publishes a counter and wakes the ranks that sleep.
   template <class T>
   void announce(OwnLine<T>& counter, T value) const {
     counter.value.store(value, std::memory_order_seq_cst);
@@ -145,7 +144,7 @@ class ShmControl {
   void wake() const;
 
   /// Sleeps until woken or until the time is over. Looks at `ready` after saying that it sleeps, so
-  /// that no announcement falls between; returns at once where it is true.
+  /// that no announcement falls between; returns at once if it is true.
   template <class Ready>
   bool sleep(int64_t nanoseconds, Ready&& ready) const {
     auto& bell = at<OwnLine<uint32_t>>(kBellOffset).value;

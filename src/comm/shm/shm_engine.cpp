@@ -172,7 +172,7 @@ void ShmEngine::work_on(const ShmCollective& task, Patience patience) {
   if (patience == Patience::kUntilDone) {
     wait_until(ready, blocker, task.deadline_ns);
   } else if (!ready()) {
-    look_around(ready, blocker, task.deadline_ns);
+    poll_once(ready, blocker, task.deadline_ns);
   }
 }
 
@@ -194,7 +194,7 @@ void ShmEngine::advance(const ShmMessage& message) {
       return message.done();
     };
     if (!ready()) {
-      look_around(
+      poll_once(
           ready, [&]() -> const ShmTask& { return message; }, message.deadline_ns);
     }
   });
@@ -258,7 +258,7 @@ void ShmEngine::wait_until(const std::function<bool()>& ready,
     if (ready()) return;
     ::sched_yield();
   }
-  while (!look_around(ready, blocker, deadline_ns)) {
+  while (!poll_once(ready, blocker, deadline_ns)) {
     publish_wait(blocker());
     const int64_t left_ns = std::max<int64_t>(deadline_ns - running_ns(), 1'000);
     const int64_t sleep_ns = outside_in_flight_ ? kPollOutsideNs : kPollNs * patience_;
@@ -284,8 +284,8 @@ void ShmEngine::clear_wait() {
 // Looks for what may end the wait: returns true when it is over and throws when it is in vain.
 // Work that a peer finished before it left or died still counts, so its state is read before
 // `ready` is checked again; only peers still awaited after that are to blame.
-bool ShmEngine::look_around(const std::function<bool()>& ready,
-                            const std::function<const ShmTask&()>& blocker, int64_t deadline_ns) {
+bool ShmEngine::poll_once(const std::function<bool()>& ready,
+                          const std::function<const ShmTask&()>& blocker, int64_t deadline_ns) {
   const int64_t now_ns = running_ns();
   const bool see_processes = now_ns - processes_seen_ns_ >= kProcessCheckNs * patience_;
   if (see_processes) processes_seen_ns_ = now_ns;

@@ -231,8 +231,8 @@ class ShmEngine {
   void wait_for_entry(const ShmTask& task);
   void wait_until(const std::function<bool()>& ready,
                   const std::function<const ShmTask&()>& blocker, int64_t deadline_ns);
-  bool look_around(const std::function<bool()>& ready,
-                   const std::function<const ShmTask&()>& blocker, int64_t deadline_ns);
+  bool poll_once(const std::function<bool()>& ready, const std::function<const ShmTask&()>& blocker,
+                 int64_t deadline_ns);
   void publish_wait(const ShmTask& task);
   void clear_wait();
   void sweep_segments();
@@ -242,7 +242,7 @@ class ShmEngine {
   ShmLink link_;
   ControlSession session_;
   pid_t owner_;   // a forked child holds a copy, but the rank is not its own
-  int spins_;     // looks before it yields: none where ranks share cores
+  int spins_;     // looks before it yields: none if ranks share cores
   int patience_;  // sleepers look so much less often where many ranks share a core
   int64_t chunks_ = 0;
   bool staging_reserved_ = false;

@@ -34,7 +34,7 @@ constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE of Linux 5.14, which 
   fail_memory(purpose, need, std::strerror(error), error);
 }
 
-// What the kernel thinks can be had without swapping; the maximum where it does not say.
+// What the kernel thinks can be had without swapping; the maximum if it does not say.
 int64_t available_bytes() {
   std::ifstream file("/proc/meminfo");
   std::string name;

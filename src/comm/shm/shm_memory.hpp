@@ -22,7 +22,7 @@ using OwnedDescriptor = std::unique_ptr<Descriptor>;
 int64_t page_bytes();
 int64_t round_up(int64_t value, int64_t multiple);
 
-/// Zeroed memory of a fixed size, none of it reserved yet. kOutOfMemory where the system refuses.
+/// Zeroed memory of a fixed size, none of it reserved yet. kOutOfMemory if the system refuses.
 OwnedDescriptor make_memory_file(std::string_view name, int64_t bytes);
 
 /// Takes the pages of a range now, near this thread, so that a machine without memory answers with

@@ -9,7 +9,6 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <numeric>
 #include <thread>
 
 #include "base/running_clock.hpp"
@@ -225,7 +224,7 @@ void wait_readable(const std::vector<int>& sockets, int64_t deadline_ns) {
 
 namespace {
 
-constexpr int64_t kNewsNs = 50'000'000;  // between two lists of those who are here
+constexpr int64_t kAnnounceNs = 50'000'000;  // between two lists of the present ranks
 
 constexpr const char* kHelp =
     "start all ranks of the job within the deadline, with one session and one world size; "
@@ -292,8 +291,8 @@ class Host {
         // Another user's process is not even answered.
         if (peer_process(connection->get())) unauthenticated_.push_back(std::move(connection));
       }
-      hear_unauthenticated();
-      hear_members();
+      read_unauthenticated();
+      read_members();
       announce_members();
     }
     return welcome();
@@ -318,7 +317,7 @@ class Host {
   }
 
   // Reads from connections that are not authenticated yet.
-  void hear_unauthenticated() {
+  void read_unauthenticated() {
     std::vector<OwnedDescriptor> silent;
     for (auto& peer : unauthenticated_) {
       SocketMessage message;
@@ -367,10 +366,10 @@ class Host {
     if (!unannounced_ || running_ns() < announce_at_ns_) return;
     tell(MessageKind::kPresent, present(), "");
     unannounced_ = false;
-    announce_at_ns_ = running_ns() + kNewsNs;
+    announce_at_ns_ = running_ns() + kAnnounceNs;
   }
 
-  void hear_members() {
+  void read_members() {
     for (size_t rank = 1; rank < members_.size(); ++rank) {
       if (!members_[rank]) continue;
       SocketMessage message;
@@ -458,7 +457,7 @@ OwnedDescriptor find_host(const ShmOptions& options) {
   }
 }
 
-// A member's deadline has come. Rank 0 is at fault where it took no notice of this rank, or of all.
+// A member's deadline has come. Rank 0 is at fault if it took no notice of this rank, or of all.
 [[noreturn]] void give_up(const ShmOptions& options, const Descriptor& host,
                           const std::vector<int64_t>& present) {
   send_message(host.get(), MessageKind::kGaveUp, {});

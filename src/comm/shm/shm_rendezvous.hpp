@@ -14,7 +14,7 @@
 
 namespace lockstep {
 
-// Unix sockets between ranks of one host. They carry no data, only who is there
+// Unix sockets between ranks of one host. They carry no data, only which ranks are present
 // and the descriptors of shared memory.
 
 /// Version of the control block and of the messages: ranks of different versions refuse each other.
@@ -24,7 +24,7 @@ enum class MessageKind : uint32_t {
   kHello,    ///< a member to rank 0: [rank, size, layout version]
   kPresent,  ///< rank 0 to members: the ranks that are here
   kWelcome,  ///< rank 0 to members, when all are here: their process ids; the control block
-  kRefused,  ///< rank 0 to a member: why, as text; [the rank at fault], where one is
+  kRefused,  ///< rank 0 to a member: why, as text; [the rank at fault], if any
   kSegment,  ///< allocate: [sequence]; the memory
   kChild,    ///< split: [sequence]; the child's control block and connections
   kGaveUp,   ///< a member to rank 0: its deadline came before all ranks had
@@ -79,8 +79,8 @@ struct ShmMembership {
   std::vector<PeerProcess> processes;    // [rank]
 };
 
-/// The rendezvous of processes is a socket named after the session. kRendezvous says who came and
-/// who did not, or why this rank was refused.
+/// The rendezvous of processes is a socket named after the session. A kRendezvous error says which
+/// ranks came and which did not, or why this rank was refused.
 ShmMembership rendezvous_of_processes(const ShmOptions& options);
 
 /// Threads of this process: [rank].

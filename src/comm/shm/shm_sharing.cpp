@@ -1,7 +1,6 @@
 #include "comm/shm/shm_sharing.hpp"
 
 #include <fcntl.h>
-#include <fmt/format.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -66,7 +65,7 @@ bool LeaderBroadcast::send_to_members() {
   for (size_t peer = 1; peer < messages.size(); ++peer) {
     std::vector<int> descriptors;
     for (const auto& descriptor : messages[peer]) descriptors.push_back(descriptor->get());
-    // Where a member is gone, those who wait for it will find out.
+    // If a member is gone, the ranks that wait for it will find out.
     send_message(members[peer]->get(), kind_, {call.sequence}, "", descriptors);
   }
   engine_.control().wake();

@@ -43,7 +43,7 @@ int HostMap::largest() const {
 
 namespace {
 
-// "net:[4026531840]", or "" where the system does not tell.
+// "net:[4026531840]", or "" if the system does not tell.
 std::string name_of_namespace(const char* kind) {
   std::error_code ignored;
   return std::filesystem::read_symlink(fmt::format("/proc/self/ns/{}", kind), ignored).string();

@@ -54,7 +54,7 @@ struct ElementRange {
 /// the last owner has what is left over, too.
 ElementRange slice_of(int64_t count, int owners, int owner);
 
-/// Empty where two ranges have nothing in common.
+/// Empty if two ranges have nothing in common.
 ElementRange overlap(ElementRange a, ElementRange b);
 
 }  // namespace lockstep

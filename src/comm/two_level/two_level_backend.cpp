@@ -24,7 +24,7 @@ class TwoLevelBackend final : public NetworkBackend {
  public:
   TwoLevelBackend(std::shared_ptr<Store> store, Group group, std::string address,
                   int64_t deadline_ns)
-      : NetworkBackend(TransportModule::kGloo, std::move(store), std::move(group),
+      : NetworkBackend(*find_backend("gloo"), std::move(store), std::move(group),
                        std::move(address), deadline_ns) {}
   ~TwoLevelBackend() override { core().shut_down(); }
   TwoLevelBackend(const TwoLevelBackend&) = delete;
@@ -83,7 +83,7 @@ class TwoLevelBackend final : public NetworkBackend {
   std::unique_ptr<Backend> inside_;    // of collectives; null: alone on this host
   std::unique_ptr<Backend> messages_;  // the same ranks; used by the threads that send and receive
   std::shared_ptr<std::list<LocalMessage*>> under_way_;  // local messages that were begun
-  std::optional<TwoLevelMoves> moves_;                   // none where no host has several ranks
+  std::optional<TwoLevelMoves> moves_;                   // none if no host has several ranks
 };
 
 /// A message between two ranks of one host. Its outcome is reported to the whole group.
@@ -208,10 +208,10 @@ void TwoLevelBackend::connect_inside(const std::string& identity, int64_t deadli
   const std::string session = to_hex(random_bytes(16));
   std::vector<std::string> identities;
   std::vector<std::string> sessions;
-  for (const std::string& said : core().introduce(session + identity, deadline_ns)) {
-    const size_t length = std::min(session.size(), said.size());
-    sessions.push_back(said.substr(0, length));
-    identities.push_back(said.substr(length));
+  for (const std::string& reply : core().introduce(session + identity, deadline_ns)) {
+    const size_t length = std::min(session.size(), reply.size());
+    sessions.push_back(reply.substr(0, length));
+    identities.push_back(reply.substr(length));
   }
   // A host with more ranks than shared memory serves counts as several.
   std::map<std::string, int> ranks_of;

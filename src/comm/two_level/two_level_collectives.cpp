@@ -3,7 +3,6 @@
 #include <deque>
 #include <numeric>
 
-#include "comm/arguments.hpp"
 #include "comm/two_level/two_level_moves.hpp"
 
 // See Note [Two levels].

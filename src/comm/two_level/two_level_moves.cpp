@@ -3,9 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
-#include <utility>
 
-#include "comm/arguments.hpp"
 #include "kernels/reduce_kernels.hpp"
 #include "lockstep/error.hpp"
 

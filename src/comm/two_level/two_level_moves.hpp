@@ -3,7 +3,6 @@
 #include <functional>
 #include <memory>
 #include <span>
-#include <string_view>
 #include <vector>
 
 #include "comm/backend.hpp"
@@ -71,7 +70,7 @@ struct SliceOwners {
   int rank(const HostMap& hosts, int host, int owner) const;
   /// The local rank of a host's only owner.
   int leader(const HostMap& hosts, int host) const;
-  /// The slice of this rank; nothing where it owns none.
+  /// The slice of this rank; nothing if it owns none.
   ElementRange own(const HostMap& hosts, int64_t count) const;
 };
 

@@ -66,7 +66,7 @@ inline CudaStream current_stream() {
   return c10::cuda::getCurrentCUDAStream().stream();
 }
 
-/// Whether kernels that take 16 bytes at a time can read the tensor; true where it is undefined.
+/// Whether kernels that take 16 bytes at a time can read the tensor; true if it is undefined.
 inline bool is_aligned(const Tensor& tensor) {
   return !tensor.defined() || reinterpret_cast<uintptr_t>(tensor.data_ptr()) % 16 == 0;
 }

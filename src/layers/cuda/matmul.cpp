@@ -27,7 +27,7 @@ namespace lockstep {
 namespace layers {
 namespace {
 
-// One of several ways to do the same work: queues it on a stream, or returns false where it cannot.
+// One of several ways to do the same work: queues it on a stream, or returns false if it cannot.
 using Way = std::function<bool()>;
 
 constexpr float kBriefMs = 1;
@@ -99,7 +99,7 @@ std::vector<size_t> finalists(const std::vector<Way>& ways, Stopwatch& watch) {
   return order;
 }
 
-// Returns the index of the way that is fastest when repeated, or 0 where none works. Takes up to a
+// Returns the index of the way that is fastest when repeated, or 0 if none works. Takes up to a
 // second.
 //
 // Large matrix products bring a GPU to its power limit, and the kernel that wins a few milliseconds

@@ -3,6 +3,7 @@
 #include <ATen/record_function.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/util/Exception.h>
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
@@ -142,10 +143,13 @@ torch::Tensor copy_of(const torch::Tensor& result) {
   return result.defined() ? result.clone() : result;
 }
 
-// Tells errors of a capture from errors of the step itself.
+// Tells errors of a capture from errors of the step itself, by CUDA's error code. libtorch's own
+// checks ("cannot be called during capture") have no code: they pass to the caller as they are.
 bool is_about_capture(const std::exception& error) {
-  if (dynamic_cast<const Error*>(&error) != nullptr) return false;
-  return describe(error).find("captur") != std::string::npos;
+  const auto* const of_cuda = dynamic_cast<const c10::AcceleratorError*>(&error);
+  if (of_cuda == nullptr) return false;
+  const auto code = static_cast<cudaError_t>(of_cuda->get_error_code());
+  return code >= cudaErrorStreamCaptureUnsupported && code <= cudaErrorStreamCaptureWrongThread;
 }
 
 }  // namespace

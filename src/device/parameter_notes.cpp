@@ -1,4 +1,4 @@
-#include "device/slice_map.hpp"
+#include "device/parameter_notes.hpp"
 
 #include <fmt/format.h>
 
@@ -15,6 +15,11 @@ ParameterMap<Slice>& noted_slices() {
 
 ParameterMap<bool>& sharded_parameters() {
   static ParameterMap<bool> map;
+  return map;
+}
+
+ParameterMap<std::weak_ptr<const ClaimGradientMemory>>& noted_memory() {
+  static ParameterMap<std::weak_ptr<const ClaimGradientMemory>> map;
   return map;
 }
 
@@ -53,6 +58,15 @@ void require_not_sharded(const torch::nn::Module& module, const char* what, cons
                             what, item.key()),
                 remedy);
   }
+}
+
+void note_gradient_memory(const torch::Tensor& parameter,
+                          const std::shared_ptr<const ClaimGradientMemory>& claim) {
+  noted_memory().set(parameter, claim);
+}
+
+std::weak_ptr<const ClaimGradientMemory> gradient_memory_of(const torch::Tensor& parameter) {
+  return noted_memory().get(parameter).value_or(std::weak_ptr<const ClaimGradientMemory>());
 }
 
 }  // namespace lockstep
