@@ -14,6 +14,7 @@
 
 #include "base/lists.hpp"
 #include "base/process.hpp"
+#include "base/random.hpp"
 #include "cli/child.hpp"
 #include "cli/nvml.hpp"
 #include "launch/flags.hpp"

@@ -94,13 +94,13 @@ void remove_leftovers(const std::filesystem::path& target) {
 // A new locked file beside the target. Another writer may take it for a leftover until it is
 // locked; then there is another try. Without locks on this file system nobody removes it.
 struct FileBeside {
-  FileBeside(const std::string& path, const std::string& target) {
+  FileBeside(const std::string& path, const std::string& target, mode_t mode) {
     static std::atomic<unsigned> count = 0;  // two threads may write the same path
     struct stat info {};
     do {
       name = fmt::format("{}.tmp-{}-{}", target, ::getpid(), count++);
       ::unlink(name.c_str());  // may be left from a dead process that had this pid
-      file.emplace(::open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0644));
+      file.emplace(::open(name.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode));
       if (file->get() < 0) fail_write(path, errno);
     } while ((::flock(file->get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) ||
              ::fstat(file->get(), &info) != 0 || info.st_nlink == 0);
@@ -167,7 +167,7 @@ std::string read_text_or_empty(const std::string& path) {
 }
 
 void write_file_atomically(const std::string& path,
-                           std::span<const std::span<const std::byte>> pieces) {
+                           std::span<const std::span<const std::byte>> pieces, mode_t mode) {
   struct stat info {};
   const bool exists = ::stat(path.c_str(), &info) == 0;
   if (exists && S_ISDIR(info.st_mode)) fail_write(path, EISDIR);
@@ -181,7 +181,7 @@ void write_file_atomically(const std::string& path,
   const std::string target = unresolved ? path : resolved.string();
 
   remove_leftovers(target);
-  const FileBeside beside(path, target);
+  const FileBeside beside(path, target, mode);
   for (const auto& piece : pieces) {
     if (!write_all(beside.file->get(), piece)) fail_write(path, errno, beside.name);
   }
@@ -195,9 +195,9 @@ void write_file_atomically(const std::string& path,
   if (parent.get() >= 0) ::fsync(parent.get());
 }
 
-void write_file_atomically(const std::string& path, const std::string& text) {
+void write_file_atomically(const std::string& path, const std::string& text, mode_t mode) {
   const std::array<std::span<const std::byte>, 1> pieces = {std::as_bytes(std::span(text))};
-  write_file_atomically(path, pieces);
+  write_file_atomically(path, pieces, mode);
 }
 
 std::string limit_help(int error, std::string otherwise, int files_needed) {

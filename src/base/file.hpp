@@ -1,6 +1,7 @@
 #pragma once
 
 #include <sys/resource.h>
+#include <sys/types.h>
 #include <unistd.h>
 
 #include <cstddef>
@@ -50,10 +51,11 @@ std::string read_text_file(const std::string& path);
 std::string read_text_or_empty(const std::string& path);
 
 /// Writes a new file beside `path`, flushes it to disk and renames it, so that readers see either
-/// the old file or the new one. The pieces are written one after the other.
+/// the old file or the new one. The pieces are written one after the other. The file gets `mode`,
+/// less what the umask takes.
 void write_file_atomically(const std::string& path,
-                           std::span<const std::span<const std::byte>> pieces);
-void write_file_atomically(const std::string& path, const std::string& text);
+                           std::span<const std::span<const std::byte>> pieces, mode_t mode = 0644);
+void write_file_atomically(const std::string& path, const std::string& text, mode_t mode = 0644);
 
 /// The remedy for an errno that reports a limit of this process: on open files (EMFILE, ENFILE) or
 /// on a file's size (EFBIG). Returns `otherwise` for any other errno. `files_needed` is the number

@@ -12,10 +12,10 @@
 #include <filesystem>
 #include <map>
 #include <optional>
-#include <random>
 #include <string_view>
 
 #include "base/checksum.hpp"
+#include "base/random.hpp"
 #include "checkpoint/reader.hpp"
 #include "lockstep/error.hpp"
 
@@ -94,8 +94,7 @@ std::vector<CheckpointEntry> list_checkpoints(const std::string& folder) {
 }
 
 std::string write_probe(FileSystem& files, const std::string& folder) {
-  std::random_device random;
-  const std::string probe = fmt::format("{}{:08x}{:08x}", kProbePrefix, random(), random());
+  const std::string probe = kProbePrefix + random_hex(16);
   write_probe_file(files, folder + probe);
   return probe;
 }

@@ -201,9 +201,10 @@ std::map<std::string, at::Generator> generators_of_thread(const std::vector<c10:
   std::map<std::string, at::Generator> generators = {
       {"cpu", rng != nullptr ? rng->generator_for(c10::DeviceType::CPU)
                              : at::detail::getDefaultCPUGenerator()}};
-  for (const c10::Device gpu : gpus) {
-    generators.emplace(gpu.str(), rng != nullptr ? rng->generator_for(gpu.type())
-                                                 : at::globalContext().defaultGenerator(gpu));
+  for (size_t i = 0; i < gpus.size(); ++i) {
+    generators.emplace(fmt::format("cuda:{}", i),
+                       rng != nullptr ? rng->generator_for(gpus[i].type())
+                                      : at::globalContext().defaultGenerator(gpus[i]));
   }
   return generators;
 }
@@ -229,7 +230,7 @@ RecordedRng::RecordedRng(std::optional<c10::Device> gpu) {
       generators_of_thread(gpu ? std::vector<c10::Device>{*gpu} : std::vector<c10::Device>{});
   cpu_ = copy_of(generators.at("cpu"));
   if (!gpu) return;
-  cuda_ = copy_of(generators.at(gpu->str()));
+  cuda_ = copy_of(generators.at("cuda:0"));
   if (current_rng == nullptr) default_gpu_ = gpu;
 }
 

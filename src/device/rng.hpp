@@ -69,7 +69,7 @@ class DeviceRng {
 };
 
 /// The generators that random operations of this thread draw from: "cpu", and one for each of
-/// these GPUs, such as "cuda:0".
+/// these GPUs, by its place among them: the first is "cuda:0".
 std::map<std::string, at::Generator> generators_of_thread(const std::vector<c10::Device>& gpus);
 
 /// The random numbers that this thread is about to draw, so that they can be drawn once more.

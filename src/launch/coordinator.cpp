@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <set>
 
+#include "base/random.hpp"
 #include "base/running_clock.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/units.hpp"
 #include "lockstep/version.hpp"
-#include "net/secret.hpp"
 
 namespace lockstep {
 namespace {

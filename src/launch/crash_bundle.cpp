@@ -1,7 +1,6 @@
 #include "launch/crash_bundle.hpp"
 
 #include <fmt/format.h>
-#include <sys/stat.h>
 #include <sys/utsname.h>
 #include <unistd.h>
 
@@ -150,13 +149,13 @@ std::string write_crash_bundle(const CrashBundle& bundle) {
   const int64_t now_ns = monotonic_ns();
   for (size_t i = 0; i < bundle.ranks.size(); ++i) ranks.push_back(rank_json(bundle, i, now_ns));
   std::string path = bundle.environment.logs + "/crash.json";
-  const mode_t before = ::umask(077);  // commands and logs are this user's own
   try {
-    write_file_atomically(path, text.dump(1, ' ', false, json::error_handler_t::replace) + "\n");
+    // Commands and logs are this user's own.
+    write_file_atomically(path, text.dump(1, ' ', false, json::error_handler_t::replace) + "\n",
+                          0600);
   } catch (const Error&) {
     path.clear();  // the disk is full, perhaps: the failure itself is what must be reported
   }
-  ::umask(before);
   return path;
 }
 

@@ -13,6 +13,7 @@
 
 #include "base/file.hpp"
 #include "base/process.hpp"
+#include "base/random.hpp"
 #include "base/running_clock.hpp"
 #include "launch/attempt.hpp"
 #include "lockstep/clock.hpp"

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include "base/random.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {

@@ -6,7 +6,6 @@
 #include <openssl/evp.h>
 #include <openssl/params.h>
 #include <pwd.h>
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -19,6 +18,7 @@
 #include <memory>
 
 #include "base/file.hpp"
+#include "base/random.hpp"
 #include "lockstep/error.hpp"
 
 namespace lockstep {
@@ -33,17 +33,6 @@ struct FreeMacContext {
 };
 
 }  // namespace
-
-std::string random_bytes(size_t count) {
-  std::string bytes(count, '\0');
-  for (size_t done = 0; done < count;) {
-    const ssize_t got = ::getrandom(bytes.data() + done, count - done, 0);
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0) throw Error(Code::kInternal, "the system provides no random bytes");
-    done += static_cast<size_t>(got);
-  }
-  return bytes;
-}
 
 std::string hmac_sha256(std::string_view key, std::initializer_list<std::string_view> pieces) {
   // Never freed: other threads may still use it while the process exits.
@@ -69,21 +58,6 @@ std::string hmac_sha256(std::string_view key, std::initializer_list<std::string_
 
 bool equal_secrets(std::string_view a, std::string_view b) {
   return a.size() == b.size() && CRYPTO_memcmp(a.data(), b.data(), a.size()) == 0;
-}
-
-std::string to_hex(std::string_view bytes) {
-  static constexpr char kDigits[] = "0123456789abcdef";
-  std::string text;
-  text.reserve(2 * bytes.size());
-  for (const char byte : bytes) {
-    text += kDigits[static_cast<unsigned char>(byte) >> 4];
-    text += kDigits[static_cast<unsigned char>(byte) & 15];
-  }
-  return text;
-}
-
-std::string random_hex(size_t digits) {
-  return to_hex(random_bytes((digits + 1) / 2)).substr(0, digits);
 }
 
 std::string make_token() {

@@ -11,19 +11,12 @@ namespace lockstep {
 
 inline constexpr size_t kMacBytes = 32;
 
-/// Bytes from the kernel's generator.
-std::string random_bytes(size_t count);
-
 /// HMAC-SHA256 over the concatenated pieces. A piece of variable length must be preceded by its
 /// length, or two different inputs could give the same code.
 std::string hmac_sha256(std::string_view key, std::initializer_list<std::string_view> pieces);
 
 /// Compares in constant time.
 bool equal_secrets(std::string_view a, std::string_view b);
-
-/// Lower-case hexadecimal, two digits per byte.
-std::string to_hex(std::string_view bytes);
-std::string random_hex(size_t digits);
 
 /// A new secret, in hexadecimal.
 inline constexpr size_t kTokenDigits = 64;

@@ -89,6 +89,7 @@ void Checkpoint::State::load(const CheckpointReader& reader) {
   std::vector<std::function<void()>> apply;
   std::exception_ptr error;
   try {
+    find_gpus();
     for (size_t i = 1; i <= parts_.size(); ++i) {  // random numbers last
       auto& [section, part] = parts_[i % parts_.size()];
       auto& source = sources.emplace_back(reader, section, rank_, size_);

@@ -3,9 +3,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 #include <limits>
 #include <mutex>
+#include <string_view>
 #include <utility>
 
 #include "base/counted.hpp"
@@ -70,10 +72,9 @@ std::function<void()> load_items(SectionSource& source, std::vector<PartContents
 class ModulePart final : public CheckpointPart {
  public:
   explicit ModulePart(torch::nn::Module& module) : module_(module) {}
-  PartContents contents() override { return {items_of(module_), {}}; }
-  std::function<void()> load(SectionSource& source) override {
-    return load_items(source, items_of(module_));
-  }
+  PartContents contents() override { return {items(), {}}; }
+  std::vector<PartContents::Item> items() const override { return items_of(module_); }
+  std::function<void()> load(SectionSource& source) override { return load_items(source, items()); }
 
  private:
   torch::nn::Module& module_;
@@ -83,6 +84,16 @@ class PipelinePart final : public CheckpointPart {
  public:
   explicit PipelinePart(Pipeline& pipeline) : pipeline_(pipeline) {}
   PartContents contents() override { return {items(), {}}; }
+  std::vector<PartContents::Item> items() const override {
+    std::vector<PartContents::Item> all;
+    for (const int stage : pipeline_.local_stages()) {
+      const ShardedModel* model = pipeline_.sharded(stage);
+      for (auto& item : model ? items_of(*model) : items_of(*pipeline_.stage(stage))) {
+        all.push_back(std::move(item));
+      }
+    }
+    return all;
+  }
   std::function<void()> load(SectionSource& source) override {
     return [this, load = load_items(source, items())] {
       for (const ShardedModel* each : sharded()) each->begin_change();
@@ -101,17 +112,6 @@ class PipelinePart final : public CheckpointPart {
   }
 
  private:
-  std::vector<PartContents::Item> items() const {
-    std::vector<PartContents::Item> all;
-    for (const int stage : pipeline_.local_stages()) {
-      const ShardedModel* model = pipeline_.sharded(stage);
-      for (auto& item : model ? items_of(*model) : items_of(*pipeline_.stage(stage))) {
-        all.push_back(std::move(item));
-      }
-    }
-    return all;
-  }
-
   std::vector<ShardedModel*> sharded() const {
     std::vector<ShardedModel*> models;
     for (const int stage : pipeline_.local_stages()) {
@@ -126,9 +126,10 @@ class PipelinePart final : public CheckpointPart {
 class ShardedPart final : public CheckpointPart {
  public:
   explicit ShardedPart(ShardedModel& model) : model_(model) {}
-  PartContents contents() override { return {items_of(model_), {}}; }
+  PartContents contents() override { return {items(), {}}; }
+  std::vector<PartContents::Item> items() const override { return items_of(model_); }
   std::function<void()> load(SectionSource& source) override {
-    return [this, load = load_items(source, items_of(model_))] {
+    return [this, load = load_items(source, items())] {
       model_.begin_change();
       load();
       model_.note_changed_shards();
@@ -186,6 +187,16 @@ class AveragePart final : public CheckpointPart {
 
   PartContents contents() override { return {items(), {{"updates", average_.updates()}}}; }
 
+  std::vector<PartContents::Item> items() const override {
+    std::vector<PartContents::Item> items;
+    for (const auto& entry : average_.entries()) {
+      const Slice slice = slice_of(entry.of);
+      const bool elsewhere = entry.of.numel() == 0 && element_count(slice.whole) != 0;
+      if (!elsewhere) items.push_back({entry.name, entry.average, slice});
+    }
+    return items;
+  }
+
   std::function<void()> load(SectionSource& source) override {
     const json value = source.value();
     if (!value.is_object() || !value.contains("updates") || !value["updates"].is_number_integer()) {
@@ -199,16 +210,6 @@ class AveragePart final : public CheckpointPart {
   }
 
  private:
-  std::vector<PartContents::Item> items() const {
-    std::vector<PartContents::Item> items;
-    for (const auto& entry : average_.entries()) {
-      const Slice slice = slice_of(entry.of);
-      const bool elsewhere = entry.of.numel() == 0 && element_count(slice.whole) != 0;
-      if (!elsewhere) items.push_back({entry.name, entry.average, slice});
-    }
-    return items;
-  }
-
   WeightAverage& average_;
 };
 
@@ -219,11 +220,16 @@ class TensorPart final : public CheckpointPart {
 
   PartContents contents() override {
     if (!tensor_.defined()) return {{}, json::object()};
-    return {{{section_, tensor_, slice_of(tensor_)}}, {}};
+    return {items(), {}};
+  }
+
+  std::vector<PartContents::Item> items() const override {
+    if (!tensor_.defined()) return {};
+    return {{section_, tensor_, slice_of(tensor_)}};
   }
 
   std::function<void()> load(SectionSource& source) override {
-    if (tensor_.defined()) return load_items(source, contents().items);
+    if (tensor_.defined()) return load_items(source, items());
     if (!source.has(section_)) return [] {};
     return [this, loaded = source.read_whole(section_)] { tensor_ = loaded; };
   }
@@ -322,15 +328,10 @@ class RandomPart final : public CheckpointPart {
     if (!source.same_ranks() || source.value().is_null()) return [] {};
     const json stored = fitting_positions(source);
     std::vector<std::pair<at::Generator, torch::Tensor>> states;
-    for (const auto& name : source.names_with(prefix_)) {
-      const std::string device = name.substr(prefix_.size());
-      if (device != "cpu" && torch::Device(device).index() >= gpu_count()) continue;
-      std::vector<c10::Device> gpus;
-      if (device != "cpu") gpus.emplace_back(device);
-      const auto generator = generators_of_thread(gpus).at(device);
+    for (const auto& [name, generator] : fitting_generators(source)) {
       const auto state = source.read_whole(name);
       if (state.numel() != state_of_generator(generator).numel()) {
-        source.fail(fmt::format("the state of generator {} is of another libtorch", device),
+        source.fail(fmt::format("the state of generator {} is of another libtorch", name),
                     "resume with the libtorch that saved it");
       }
       states.emplace_back(generator, state);
@@ -345,8 +346,6 @@ class RandomPart final : public CheckpointPart {
   }
 
  private:
-  static int gpu_count() { return static_cast<int>(torch::cuda::device_count()); }
-
   json positions() const {
     json devices = json::array();
     json pipelines = json::array();
@@ -357,19 +356,38 @@ class RandomPart final : public CheckpointPart {
     return {{"devices", devices}, {"pipelines", pipelines}};
   }
 
-  // Another number of devices or pipelines divides the work differently: their numbers start anew.
+  // Another number of GPUs, devices or pipelines divides the work differently: their numbers start
+  // anew.
+  bool fits(const SectionSource& source, const char* kind, size_t stored, size_t ours) const {
+    if (stored != ours && rank_ == 0) {
+      print_error(
+          fmt::format("lockstep: {} has random numbers of {} {}, and this run has {}: they "
+                      "start anew\n",
+                      source.path(), stored, kind, ours));
+    }
+    return stored == ours;
+  }
+
+  // Stored names, and the generators that go on from there.
+  std::map<std::string, at::Generator> fitting_generators(const SectionSource& source) const {
+    const auto ours = generators_of_thread(streams_.gpus);
+    const auto names = source.names_with(prefix_);
+    std::map<std::string, at::Generator> fitting;
+    if (source.has(prefix_ + "cpu")) fitting.emplace(prefix_ + "cpu", ours.at("cpu"));
+    const auto stored = gpu_generators(names);
+    if (!fits(source, "GPUs", stored.size(), streams_.gpus.size())) return fitting;
+    for (size_t i = 0; i < stored.size(); ++i) {
+      fitting.emplace(stored[i], ours.at(fmt::format("cuda:{}", i)));
+    }
+    return fitting;
+  }
+
   json fitting_positions(const SectionSource& source) const {
     json stored = source.value();
     const json ours = positions();
     for (const char* kind : {"devices", "pipelines"}) {
       const size_t count = stored.contains(kind) ? stored[kind].size() : 0;
-      if (count == ours[kind].size()) continue;
-      stored[kind] = nullptr;
-      if (rank_ != 0) continue;
-      print_error(
-          fmt::format("lockstep: {} has random numbers of {} {}, and this run has {}: they "
-                      "start anew\n",
-                      source.path(), count, kind, ours[kind].size()));
+      if (!fits(source, kind, count, ours[kind].size())) stored[kind] = nullptr;
     }
     return stored;
   }
@@ -665,6 +683,21 @@ std::unique_ptr<CheckpointPart> sampler_part(DistributedSampler& sampler) {
 
 std::unique_ptr<CheckpointPart> random_part(const RandomStreams& streams, int rank) {
   return std::make_unique<RandomPart>(streams, rank);
+}
+
+std::vector<std::string> gpu_generators(const std::vector<std::string>& names) {
+  constexpr std::string_view kGpu = ".cuda:";
+  std::map<int, std::string> by_number;
+  for (const auto& name : names) {
+    const size_t at = name.find(kGpu);
+    if (at == std::string::npos) continue;
+    int number = 0;
+    std::from_chars(name.data() + at + kGpu.size(), name.data() + name.size(), number);
+    by_number.emplace(number, name);
+  }
+  std::vector<std::string> ordered;
+  for (auto& [number, name] : by_number) ordered.push_back(std::move(name));
+  return ordered;
 }
 
 }  // namespace lockstep

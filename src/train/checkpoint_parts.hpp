@@ -84,6 +84,9 @@ class CheckpointPart {
 
   virtual PartContents contents() = 0;
 
+  /// Tensors that the part has before anything is loaded.
+  virtual std::vector<PartContents::Item> items() const { return {}; }
+
   /// A tensor of one stage of a pipeline, of those that this rank has.
   struct StageTensor {
     int stage;
@@ -132,8 +135,12 @@ std::unique_ptr<CheckpointPart> value_part(std::function<nlohmann::json()> save,
 struct RandomStreams {
   std::vector<Devices> devices;
   std::vector<Pipeline*> pipelines;
-  std::vector<c10::Device> gpus;  ///< whose generators are saved
+  std::vector<c10::Device> gpus;  ///< of this rank: their generators are saved by place
 };
 std::unique_ptr<CheckpointPart> random_part(const RandomStreams& streams, int rank);
+
+/// Of the names of a rank's generators those of its GPUs, in the order of the GPUs: rank2.cuda:0 is
+/// the first one's. Checkpoints of earlier versions have its index in the process in place of 0.
+std::vector<std::string> gpu_generators(const std::vector<std::string>& names);
 
 }  // namespace lockstep

@@ -56,7 +56,21 @@ json stored_value(const std::string& section, const json& value) {
   return stored;
 }
 
+void add_gpu_of(const torch::Tensor& tensor, std::vector<c10::Device>& gpus) {
+  const bool known = std::find(gpus.begin(), gpus.end(), tensor.device()) != gpus.end();
+  if (tensor.is_cuda() && !known) gpus.push_back(tensor.device());
+}
+
 }  // namespace
+
+// The GPUs of this rank, in the order of the first tensor on each. A run that resumes has the same
+// ones, although its optimizer has no state yet.
+void Checkpoint::State::find_gpus() {
+  streams_.gpus.clear();
+  for (const auto& [section, part] : parts_) {
+    for (const auto& item : part->items()) add_gpu_of(item.tensor, streams_.gpus);
+  }
+}
 
 // Note [Who writes what] Ranks tell each other the numbers of the slices that they have. Each slice
 // is written by the first rank that has it: rank 0 writes what all have, and every rank of a
@@ -91,6 +105,7 @@ SaveJob Checkpoint::State::snapshot(int64_t step) {
     }
   }
   std::map<std::string, SectionSnapshot> sections;
+  std::vector<c10::Device> gpus;  // that are copied from
   std::map<int64_t, const void*>
       taken;  // a tensor that two parts of a section name is written once
   for (auto& [section, item, dtype, number] : mine) {
@@ -106,10 +121,11 @@ SaveJob Checkpoint::State::snapshot(int64_t step) {
     const bool shared = is_shared.count(static_cast<int64_t>(hash_of(section))) > 0;
     snapshot.file = shared ? fmt::format("{}.rank{}.safetensors", section, rank_)
                            : fmt::format("{}.safetensors", section);
+    add_gpu_of(item.tensor, gpus);
     snapshot.tensors.push_back(
         {item.name, dtype, item.slice, copy_of(section + "/" + item.name, item.tensor)});
   }
-  for (const c10::Device gpu : streams_.gpus) job.copied.push_back(DeviceEvent::now(gpu));
+  for (const c10::Device gpu : gpus) job.copied.push_back(DeviceEvent::now(gpu));
   for (auto& [name, snapshot] : sections) job.snapshots.push_back(std::move(snapshot));
   return job;
 }
@@ -117,9 +133,8 @@ SaveJob Checkpoint::State::snapshot(int64_t step) {
 // The tensors and values of all parts of this rank.
 std::vector<ItemToSave> Checkpoint::State::collect(SaveJob& job) {
   std::vector<ItemToSave> mine;
-  streams_.gpus.clear();
-  // The random numbers come last: the GPUs are known then.
-  for (size_t i = 1; i <= parts_.size(); ++i) {
+  find_gpus();
+  for (size_t i = 1; i <= parts_.size(); ++i) {  // random numbers last: the program may draw some
     auto& [section, part] = parts_[i % parts_.size()];
     PartContents contents = part->contents();
     if (!contents.value.is_null()) {
@@ -133,12 +148,6 @@ std::vector<ItemToSave> Checkpoint::State::collect(SaveJob& job) {
     for (auto& item : contents.items) {
       const Dtype dtype = dtype_to_save(section, item);
       const int64_t number = number_of(section, item, dtype);
-      if (item.tensor.is_cuda()) {
-        auto& gpus = streams_.gpus;
-        if (std::find(gpus.begin(), gpus.end(), item.tensor.device()) == gpus.end()) {
-          gpus.push_back(item.tensor.device());
-        }
-      }
       mine.push_back({section, std::move(item), dtype, number});
     }
   }

@@ -105,6 +105,7 @@ class Checkpoint::State {
 
   bool is_writer() const { return rank_ == 0; }
   void open_store();
+  void find_gpus();
   SaveJob snapshot(int64_t step);
   std::vector<ItemToSave> collect(SaveJob& job);
   torch::Tensor copy_of(const std::string& key, const torch::Tensor& tensor);

@@ -3,6 +3,8 @@
 #include <csignal>
 #include <nlohmann/json.hpp>
 
+#include "renamed.hpp"
+#include "train/checkpoint_parts.hpp"
 #include "training.hpp"
 
 namespace lockstep {
@@ -327,6 +329,37 @@ TEST(Checkpoint, RandomNumbersOfOtherDevicesAreLeftOut) {
   expect_told("devices", 5, "2 devices, and this run has 0", std::nullopt);
   expect_told("devices", 5, "2 devices, and this run has 1", Devices("cpu:1"));
   expect_told("pipeline", 6, "1 pipelines, and this run has 0", std::nullopt);
+}
+
+TEST(Checkpoint, GeneratorsOfGpusGoByTheirPlace) {
+  using Names = std::vector<std::string>;
+  EXPECT_EQ(gpu_generators({"rank2.cpu"}), Names{});
+  EXPECT_EQ(gpu_generators({"rank2.cpu", "rank2.cuda:0", "rank2.cuda:1"}),
+            (Names{"rank2.cuda:0", "rank2.cuda:1"}));
+  EXPECT_EQ(gpu_generators({"rank1.cpu", "rank1.cuda:1"}), Names{"rank1.cuda:1"})
+      << "an earlier version's: the rank's only GPU";
+  EXPECT_EQ(gpu_generators({"rank0.cuda:10", "rank0.cuda:2", "rank0.cuda:3"}),
+            (Names{"rank0.cuda:2", "rank0.cuda:3", "rank0.cuda:10"}));
+}
+
+TEST(Checkpoint, RandomNumbersOfMissingGpusAreLeftOut) {
+  const test::ScratchFolder scratch;
+  {
+    auto net = dropout_net();
+    Checkpoint(scratch.file("cpu")).add("model", *net).save(5);
+  }
+  test::copy_renamed(scratch.file("cpu"), scratch.file("gpu"), [](const std::string& name) {
+    return name == "rank0.cpu" ? "rank0.cuda:0" : name;
+  });
+  auto net = dropout_net();
+  Checkpoint checkpoint(scratch.file("gpu"));
+  checkpoint.add("model", *net);
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(checkpoint.resume(), 5);
+  const std::string errors = testing::internal::GetCapturedStderr();
+  EXPECT_NE(errors.find("has random numbers of 1 GPUs, and this run has 0: they start anew"),
+            std::string::npos)
+      << errors;
 }
 
 // What is written is what was there when save() was called, whatever the step does next.

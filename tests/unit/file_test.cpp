@@ -45,6 +45,23 @@ TEST(WriteFile, ReplacesTheOldFileAndLeavesNothingBeside) {
   EXPECT_EQ(scratch.count(), 1U);
 }
 
+// The new file has the mode, whatever that of the old one was.
+TEST(WriteFile, AFileCanBeItsOwnersAlone) {
+  const ScratchFolder scratch;
+  const std::string path = scratch.file("a");
+  const auto mode = [&] {
+    struct stat status {};
+    ::stat(path.c_str(), &status);
+    return status.st_mode & 0777;
+  };
+  const mode_t before = ::umask(022);
+  write_file_atomically(path, "for all");
+  EXPECT_EQ(mode(), 0644U);
+  write_file_atomically(path, "secret", 0600);
+  EXPECT_EQ(mode(), 0600U);
+  ::umask(before);
+}
+
 TEST(WriteFile, PutsPiecesOneAfterTheOther) {
   const ScratchFolder scratch;
   const std::string one = "one,";

@@ -11,6 +11,7 @@
 #include "base/counted.hpp"
 #include "base/file.hpp"
 #include "base/process.hpp"
+#include "base/random.hpp"
 #include "base/running_clock.hpp"
 #include "comm/network/tcp_control.hpp"
 #include "lockstep/error.hpp"
@@ -76,7 +77,7 @@ class Rendezvous {
         deadline_ns_(deadline_ns),
         begun_ns_(running_ns()),
         listener_(listen_tcp({address, 0})),
-        secret_(to_hex(random_bytes(kSecretBytes / 2))) {
+        secret_(random_hex(kSecretBytes)) {
     result_.address = own_address(listener_);
     if (result_.address == "::" || result_.address == "0.0.0.0") {
       throw Error(Code::kBackend, fmt::format("ranks cannot listen at \"{}\"", address),

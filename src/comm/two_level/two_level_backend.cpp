@@ -7,13 +7,13 @@
 #include <optional>
 #include <utility>
 
+#include "base/random.hpp"
 #include "comm/arguments.hpp"
 #include "comm/network/network_backend.hpp"
 #include "comm/shm/shm_control.hpp"
 #include "comm/two_level/host_map.hpp"
 #include "comm/two_level/two_level_moves.hpp"
 #include "lockstep/error.hpp"
-#include "net/secret.hpp"
 
 namespace lockstep {
 namespace {
@@ -205,7 +205,7 @@ std::unique_ptr<Backend> connect_host(const ShmOptions& options) {
 
 void TwoLevelBackend::connect_inside(const std::string& identity, int64_t deadline_ns) {
   // The first rank of a host names its rendezvous, which no other user can guess.
-  const std::string session = to_hex(random_bytes(16));
+  const std::string session = random_hex(32);
   std::vector<std::string> identities;
   std::vector<std::string> sessions;
   for (const std::string& reply : core().introduce(session + identity, deadline_ns)) {
