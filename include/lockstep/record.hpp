@@ -174,7 +174,7 @@ struct RunRecord {
   std::string program;
   std::map<std::string, std::string> options;   ///< every flag with its value
   std::map<std::string, std::string> host;      ///< name, cpu, cores, memory, os
-  std::map<std::string, std::string> versions;  ///< lockstep, libtorch, blas, compiler, cuda
+  std::map<std::string, std::string> versions;  ///< see describe_versions()
   std::optional<ModelRecord> model;             ///< set by the course's programs
   std::vector<ReplicaRecord> replicas;          ///< by device, set only with --print-shapes
   int world_size = 1;

@@ -21,8 +21,8 @@ namespace lockstep {
 /// "0.1.0": the version of the library that is linked, or loaded where it is a shared one.
 extern const char* const kVersion;
 
-/// Versions of lockstep, the libtorch that is loaded, its BLAS, CUDA and the compiler. Needs
-/// lockstep::lockstep; kVersion needs only lockstep::core.
+/// Versions of lockstep, the libtorch that is loaded, its BLAS, CUDA, NCCL and the
+/// compiler. Needs lockstep::lockstep; kVersion needs only lockstep::core.
 std::map<std::string, std::string> describe_versions();
 
 }  // namespace lockstep

@@ -355,6 +355,7 @@ RankStatus Board::status(int rank) const {
   status.pid = static_cast<pid_t>(page.pid.load(std::memory_order_acquire));
   status.phase = static_cast<Phase>(phase);
   status.program = page.program.load().str();
+  status.versions = page.versions.load().str();
   status.started_ns = bounded(page.started_ns);
   status.updated_ns = bounded(page.updated_ns);
   status.step = bounded(page.step);
@@ -459,6 +460,7 @@ void BoardPage::start(std::string_view program) {
   if (before != 0 && before != ::getpid()) {
     // The previous process of this rank may have died in the middle of a write.
     page.program.release();
+    page.versions.release();
     page.collective_start.release();
     page.collective_finish.release();
     for (auto& past : page.past) {
@@ -470,6 +472,10 @@ void BoardPage::start(std::string_view program) {
   page.program.store(BoardText<64>::of(program));
   page.started_ns.store(monotonic_ns(), std::memory_order_relaxed);
   set_phase(Phase::kStarting);
+}
+
+void BoardPage::set_versions(std::string_view versions) {
+  mapping_->page(rank_).versions.store(BoardText<128>::of(versions));
 }
 
 void BoardPage::set_phase(Phase phase) {

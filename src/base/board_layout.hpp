@@ -18,7 +18,7 @@
 namespace lockstep {
 
 inline constexpr uint64_t kBoardMagic = 0x0064'7261'6f42'534c;  // "LSBoard" in the file
-inline constexpr uint32_t kBoardLayoutVersion = 5;
+inline constexpr uint32_t kBoardLayoutVersion = 6;
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free &&
               std::atomic<int64_t>::is_always_lock_free &&
@@ -103,6 +103,7 @@ struct RankPage {
   AtomicWords<ErrorText> error;
   std::atomic<int64_t> device_count;  // the highest index that was named, plus one
   std::array<DevicePage, kBoardDevices> devices;
+  Cell<BoardText<128>> versions;
 };
 
 /// Written once by the process that creates the board; `magic` is stored last.
@@ -124,7 +125,7 @@ inline constexpr int64_t kBoardPageBytes =
 
 static_assert(sizeof(BoardHeader) == 120 && sizeof(BoardHeader) <= kBoardHeaderBytes);
 static_assert(sizeof(DevicePage) == 240 && sizeof(AtomicWords<ErrorText>) == 520);
-static_assert(sizeof(RankPage) == 64'896, "the layout changed: raise kBoardLayoutVersion");
+static_assert(sizeof(RankPage) == 65'160, "the layout changed: raise kBoardLayoutVersion");
 static_assert(std::is_standard_layout_v<RankPage> && std::is_standard_layout_v<BoardHeader>);
 static_assert(std::is_trivially_destructible_v<RankPage> &&
               std::is_trivially_destructible_v<BoardHeader>);

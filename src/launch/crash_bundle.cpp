@@ -101,6 +101,7 @@ json rank_json(const CrashBundle& bundle, size_t local_rank, int64_t now_ns) {
                {"end", end_json(view)},
                {"phase", phase_name(view.board.phase)},
                {"step", view.board.step}};
+  if (!view.board.versions.empty()) rank["versions"] = view.board.versions;
   if (std::isfinite(view.board.loss)) rank["loss"] = view.board.loss;
   if (view.board.error) {
     rank["error"] = {{"code", code_name(view.board.error->code)},

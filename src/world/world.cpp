@@ -2,6 +2,7 @@
 
 #include <errno.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <sys/socket.h>
 #include <unistd.h>
 #include <algorithm>
@@ -22,6 +23,7 @@
 #include "comm/network/transport_loader.hpp"
 #include "comm/shm/shm_control.hpp"
 #include "comm/two_level/host_map.hpp"
+#include "device/hardware.hpp"
 #include "lockstep/detail/board.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/rank_environment.hpp"
@@ -387,6 +389,14 @@ std::vector<SlotPlan> choose_slots(const WorldOptions& options,
   return slots;
 }
 
+// What the launcher's crash bundle tells of this rank.
+std::string versions_text() {
+  std::vector<std::string> texts;
+  for (const auto& [library, version] : library_versions())
+    texts.push_back(library + " " + version);
+  return fmt::format("{}", fmt::join(texts, ", "));
+}
+
 }  // namespace
 
 struct World::State {
@@ -416,6 +426,7 @@ World World::from_env(const WorldOptions& options) {
     write_stack_on_request();
     state->page = BoardPage::attach(environment.board, environment.local_rank);
     state->page->start(program_invocation_short_name);
+    state->page->set_versions(versions_text());
   }
   // The launcher learns from it which ranks wait here for one that has ended and will never come.
   const bool shown = state->page && environment.world_size > 1;

@@ -11,6 +11,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include <regex>
 #include <set>
 #include <thread>
 
@@ -390,6 +391,10 @@ TEST(InjectedFault, AStalledRankShowsItsStackAndLeavesABundle) {
   EXPECT_FALSE(json["ranks"][1]["stack"].empty());
   EXPECT_FALSE(json["ranks"][1]["last_collectives"].empty());
   EXPECT_EQ(json["ranks"][1]["step"], 1);
+  for (const auto& rank : json["ranks"]) {
+    const auto versions = rank["versions"].get<std::string>();
+    EXPECT_TRUE(std::regex_search(versions, std::regex("libtorch [12]\\.[0-9]"))) << versions;
+  }
   EXPECT_EQ(json["plan"]["faults provoked"]["source"], "--inject");
   EXPECT_NE(json["failure"].get<std::string>().find("rank 1"), std::string::npos);
   for (const auto& [name, value] : json["environment"].items()) {

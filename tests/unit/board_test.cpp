@@ -171,7 +171,7 @@ TEST_F(BoardTest, ForeignAndOutdatedFilesAreRefused) {
   with(0, 0);
   expect_error(Code::kBoard, {"is not a board, or is still being made"}, open);
   with(8, 1);
-  expect_error(Code::kBoard, {"has layout 1", "reads layout 5", "same version"}, open);
+  expect_error(Code::kBoard, {"has layout 1", "reads layout 6", "same version"}, open);
   with(12, 0);
   expect_error(Code::kBoard, {"0 ranks need"}, open);
   with(12, UINT32_MAX);
@@ -280,6 +280,7 @@ TEST_F(BoardTest, WhatARankWritesAReaderSees) {
   const Board board = Board::open(path_);
   BoardPage page = BoardPage::attach(path_, 1);
   page.start("practical5_dp");
+  page.set_versions("libtorch 2.11.0");
   page.set_phase(Phase::kTraining);
   page.set_step(41);
   page.set_loss(0.25);
@@ -295,6 +296,7 @@ TEST_F(BoardTest, WhatARankWritesAReaderSees) {
   const RankStatus status = board.status(1);
   EXPECT_EQ(status.pid, ::getpid());
   EXPECT_EQ(status.program, "practical5_dp");
+  EXPECT_EQ(status.versions, "libtorch 2.11.0");
   EXPECT_EQ(status.phase, Phase::kTraining);
   EXPECT_EQ(status.step, 41);
   EXPECT_EQ(status.loss, 0.25);

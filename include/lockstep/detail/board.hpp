@@ -70,7 +70,8 @@ struct RankStatus {
   int rank = 0;
   pid_t pid = 0;  ///< 0 if this rank never started
   Phase phase = Phase::kStarting;
-  std::string program;  ///< at most 63 bytes are kept
+  std::string program;   ///< at most 63 bytes are kept
+  std::string versions;  ///< of the libraries it computes with; at most 127 bytes are kept
   int64_t started_ns = 0;
   int64_t updated_ns = 0;  ///< when the rank last wrote anything
   int64_t step = 0;
@@ -100,7 +101,8 @@ class BoardPage {
   /// Opens the launcher's board and takes one page of it.
   static BoardPage attach(const std::string& path, int rank);
 
-  void start(std::string_view program);  ///< makes this process the rank of the page
+  void start(std::string_view program);          ///< makes this process the rank of the page
+  void set_versions(std::string_view versions);  ///< "cuda 13.0, libtorch 2.11.0"
   void set_phase(Phase phase);
   void set_step(int64_t step);
   void set_loss(double loss);
