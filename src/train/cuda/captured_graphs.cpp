@@ -3,10 +3,8 @@
 #include <ATen/record_function.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
-#include <c10/util/Exception.h>
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
-#include <torch/version.h>
 
 #include <algorithm>
 #include <array>
@@ -144,19 +142,12 @@ torch::Tensor copy_of(const torch::Tensor& result) {
   return result.defined() ? result.clone() : result;
 }
 
-// Tells errors of a capture from errors of the step itself, by CUDA's error code. libtorch's own
-// checks ("cannot be called during capture") have no code: they pass to the caller as they are. So
-// do all errors of a libtorch before 2.9, unless they have ended the capture.
+// Tells errors of a capture from errors of the step itself. Those that end the capture show in its
+// state. libtorch's own checks ("Cannot copy between CPU and CUDA tensors during CUDA graph capture")
+// do not, and have no code: their text is all there is.
 bool is_about_capture(const std::exception& error) {
-#if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 9)
-  const auto* const of_cuda = dynamic_cast<const c10::AcceleratorError*>(&error);
-  if (of_cuda == nullptr) return false;
-  const auto code = static_cast<cudaError_t>(of_cuda->get_error_code());
-  return code >= cudaErrorStreamCaptureUnsupported && code <= cudaErrorStreamCaptureWrongThread;
-#else
-  (void)error;
-  return false;
-#endif
+  if (dynamic_cast<const Error*>(&error) != nullptr) return false;
+  return describe(error).find("captur") != std::string::npos;
 }
 
 }  // namespace
