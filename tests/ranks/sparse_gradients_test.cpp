@@ -1,5 +1,6 @@
 // DDP with gradients of Embedding(sparse), and with Embedding(max_norm).
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <torch/torch.h>
 
 #include "ddp_nets.hpp"
@@ -24,10 +25,11 @@ struct WordsImpl : torch::nn::Module {
             torch::nn::EmbeddingBag(
                 torch::nn::EmbeddingBagOptions(kWords, kWidth).sparse(sparse).mode(torch::kSum)))),
         head(register_module("head", torch::nn::Linear(kWidth, 1))) {
-    torch::manual_seed(7);
+    // Ranks are threads here, which would share the process's generator.
+    const auto generator = at::detail::createCPUGenerator(7);
     for (const auto& parameter : parameters()) {
       torch::NoGradGuard no_grad;
-      parameter.normal_();
+      parameter.normal_(0, 1, generator);
     }
     to(torch::kFloat64);
   }

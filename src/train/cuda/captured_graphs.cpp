@@ -143,8 +143,8 @@ torch::Tensor copy_of(const torch::Tensor& result) {
 }
 
 // Tells errors of a capture from errors of the step itself. Those that end the capture show in its
-// state. libtorch's own checks ("Cannot copy between CPU and CUDA tensors during CUDA graph capture")
-// do not, and have no code: their text is all there is.
+// state. libtorch's own checks ("Cannot copy between CPU and CUDA tensors during CUDA graph
+// capture") do not, and have no code: their text is all there is.
 bool is_about_capture(const std::exception& error) {
   if (dynamic_cast<const Error*>(&error) != nullptr) return false;
   return describe(error).find("captur") != std::string::npos;
