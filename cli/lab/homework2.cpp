@@ -65,7 +65,7 @@ std::optional<double> loss_gap(const SetRow& row) {
   return loss_deviation(row.base->first(), row.first());
 }
 
-std::string loss_gap_cell(const SetRow& row) {
+TableCell loss_gap_cell(const SetRow& row) {
   const auto gap = loss_gap(row);
   return gap ? format_share(*gap) : "—";
 }
@@ -101,7 +101,7 @@ SetColumn rows_time_column() {
 
 SetColumn memory_column() {
   return {"memory (GB)", [](const SetRow& row) {
-            return fmt::format("{:.3g}", static_cast<double>(peak_of(*row.set_up)) * 1e-9);
+            return number_cell("{:.3g}", static_cast<double>(peak_of(*row.set_up)) * 1e-9);
           }};
 }
 
@@ -174,7 +174,7 @@ Table accum_steps_table(const AnswerContext& context) {
   }
   Table table = make_table<SetRow>(
       "Codes 1 and 3 with other ACCUM_STEPS (table B of the page)",
-      {{"ACCUM_STEPS", [](const SetRow& row) { return std::to_string(row.set_up->size); }},
+      {{"ACCUM_STEPS", [](const SetRow& row) { return count_cell(row.set_up->size); }},
        {"code", [](const SetRow& row) { return row.name; }},
        total_column("total time (s)"),
        rows_time_column(),

@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "cli/lab/lab10.hpp"
-#include "lockstep/units.hpp"
 
 namespace lockstep::cli::practical10 {
 namespace {
@@ -41,8 +40,8 @@ Table placement_table(const AnswerContext& context) {
   Table table = make_table<Row>(
       "Who uses which device",
       {{"part", [](const Row& row) { return row.part; }, Align::kLeft},
-       {"rank", [](const Row& row) { return std::to_string(row.stage.rank); }},
-       {"stage", [](const Row& row) { return std::to_string(row.stage.stage); }},
+       {"rank", [](const Row& row) { return count_cell(row.stage.rank); }},
+       {"stage", [](const Row& row) { return count_cell(row.stage.stage); }},
        {"device", [](const Row& row) { return row.stage.device; }, Align::kLeft},
        {"hardware", [](const Row& row) { return short_hardware(row.device); }, Align::kLeft},
        {"weights", [](const Row& row) { return format_count(row.stage.parameters); }},
@@ -51,7 +50,7 @@ Table placement_table(const AnswerContext& context) {
         [](const Row& row) { return format_ms(row.stage.backward_ms + row.stage.weight_ms); }},
        {"peak",
         [](const Row& row) {
-          return row.device != nullptr ? format_bytes(row.device->peak_bytes) : "—";
+          return row.device != nullptr ? bytes_cell(row.device->peak_bytes) : "—";
         }}},
       rows);
   table.add_note(
@@ -64,13 +63,16 @@ Table synchronisation_table(const AnswerContext& context) {
   using Sync = Synchronisation;
   Table table = make_table<Sync>(
       "Synchronisation in one step of the base",
-      {{"rank", [](const Sync& sync) { return std::to_string(sync.rank); }},
-       {"stage", [](const Sync& sync) { return std::to_string(sync.stage); }},
+      {{"rank", [](const Sync& sync) { return count_cell(sync.rank); }},
+       {"stage", [](const Sync& sync) { return count_cell(sync.stage); }},
        {"last backward ended", [](const Sync& sync) { return format_ms(sync.last_backward_ms); }},
        {"synchronised from", [](const Sync& sync) { return format_ms(sync.begin_ms); }},
        {"to", [](const Sync& sync) { return format_ms(sync.end_ms); }},
        {"hidden",
-        [](const Sync& sync) { return sync.hidden_ms > 0 ? format_ms(sync.hidden_ms) : "0 ms"; }}},
+        [](const Sync& sync) {
+          return sync.hidden_ms > 0 ? format_ms(sync.hidden_ms)
+                                    : TableCell("0 ms", format_ms(0).value);
+        }}},
       synchronisations_of(pipeline_of(context.base)));
   table.add_note(
       "Times from the start of the run's last step. Hidden: while other stages of the same rank "
@@ -86,7 +88,7 @@ SetColumn trace_column(const std::string& title, const Text& text_of) {
 
 SetColumn count_column(const std::string& title, int64_t ActionCounts::*count) {
   return trace_column(title, [count](const PipelineRecord& pipeline) {
-    return std::to_string(counts_of(pipeline).*count);
+    return count_cell(counts_of(pipeline).*count);
   });
 }
 
@@ -101,15 +103,18 @@ SetColumn span_column(const std::string& title, double PipelineRecord::*span_ms)
 
 SetColumn held_column() {
   return trace_column(
-      "held", [](const PipelineRecord& pipeline) { return std::to_string(most_held(pipeline)); });
+      "held", [](const PipelineRecord& pipeline) { return count_cell(most_held(pipeline)); });
 }
 
 // "4 × 8", "3 × 11 11 10".
-std::string micro_batch_rows(const PipelineRecord& pipeline) {
+TableCell micro_batch_rows(const PipelineRecord& pipeline) {
   const auto& rows = pipeline.rows;
-  if (rows.empty()) return std::to_string(pipeline.micro_batches);
-  return fmt::format("{} × {}", pipeline.micro_batches,
-                     all_equal(rows) ? std::to_string(rows.front()) : format_rows(rows));
+  if (rows.empty()) return count_cell(pipeline.micro_batches);
+  if (all_equal(rows)) return product_cell(pipeline.micro_batches, rows.front());
+  CellValue value{.kind = CellValue::Kind::kProduct,
+                  .numbers = {static_cast<double>(pipeline.micro_batches)}};
+  value.numbers.insert(value.numbers.end(), rows.begin(), rows.end());
+  return {fmt::format("{} × {}", pipeline.micro_batches, format_rows(rows)), std::move(value)};
 }
 
 std::string order_cell(const SetRow& row) {
@@ -122,14 +127,14 @@ std::string order_cell(const SetRow& row) {
 Table actions_table(const AnswerContext& context) {
   SetColumn micro_batches = trace_column("micro × rows", micro_batch_rows);
   micro_batches.align = Align::kLeft;
-  const auto losses_cell = [&context](const SetRow& row) -> std::string {
+  const auto losses_cell = [&context](const SetRow& row) -> TableCell {
     const double apart = largest_deviation(context.single, {row.set_up});
     return apart < 0 ? "—" : format_share(apart);
   };
   Table table = make_table<SetRow>(
       "What a step does, counted in the trace",
       {name_column("part"),
-       {"ranks", [](const SetRow& row) { return std::to_string(row.first().world_size); }},
+       {"ranks", [](const SetRow& row) { return count_cell(row.first().world_size); }},
        micro_batches,
        count_column("forward", &ActionCounts::forwards),
        count_column("backward", &ActionCounts::backwards),
@@ -155,7 +160,7 @@ Table timing_table(const AnswerContext& context) {
        peak_column(),
        trace_column(
            "message",
-           [](const PipelineRecord& pipeline) { return format_bytes(message_bytes(pipeline)); })},
+           [](const PipelineRecord& pipeline) { return bytes_cell(message_bytes(pipeline)); })},
       parts_of(context));
   table.add_note(
       "One run each. Bubble: measured, then predicted. Overlap: share of rank 0's computing time "
@@ -165,19 +170,23 @@ Table timing_table(const AnswerContext& context) {
   return table;
 }
 
-std::string span_ratio_cell(const SetRow& row) {
+TableCell span_ratio_cell(const SetRow& row) {
   const double span = mean_of(*row.set_up, &PipelineRecord::span_ms);
   if (!(span > 0)) return "—";
   return format_percent(mean_of(*row.set_up, &PipelineRecord::predicted_span_ms) / span);
 }
 
 // "20.0 MiB / 16.0 MiB", by device.
-std::string peaks_cell(const SetRow& row) {
-  std::vector<std::string> peaks;
+TableCell peaks_cell(const SetRow& row) {
+  TableCell peaks;
   for (const auto& device : merged_devices(*row.set_up)) {
-    peaks.push_back(format_bytes(device.peak_bytes));
+    const TableCell peak = bytes_cell(device.peak_bytes);
+    peaks += (peaks.empty() ? "" : " / ") + peak;
+    peaks.value.numbers.push_back(peak.value.numbers.front());
+    peaks.value.unit = peak.value.unit;
   }
-  return fmt::format("{}", fmt::join(peaks, " / "));
+  if (peaks.value.numbers.size() > 1) peaks.value.kind = CellValue::Kind::kList;
+  return peaks;
 }
 
 Table schedules_table(const AnswerContext& context) {
@@ -223,7 +232,7 @@ Table simulated_table(const AnswerContext& context) {
   Table table = make_table<Row>(
       "Schedules simulated with the stage times of gpipe's runs",
       {{"schedule", [](const Row& row) { return row.schedule.name; }, Align::kLeft},
-       {"stages", [](const Row& row) { return std::to_string(row.schedule.stages()); }},
+       {"stages", [](const Row& row) { return count_cell(row.schedule.stages()); }},
        {"span", [](const Row& row) { return format_ms(row.simulation.makespan); }},
        {"against gpipe",
         [first](const Row& row) { return format_change(row.simulation.makespan / first - 1); }},
@@ -231,7 +240,7 @@ Table simulated_table(const AnswerContext& context) {
        {"held",
         [](const Row& row) {
           const auto& held = row.simulation.peak_micro_batches;
-          return std::to_string(held.empty() ? 0 : *std::max_element(held.begin(), held.end()));
+          return count_cell(held.empty() ? 0 : *std::max_element(held.begin(), held.end()));
         }}},
       all);
   table.add_note(
@@ -256,17 +265,17 @@ Table communication_table(const AnswerContext& context) {
     }
   }
   const auto unless_alone = [](const auto& cell) {
-    return [cell](const Row& row) -> std::string { return row.axis.size > 1 ? cell(row) : "—"; };
+    return [cell](const Row& row) -> TableCell { return row.axis.size > 1 ? cell(row) : "—"; };
   };
   Table table = make_table<Row>(
       "Communication per axis and step, on a rank",
       {{"part", [](const Row& row) { return row.part; }, Align::kLeft},
        {"axis", [](const Row& row) { return row.axis.name; }, Align::kLeft},
-       {"size", [](const Row& row) { return std::to_string(row.axis.size); }},
-       {"calls", [](const Row& row) { return fmt::format("{:g}", row.axis.calls); }},
-       {"sent", unless_alone([](const Row& row) { return format_bytes(row.axis.bytes); })},
+       {"size", [](const Row& row) { return count_cell(row.axis.size); }},
+       {"calls", [](const Row& row) { return number_cell("{:g}", row.axis.calls); }},
+       {"sent", unless_alone([](const Row& row) { return bytes_cell(row.axis.bytes); })},
        {"by shape",
-        unless_alone([](const Row& row) { return format_bytes(row.axis.predicted_bytes); })},
+        unless_alone([](const Row& row) { return bytes_cell(row.axis.predicted_bytes); })},
        {"time", unless_alone([](const Row& row) { return format_ms(row.axis.ms); })},
        {"by link", unless_alone([](const Row& row) { return format_ms(row.axis.predicted_ms); })}},
       rows);

@@ -13,7 +13,6 @@
 #include "cli/lab/lab_text.hpp"
 #include "cli/lab/lab_trained.hpp"
 #include "lockstep/split.hpp"
-#include "lockstep/units.hpp"
 
 namespace lockstep::cli::practical5 {
 namespace {
@@ -107,7 +106,7 @@ Table speed_table(const AnswerContext& context) {
 Table memory_table(const AnswerContext& context) {
   using Row = DeviceRow;
   const auto bytes = [](int64_t DeviceRecord::*member) {
-    return [member](const Row& row) { return format_bytes(row.device().*member); };
+    return [member](const Row& row) { return bytes_cell(row.device().*member); };
   };
   const auto difference = [](int64_t DeviceRecord::*member) {
     return [member](const Row& row) {
@@ -137,15 +136,13 @@ Table split_table(const AnswerContext& context) {
   };
   return make_table<Split>(
       "How DataParallel divides the batch",
-      {{"rows", [](const Split& split) { return std::to_string(split.rows); }},
-       {"devices", [](const Split& split) { return std::to_string(split.devices); }},
-       {"used", [](const Split& split) { return std::to_string(split.measured.size()); }},
+      {{"rows", [](const Split& split) { return count_cell(split.rows); }},
+       {"devices", [](const Split& split) { return count_cell(split.devices); }},
+       {"used", [](const Split& split) { return count_cell(std::ssize(split.measured)); }},
        {"rows per device", [](const Split& split) { return format_rows(split.measured); },
         Align::kLeft},
        {"⌈rows/devices⌉",
-        [](const Split& split) {
-          return std::to_string(split.rule.empty() ? 0 : split.rule.front());
-        }},
+        [](const Split& split) { return count_cell(split.rule.empty() ? 0 : split.rule.front()); }},
        {"torch.chunk",
         [](const Split& split) {
           return split.measured == split.rule ? "the same" : "DIFFERS: " + format_rows(split.rule);
@@ -169,14 +166,14 @@ Table shapes_table(const AnswerContext& context) {
       return fmt::format("[{}]", fmt::join(row.replica.*which, ", "));
     };
   };
-  Table table = make_table<Row>(
-      "Inside the model: what each replica saw",
-      {{"rows", [](const Row& row) { return std::to_string(rows_of(*row.split)); }},
-       {"devices", [](const Row& row) { return std::to_string(row.split->devices); }},
-       {"device", [](const Row& row) { return row.replica.device; }, Align::kLeft},
-       {"input", shape(&ReplicaRecord::input), Align::kLeft},
-       {"output", shape(&ReplicaRecord::output), Align::kLeft}},
-      rows);
+  Table table =
+      make_table<Row>("Inside the model: what each replica saw",
+                      {{"rows", [](const Row& row) { return count_cell(rows_of(*row.split)); }},
+                       {"devices", [](const Row& row) { return count_cell(row.split->devices); }},
+                       {"device", [](const Row& row) { return row.replica.device; }, Align::kLeft},
+                       {"input", shape(&ReplicaRecord::input), Align::kLeft},
+                       {"output", shape(&ReplicaRecord::output), Align::kLeft}},
+                      rows);
   table.add_note("Noted in forward() itself, as practical5_dp --print-shapes prints it.");
   return table;
 }

@@ -12,7 +12,6 @@
 #include "cli/lab/lab_text.hpp"
 #include "cli/lab/lab_trained.hpp"
 #include "lockstep/error.hpp"
-#include "lockstep/units.hpp"
 
 namespace lockstep::cli::practical6 {
 namespace {
@@ -84,7 +83,7 @@ Table aspects_table(const AnswerContext& context) {
   const auto add = [&](const std::string& aspect, const auto& cell) {
     table.add_row({aspect, cell(context.dp), cell(context.ddp)});
   };
-  add("processes", [](const RunSet& set_up) { return std::to_string(set_up.first().world_size); });
+  add("processes", [](const RunSet& set_up) { return count_cell(set_up.first().world_size); });
   const auto is_dp = [&context](const RunSet& set_up) { return &set_up == &context.dp; };
   add("data split",
       [&](const RunSet& set_up) { return is_dp(set_up) ? "by itself" : "by the program"; });
@@ -94,11 +93,11 @@ Table aspects_table(const AnswerContext& context) {
     return percent_range(busy.least_busy, busy.most_busy);
   });
   add("… peak of device 0",
-      [](const RunSet& set_up) { return format_bytes(merged_devices(set_up).front().peak_bytes); });
+      [](const RunSet& set_up) { return bytes_cell(merged_devices(set_up).front().peak_bytes); });
   if (!context.one_rank()) {
     add(context.ranks == 2 ? "… peak of device 1" : "… peak of the others",
         [](const RunSet& set_up) {
-          return format_bytes(others_mean(merged_devices(set_up), &DeviceRecord::peak_bytes));
+          return bytes_cell(others_mean(merged_devices(set_up), &DeviceRecord::peak_bytes));
         });
   }
   add("scaling: step time", step_with_deviation);
@@ -121,7 +120,7 @@ Table methods_table(const AnswerContext& context) {
   Table table = make_table<SetRow>(
       "All set-ups: DataParallel (DP) and DDP",
       {name_column("set-up"),
-       {"processes", [](const SetRow& row) { return std::to_string(row.first().world_size); }},
+       {"processes", [](const SetRow& row) { return count_cell(row.first().world_size); }},
        devices_column(),
        {"rows per device", [](const SetRow& row) { return format_rows(row.first().split); },
         Align::kLeft},
@@ -157,9 +156,9 @@ Table overlap_table(const AnswerContext& context) {
   const double backward_ms = context.record.backward_ms;
   Table table = make_table<Bucket>(
       fmt::format("Overlap: the buckets of one step with {}", counted(context.ranks, "rank")),
-      {{"bucket", [](const Bucket& bucket) { return std::to_string(bucket.index); }},
-       {"parameters", [](const Bucket& bucket) { return std::to_string(bucket.parameters); }},
-       {"size", [](const Bucket& bucket) { return format_bytes(bucket.bytes); }},
+      {{"bucket", [](const Bucket& bucket) { return count_cell(bucket.index); }},
+       {"parameters", [](const Bucket& bucket) { return count_cell(bucket.parameters); }},
+       {"size", [](const Bucket& bucket) { return bytes_cell(bucket.bytes); }},
        {"launched", [](const Bucket& bucket) { return format_ms(bucket.launched_ms); }},
        {"finished", [](const Bucket& bucket) { return format_ms(bucket.finished_ms); }},
        {"after backward",
@@ -178,7 +177,7 @@ Table overlap_table(const AnswerContext& context) {
 Table communication_table(const AnswerContext& context) {
   // One rank has nothing to communicate.
   const auto unless_none = [](const auto& cell) {
-    return [cell](const SetRow& row) -> std::string {
+    return [cell](const SetRow& row) -> TableCell {
       return row.first().all_reduces.count > 0 ? cell(row) : "—";
     };
   };
@@ -192,15 +191,17 @@ Table communication_table(const AnswerContext& context) {
       "Communication per step",
       {devices_column("ranks"),
        {"all-reduces",
-        [](const SetRow& row) { return fmt::format("{:g}", row.first().all_reduces.count); }},
-       {"bytes", [](const SetRow& row) { return format_bytes(row.first().all_reduces.bytes); }},
+        [](const SetRow& row) { return number_cell("{:g}", row.first().all_reduces.count); }},
+       {"bytes", [](const SetRow& row) { return bytes_cell(row.first().all_reduces.bytes); }},
        {"total", time(&Communication::total_ms)},
        {"exposed", time(&Communication::exposed_ms)},
        {"hidden/total", unless_none([](const SetRow& row) {
           return format_percent(communication_of(*row.set_up).hidden_share());
         })},
        {"exposed/step", unless_none([](const SetRow& row) {
-          return fmt::format("{:.1f} %", 100 * exposed_share(*row.set_up));
+          const double percent = 100 * exposed_share(*row.set_up);
+          return TableCell(fmt::format("{:.1f} %", percent),
+                           {.unit = "percent", .numbers = {percent}});
         })}},
       rows);
   table.add_note(

@@ -3,12 +3,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cmath>
 
 #include "cli/lab/lab7.hpp"
 #include "cli/lab/lab_charts.hpp"
 #include "cli/lab/lab_tables.hpp"
-#include "lockstep/units.hpp"
 
 namespace lockstep::cli::practical7 {
 namespace {
@@ -63,9 +63,9 @@ Table techniques_table(const AnswerContext& context) {
   const auto change = [](const RunSet& with, const RunSet& without) {
     return format_change(relative_change(peak_of(without), peak_of(with)));
   };
-  const auto peak = [](const RunSet& set_up) { return format_bytes(peak_of(set_up)); };
+  const auto peak = [](const RunSet& set_up) { return bytes_cell(peak_of(set_up)); };
   const auto bytes = [](const RunSet& set_up) {
-    return format_bytes(set_up.first().all_reduces.bytes);
+    return bytes_cell(set_up.first().all_reduces.bytes);
   };
   table.add_row(
       {"goal", fmt::format("a batch of {} rows", context.rows), "faster, smaller values"});
@@ -80,13 +80,13 @@ Table techniques_table(const AnswerContext& context) {
     return format_speedup(compare_rows(without, with));
   });
   add("communication: calls", context.synced, [](const RunSet& with, const RunSet&) {
-    return fmt::format("{:g}", with.first().all_reduces.count);
+    return number_cell("{:g}", with.first().all_reduces.count);
   });
   add("… bytes", context.synced, [&](const RunSet& with, const RunSet&) { return bytes(with); });
   add("… bytes without it", context.synced,
       [&](const RunSet&, const RunSet& without) { return bytes(without); });
   add("… for rows", context.synced,
-      [](const RunSet& with, const RunSet&) { return std::to_string(rows_of(with)); });
+      [](const RunSet& with, const RunSet&) { return count_cell(rows_of(with)); });
   table.add_note(
       fmt::format("Without accumulation: in memory, one batch of {} rows; in communication, "
                   "all-reduces in each "
@@ -97,15 +97,15 @@ Table techniques_table(const AnswerContext& context) {
 }
 
 // The norm of the first gradient.
-std::string norm_cell(const SetRow& row) {
+TableCell norm_cell(const SetRow& row) {
   const auto gradients = gradients_of(*row.set_up);
-  return gradients ? fmt::format("{:.4g}", gradients->norm) : "—";
+  return gradients ? number_cell("{:.4g}", gradients->norm) : "—";
 }
 
 // How many times the base's norm it is.
-std::string norm_ratio_cell(const SetRow& row) {
+TableCell norm_ratio_cell(const SetRow& row) {
   const auto ratio = row.base == nullptr ? std::nullopt : norm_ratio(*row.base, *row.set_up);
-  return ratio ? fmt::format("{:.3f}", *ratio) : "—";
+  return ratio ? number_cell("{:.3f}", *ratio) : "—";
 }
 
 // fp32 alone, and for each number of micro-steps the three ways to train as many rows.
@@ -126,7 +126,7 @@ Table accumulation_table(const AnswerContext& context) {
       {name_column("set-up"),
        micro_rows_column(),
        step_column(),
-       {"rows/s", [](const SetRow& row) { return fmt::format("{:.0f}", rows_per_s(*row.set_up)); }},
+       {"rows/s", [](const SetRow& row) { return number_cell("{:.0f}", rows_per_s(*row.set_up)); }},
        peak_column(),
        {"norm", norm_cell},
        {"ratio", norm_ratio_cell}},
@@ -142,8 +142,8 @@ Table synchronisation_table(const AnswerContext& context) {
       {name_column("set-up"),
        micro_rows_column(),
        {"all-reduces",
-        [](const SetRow& row) { return fmt::format("{:g}", row.first().all_reduces.count); }},
-       {"bytes", [](const SetRow& row) { return format_bytes(row.first().all_reduces.bytes); }},
+        [](const SetRow& row) { return number_cell("{:g}", row.first().all_reduces.count); }},
+       {"bytes", [](const SetRow& row) { return bytes_cell(row.first().all_reduces.bytes); }},
        {"time",
         [](const SetRow& row) { return format_ms(communication_of(*row.set_up).total_ms); }},
        {"exposed",
@@ -154,22 +154,30 @@ Table synchronisation_table(const AnswerContext& context) {
 }
 
 // A loss of the set-up's first run; steps count from 1.
-std::string loss_cell(const SetRow& row, size_t step) {
+TableCell loss_cell(const SetRow& row, size_t step) {
   const auto& losses = row.first().losses;
   if (step < 1 || step > losses.size()) return "—";
   const double loss = losses[step - 1];
   if (!std::isfinite(loss)) return "not finite";
-  return loss >= 1e3 && loss < 1e6 ? fmt::format("{:.0f}", loss) : fmt::format("{:.3g}", loss);
+  return loss >= 1e3 && loss < 1e6 ? number_cell("{:.0f}", loss) : number_cell("{:.3g}", loss);
+}
+
+// An option of a program, as a number if it is one.
+TableCell option_cell(const std::string& text) {
+  double value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  const bool whole = error == std::errc() && end == text.data() + text.size();
+  return whole ? TableCell(text, {.numbers = {value}}) : TableCell(text);
 }
 
 Table divisor_table(const AnswerContext& context) {
   const size_t steps = context.divided.first().losses.size();
   std::vector<SetColumn> columns = {name_column("loss"),
                                     {"rate",
-                                     [](const SetRow& row) -> std::string {
+                                     [](const SetRow& row) -> TableCell {
                                        const auto rate = row.first().options.find("lr");
-                                       return rate == row.first().options.end() ? "—"
-                                                                                : rate->second;
+                                       if (rate == row.first().options.end()) return "—";
+                                       return option_cell(rate->second);
                                      }},
                                     {"norm", norm_cell},
                                     {"ratio", norm_ratio_cell}};
@@ -199,7 +207,8 @@ Table precision_table(const AnswerContext& context) {
        range_column(),
        {"speed-up",
         [](const SetRow& row) {
-          return row.base == nullptr ? "1" : format_speedup(compare_rows(*row.base, *row.set_up));
+          return row.base == nullptr ? count_cell(1)
+                                     : format_speedup(compare_rows(*row.base, *row.set_up));
         }}},
       {{"fp32", &context.fp32},
        {context.precision, &context.amp, &context.fp32},
@@ -217,13 +226,16 @@ Table stability_table(const AnswerContext& context) {
        {"final scale", [](const SetRow& row) { return scale_cell(row.first()); }},
        {"not finite",
         [](const SetRow& row) {
-          return fmt::format("{} of {}", row.first().nonfinite, row.first().losses.size());
+          const auto infinite = static_cast<double>(row.first().nonfinite);
+          const auto all = static_cast<double>(row.first().losses.size());
+          return TableCell(fmt::format("{} of {}", infinite, all),
+                           {.kind = CellValue::Kind::kShare, .numbers = {infinite, all}});
         }},
        {"last loss",
-        [](const SetRow& row) -> std::string {
+        [](const SetRow& row) -> TableCell {
           const auto& losses = row.first().losses;
           if (losses.empty()) return "—";
-          return std::isfinite(losses.back()) ? fmt::format("{:.4g}", losses.back()) : "not finite";
+          return std::isfinite(losses.back()) ? number_cell("{:.4g}", losses.back()) : "not finite";
         }}},
       {{"fp32", &context.fp32},
        {context.precision + ", scaler", &context.amp},
@@ -280,7 +292,7 @@ Table memory_rows_table(const AnswerContext& context) {
   }
   const std::string& precision = context.precision;
   const auto peak = [](const RunSet* MemoryPair::*run) {
-    return [run](const MemoryPair& pair) { return format_bytes(peak_of(*(pair.*run))); };
+    return [run](const MemoryPair& pair) { return bytes_cell(peak_of(*(pair.*run))); };
   };
   const auto part = [](const RunSet* MemoryPair::*run, int64_t MemorySplit::*bytes) {
     return [=](const MemoryPair& pair) { return part_cell(*(pair.*run), bytes); };
@@ -288,7 +300,7 @@ Table memory_rows_table(const AnswerContext& context) {
   Table table = make_table<MemoryPair>(
       fmt::format("Memory in fp32 and {}, over the rows of a step", precision),
       {{"model", [](const MemoryPair& pair) { return pair.model; }, Align::kLeft},
-       {"rows", [](const MemoryPair& pair) { return std::to_string(rows_of(*pair.fp32)); }},
+       {"rows", [](const MemoryPair& pair) { return count_cell(rows_of(*pair.fp32)); }},
        {"peak, fp32", peak(&MemoryPair::fp32)},
        {"… " + precision, peak(&MemoryPair::amp)},
        {"change",
@@ -310,7 +322,7 @@ Table gradients_table(const AnswerContext& context) {
   const auto cell = [](auto text_of) {
     return [text_of](const SetRow& row) {
       const auto check = gradients_of(*row.set_up);
-      return check ? text_of(*check) : std::string("—");
+      return check ? text_of(*check) : TableCell("—");
     };
   };
   const auto share = [&cell](double GradientCheck::*fraction) {

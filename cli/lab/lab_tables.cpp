@@ -4,8 +4,6 @@
 
 #include <algorithm>
 
-#include "lockstep/units.hpp"
-
 namespace lockstep::cli {
 
 Table make_transposed_table(std::string title, const std::vector<SetColumn>& columns,
@@ -14,7 +12,7 @@ Table make_transposed_table(std::string title, const std::vector<SetColumn>& col
   for (const auto& row : set_ups) headers.push_back({row.name, Align::kRight});
   Table table(std::move(title), std::move(headers));
   for (const auto& column : columns) {
-    std::vector<std::string> cells = {column.title};
+    std::vector<TableCell> cells = {column.title};
     for (const auto& row : set_ups) cells.push_back(column.cell(row));
     table.add_row(std::move(cells));
   }
@@ -42,7 +40,8 @@ SetColumn range_column() {
 
 SetColumn speedup_column() {
   return {"speed-up", [](const SetRow& row) {
-            return row.base == nullptr ? "1" : format_speedup(compare(*row.base, *row.set_up));
+            return row.base == nullptr ? count_cell(1)
+                                       : format_speedup(compare(*row.base, *row.set_up));
           }};
 }
 
@@ -57,21 +56,21 @@ SetColumn proportional_column() {
 }
 
 SetColumn peak_column() {
-  return {"peak", [](const SetRow& row) { return format_bytes(peak_of(*row.set_up)); }};
+  return {"peak", [](const SetRow& row) { return bytes_cell(peak_of(*row.set_up)); }};
 }
 
 SetColumn micro_rows_column() {
   return {"micro × rows",
           [](const SetRow& row) {
             const int64_t micro_steps = row.first().accum_steps;
-            return fmt::format("{} × {}", micro_steps, rows_of(*row.set_up) / micro_steps);
+            return product_cell(micro_steps, rows_of(*row.set_up) / micro_steps);
           },
           Align::kLeft};
 }
 
-std::string part_cell(const RunSet& set_up, int64_t MemorySplit::*bytes) {
+TableCell part_cell(const RunSet& set_up, int64_t MemorySplit::*bytes) {
   const auto split = memory_of(set_up);
-  return split ? format_bytes((*split).*bytes) : "—";
+  return split ? bytes_cell((*split).*bytes) : "—";
 }
 
 SetColumn part_column(const MemoryPart& part) {
@@ -79,12 +78,12 @@ SetColumn part_column(const MemoryPart& part) {
           [bytes = part.bytes](const SetRow& row) { return part_cell(*row.set_up, bytes); }};
 }
 
-std::string skipped_cell(const RunRecord& run) {
-  return run.scale ? std::to_string(run.skipped_steps.size()) : "—";
+TableCell skipped_cell(const RunRecord& run) {
+  return run.scale ? count_cell(std::ssize(run.skipped_steps)) : "—";
 }
 
-std::string scale_cell(const RunRecord& run) {
-  return run.scale ? fmt::format("{:g}", *run.scale) : "—";
+TableCell scale_cell(const RunRecord& run) {
+  return run.scale ? number_cell("{:g}", *run.scale) : "—";
 }
 
 std::vector<DeviceRow> device_rows(const std::vector<SetRow>& set_ups) {
@@ -103,7 +102,7 @@ Table load_table(const std::string& title, const std::vector<SetRow>& set_ups) {
   using Row = DeviceRow;
   const auto rows = device_rows(set_ups);
   const auto bytes = [](int64_t DeviceRecord::*member) {
-    return [member](const Row& row) { return format_bytes(row.device().*member); };
+    return [member](const Row& row) { return bytes_cell(row.device().*member); };
   };
   const bool queued = std::any_of(rows.begin(), rows.end(), [](const Row& row) {
     return row.device().queued_fraction.has_value();
@@ -111,10 +110,10 @@ Table load_table(const std::string& title, const std::vector<SetRow>& set_ups) {
   std::vector<TableColumn<Row>> columns = {
       {"device", [](const Row& row) { return row.device().name; }, Align::kLeft},
       {"hardware", [](const Row& row) { return row.device().hardware(); }, Align::kLeft},
-      {"rows", [](const Row& row) { return std::to_string(row.rows); }},
+      {"rows", [](const Row& row) { return count_cell(row.rows); }},
       {"busy", [](const Row& row) { return format_percent(row.device().busy_fraction); }}};
   if (queued) {
-    columns.push_back({"no core", [](const Row& row) -> std::string {
+    columns.push_back({"no core", [](const Row& row) -> TableCell {
                          const auto& fraction = row.device().queued_fraction;
                          return fraction ? format_percent(*fraction) : "—";
                        }});

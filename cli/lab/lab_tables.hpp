@@ -15,7 +15,7 @@ namespace lockstep::cli {
 template <class Row>
 struct TableColumn {
   std::string title;
-  std::function<std::string(const Row&)> cell;
+  std::function<TableCell(const Row&)> cell;
   Align align = Align::kRight;
 };
 
@@ -26,7 +26,7 @@ Table make_table(std::string title, const std::vector<TableColumn<Row>>& columns
   for (const auto& column : columns) headers.push_back({column.title, column.align});
   Table table(std::move(title), std::move(headers));
   for (const auto& row : rows) {
-    std::vector<std::string> cells;
+    std::vector<TableCell> cells;
     for (const auto& column : columns) cells.push_back(column.cell(row));
     table.add_row(std::move(cells));
   }
@@ -59,14 +59,14 @@ SetColumn peak_column();
 SetColumn micro_rows_column();  ///< "4 × 64": micro-steps and their rows
 
 /// The bytes of one part of the peak, a dash where they were not recorded.
-std::string part_cell(const RunSet& set_up, int64_t MemorySplit::*bytes);
+TableCell part_cell(const RunSet& set_up, int64_t MemorySplit::*bytes);
 
 /// A column of them.
 SetColumn part_column(const MemoryPart& part);
 
 /// The number of optimizer steps that a scaler skipped, and its final scale; a dash without one.
-std::string skipped_cell(const RunRecord& run);
-std::string scale_cell(const RunRecord& run);
+TableCell skipped_cell(const RunRecord& run);
+TableCell scale_cell(const RunRecord& run);
 
 /// One device of a set-up, over all its repetitions.
 struct DeviceRow {

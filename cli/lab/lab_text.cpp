@@ -27,20 +27,51 @@ int decimals_for(double value) {
   return value < 100 ? 1 : 0;
 }
 
+using Kind = CellValue::Kind;
+
+constexpr const char* kMs = "ms";
+constexpr const char* kMib = "mib";
+constexpr const char* kPercent = "percent";
+
 }  // namespace
 
-std::string format_step_ms(double mean_ms, double stddev_ms) {
-  const TimeUnit unit = unit_for(mean_ms);
-  const int decimals = decimals_for(mean_ms * unit.per_ms);
-  return fmt::format("{:.{}f} ± {:.{}f} {}", mean_ms * unit.per_ms, decimals,
-                     stddev_ms * unit.per_ms, decimals, unit.name);
+TableCell count_cell(int64_t count) {
+  return {std::to_string(count), {.numbers = {static_cast<double>(count)}}};
 }
 
-std::string format_range(const Stats& step_ms) {
+TableCell number_cell(std::string_view format, double value) {
+  return {fmt::format(fmt::runtime(format), value), {.numbers = {value}}};
+}
+
+TableCell bytes_cell(int64_t bytes) {
+  return {format_bytes(bytes),
+          {.unit = kMib, .numbers = {static_cast<double>(bytes) / static_cast<double>(1_MiB)}}};
+}
+
+TableCell seconds_cell(double seconds) {
+  return {format_seconds(seconds), {.unit = kMs, .numbers = {seconds * 1e3}}};
+}
+
+TableCell product_cell(int64_t count, int64_t each) {
+  return {
+      fmt::format("{} × {}", count, each),
+      {.kind = Kind::kProduct, .numbers = {static_cast<double>(count), static_cast<double>(each)}}};
+}
+
+TableCell format_step_ms(double mean_ms, double stddev_ms) {
+  const TimeUnit unit = unit_for(mean_ms);
+  const int decimals = decimals_for(mean_ms * unit.per_ms);
+  return {fmt::format("{:.{}f} ± {:.{}f} {}", mean_ms * unit.per_ms, decimals,
+                      stddev_ms * unit.per_ms, decimals, unit.name),
+          {.kind = Kind::kMean, .unit = kMs, .numbers = {mean_ms, stddev_ms}}};
+}
+
+TableCell format_range(const Stats& step_ms) {
   const TimeUnit unit = unit_for(step_ms.min);
   const int decimals = decimals_for(step_ms.min * unit.per_ms);
-  return fmt::format("{:.{}f} … {:.{}f} {}", step_ms.min * unit.per_ms, decimals,
-                     step_ms.max * unit.per_ms, decimals, unit.name);
+  return {fmt::format("{:.{}f} … {:.{}f} {}", step_ms.min * unit.per_ms, decimals,
+                      step_ms.max * unit.per_ms, decimals, unit.name),
+          {.kind = Kind::kRange, .unit = kMs, .numbers = {step_ms.min, step_ms.max}}};
 }
 
 namespace {
@@ -53,10 +84,12 @@ int decimals_for_s(double seconds) {
 
 }  // namespace
 
-std::string format_step_s(const Stats& step_ms) {
+TableCell format_step_s(const Stats& step_ms) {
   const int decimals = decimals_for_s(step_ms.mean * 1e-3);
-  return fmt::format("{:.{}f} ± {:.{}f}", step_ms.mean * 1e-3, decimals, step_ms.stddev * 1e-3,
-                     decimals);
+  const double mean = step_ms.mean * 1e-3;
+  const double stddev = step_ms.stddev * 1e-3;
+  return {fmt::format("{:.{}f} ± {:.{}f}", mean, decimals, stddev, decimals),
+          {.kind = Kind::kMean, .numbers = {mean, stddev}}};
 }
 
 std::string format_range_s(const Stats& step_ms) {
@@ -65,29 +98,31 @@ std::string format_range_s(const Stats& step_ms) {
                      decimals);
 }
 
-std::string format_s(double seconds) {
-  return fmt::format("{:.{}f}", seconds, decimals_for_s(seconds));
+TableCell format_s(double seconds) {
+  return {fmt::format("{:.{}f}", seconds, decimals_for_s(seconds)), {.numbers = {seconds}}};
 }
 
-std::string format_ms(double ms) {
-  return format_seconds(ms / 1000);
+TableCell format_ms(double ms) {
+  return seconds_cell(ms / 1000);
 }
 
-std::string signed_ms(double ms) {
-  return (ms < 0 ? "-" : "+") + format_ms(std::abs(ms));
+TableCell signed_ms(double ms) {
+  return {(ms < 0 ? "-" : "+") + format_ms(std::abs(ms)), {.unit = kMs, .numbers = {ms}}};
 }
 
-std::string step_of(const RunSet& set_up) {
+TableCell step_of(const RunSet& set_up) {
   return format_ms(pooled_step_ms(set_up).mean);
 }
 
-std::string step_with_deviation(const RunSet& set_up) {
+TableCell step_with_deviation(const RunSet& set_up) {
   const Stats step = pooled_step_ms(set_up);
   return format_step_ms(step.mean, step.stddev);
 }
 
-std::string format_speedup(const Comparison& comparison) {
-  return fmt::format("{:.2f} ± {:.2f}", comparison.speedup.mean, comparison.speedup.stddev);
+TableCell format_speedup(const Comparison& comparison) {
+  const Stats& speedup = comparison.speedup;
+  return {fmt::format("{:.2f} ± {:.2f}", speedup.mean, speedup.stddev),
+          {.kind = Kind::kMean, .numbers = {speedup.mean, speedup.stddev}}};
 }
 
 std::string format_against(const Comparison& comparison, const std::string& whom) {
@@ -100,21 +135,24 @@ std::string format_against(const Comparison& comparison, const std::string& whom
   return fmt::format("{:.2f} times slower than {}", speedup > 0 ? 1 / speedup : 0, whom);
 }
 
-std::string format_percent(double fraction) {
-  return fmt::format("{:.0f} %", fraction * 100);
+TableCell format_percent(double fraction) {
+  return {fmt::format("{:.0f} %", fraction * 100), {.unit = kPercent, .numbers = {fraction * 100}}};
 }
 
-std::string percent_range(double least, double most) {
+TableCell percent_range(double least, double most) {
   const std::string low = fmt::format("{:.0f}", least * 100);
   const std::string high = fmt::format("{:.0f}", most * 100);
-  return low == high ? low + " %" : fmt::format("{} to {} %", low, high);
+  return {low == high ? low + " %" : fmt::format("{} to {} %", low, high),
+          {.kind = Kind::kRange, .unit = kPercent, .numbers = {least * 100, most * 100}}};
 }
 
-std::string format_share(double fraction) {
+TableCell format_share(double fraction) {
   const double percent = fraction * 100;
-  if (percent == 0) return "0 %";
-  if (percent < 0.001) return "< 0.001 %";
-  return percent < 10 ? fmt::format("{:.2g} %", percent) : fmt::format("{:.0f} %", percent);
+  const CellValue value{.unit = kPercent, .numbers = {percent}};
+  if (percent == 0) return {"0 %", value};
+  if (percent < 0.001) return {"< 0.001 %", value};
+  return {percent < 10 ? fmt::format("{:.2g} %", percent) : fmt::format("{:.0f} %", percent),
+          value};
 }
 
 std::string at_most(double fraction) {
@@ -122,13 +160,16 @@ std::string at_most(double fraction) {
   return share.starts_with("< ") ? "less than " + share.substr(2) : "at most " + share;
 }
 
-std::string format_change(double fraction) {
+TableCell format_change(double fraction) {
   const double percent = std::round(fraction * 100);
-  return percent == 0 ? "±0 %" : fmt::format("{:+.0f} %", percent);
+  return {percent == 0 ? "±0 %" : fmt::format("{:+.0f} %", percent),
+          {.unit = kPercent, .numbers = {fraction * 100}}};
 }
 
-std::string format_rows(const std::vector<int64_t>& rows) {
-  return fmt::format("{}", fmt::join(rows, " "));
+TableCell format_rows(const std::vector<int64_t>& rows) {
+  return {fmt::format("{}", fmt::join(rows, " ")),
+          {.kind = rows.size() > 1 ? Kind::kList : Kind::kValue,
+           .numbers = {rows.begin(), rows.end()}}};
 }
 
 std::string rows_text(const std::vector<int64_t>& rows) {
@@ -138,8 +179,9 @@ std::string rows_text(const std::vector<int64_t>& rows) {
   return listed(words) + (rows == std::vector<int64_t>{1} ? " row" : " rows");
 }
 
-std::string signed_bytes(int64_t bytes) {
-  return (bytes > 0 ? "+" : "") + format_bytes(bytes);
+TableCell signed_bytes(int64_t bytes) {
+  const TableCell plain = bytes_cell(bytes);
+  return {(bytes > 0 ? "+" : "") + plain, plain.value};
 }
 
 std::string against_text(int64_t bytes) {
@@ -147,12 +189,12 @@ std::string against_text(int64_t bytes) {
   return fmt::format("{} {} than", format_bytes(std::abs(bytes)), bytes > 0 ? "more" : "less");
 }
 
-std::string format_count(int64_t count) {
+TableCell format_count(int64_t count) {
   std::string digits = std::to_string(count);
   for (auto at = static_cast<int64_t>(digits.size()) - 3; at > 0; at -= 3) {
     digits.insert(static_cast<size_t>(at), ",");
   }
-  return digits;
+  return {std::move(digits), {.numbers = {static_cast<double>(count)}}};
 }
 
 std::string listed(const std::vector<std::string>& words) {
@@ -160,16 +202,19 @@ std::string listed(const std::vector<std::string>& words) {
   return fmt::format("{} and {}", fmt::join(words.begin(), words.end() - 1, ", "), words.back());
 }
 
-std::string device_count(const RunSet& set_up) {
+TableCell device_count(const RunSet& set_up) {
   const bool shared = set_up.devices > 1 && sharing(set_up) > 1;
-  return fmt::format("{}{}", set_up.devices, shared ? ", shared" : "");
+  return {fmt::format("{}{}", set_up.devices, shared ? ", shared" : ""),
+          {.numbers = {static_cast<double>(set_up.devices)}, .remark = shared ? "shared" : ""}};
 }
 
-std::string proportionality(const Comparison& comparison, const RunSet& set_up) {
+TableCell proportionality(const Comparison& comparison, const RunSet& set_up) {
   if (set_up.devices == 1) return "—";
   if (sharing(set_up) > 1) return "cannot tell";
-  return fmt::format("{}, {}", format_percent(comparison.efficiency),
-                     comparison.efficiency >= kProportional ? "yes" : "no");
+  TableCell cell = format_percent(comparison.efficiency);
+  cell.value.remark = comparison.efficiency >= kProportional ? "yes" : "no";
+  cell += ", " + cell.value.remark;
+  return cell;
 }
 
 std::string times_warning(const Disturbance& disturbance, const std::vector<Comparison>& compared) {

@@ -1,82 +1,99 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/counted.hpp"
 #include "cli/lab/lab_measures.hpp"
+#include "lockstep/table.hpp"
 
 namespace lockstep::cli {
 
+// Texts with the numbers that they show, for sentences and for cells of tables.
+
+/// "12": for example a number of rows.
+TableCell count_cell(int64_t count);
+
+/// A plain number, as this format for one double shows it: "{:.4g}".
+TableCell number_cell(std::string_view format, double value);
+
+/// "24.0 MiB", "4.56 s".
+TableCell bytes_cell(int64_t bytes);
+TableCell seconds_cell(double seconds);
+
+/// "4 × 64".
+TableCell product_cell(int64_t count, int64_t each);
+
 /// "41.2 ± 0.8 ms": mean and deviation in one unit.
-std::string format_step_ms(double mean_ms, double stddev_ms);
+TableCell format_step_ms(double mean_ms, double stddev_ms);
 
 /// "40.1 … 44.0 ms".
-std::string format_range(const Stats& step_ms);
+TableCell format_range(const Stats& step_ms);
 
 /// "0.0412 ± 0.0008" and "0.0401 … 0.0440": the same in seconds, for columns that say so.
-std::string format_step_s(const Stats& step_ms);
+TableCell format_step_s(const Stats& step_ms);
 std::string format_range_s(const Stats& step_ms);
 
 /// "1.24": three digits, in seconds.
-std::string format_s(double seconds);
+TableCell format_s(double seconds);
 
 /// "41.2 ms".
-std::string format_ms(double ms);
+TableCell format_ms(double ms);
 
 /// "+2.68 ms", "-9.80 ms".
-std::string signed_ms(double ms);
+TableCell signed_ms(double ms);
 
 /// The mean step time of a set-up: "41.2 ms"; and with its deviation: "41.2 ± 0.8 ms".
-std::string step_of(const RunSet& set_up);
-std::string step_with_deviation(const RunSet& set_up);
+TableCell step_of(const RunSet& set_up);
+TableCell step_with_deviation(const RunSet& set_up);
 
 /// "1.87 ± 0.02".
-std::string format_speedup(const Comparison& comparison);
+TableCell format_speedup(const Comparison& comparison);
 
 /// "1.62 times as fast as fp32", "1.20 times slower than fp32", "not measurably faster or slower
 /// than fp32 (1.01 ± 0.02 times)".
 std::string format_against(const Comparison& comparison, const std::string& whom);
 
 /// "12 %".
-std::string format_percent(double fraction);
+TableCell format_percent(double fraction);
 
 /// "85 %", "85 to 91 %".
-std::string percent_range(double least, double most);
+TableCell percent_range(double least, double most);
 
 /// "0 %", "0.012 %", "12 %", "140 %": two digits.
-std::string format_share(double fraction);
+TableCell format_share(double fraction);
 
 /// "at most 2.3 %", "less than 0.001 %".
 std::string at_most(double fraction);
 
 /// "-28 %", "+3 %", "±0 %".
-std::string format_change(double fraction);
+TableCell format_change(double fraction);
 
 /// "22 22 20".
-std::string format_rows(const std::vector<int64_t>& rows);
+TableCell format_rows(const std::vector<int64_t>& rows);
 
 /// "32 rows each", "22, 22 and 20 rows", "64 rows".
 std::string rows_text(const std::vector<int64_t>& rows);
 
 /// "+10.0 MiB", "-10.0 MiB".
-std::string signed_bytes(int64_t bytes);
+TableCell signed_bytes(int64_t bytes);
 
 /// "10.0 MiB more than", "10.0 MiB less than", "as much as".
 std::string against_text(int64_t bytes);
 
 /// "4,198,400".
-std::string format_count(int64_t count);
+TableCell format_count(int64_t count);
 
 /// "2, 4 and 8".
 std::string listed(const std::vector<std::string>& words);
 
 /// "2", "3, shared". One device has nothing to share its hardware with.
-std::string device_count(const RunSet& set_up);
+TableCell device_count(const RunSet& set_up);
 
 /// How much of a proportional speed-up was reached, and whether that counts as proportional:
 /// "96 %, yes", "cannot tell"; a dash for one device.
-std::string proportionality(const Comparison& comparison, const RunSet& set_up);
+TableCell proportionality(const Comparison& comparison, const RunSet& set_up);
 
 /// Why the times of a lab cannot be judged, for LabReport::warning: other programs, or runs of the
 /// same set-up that differ too much. Empty if they can. `compared` are the comparisons that its

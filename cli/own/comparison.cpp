@@ -151,9 +151,9 @@ Table wall_table(const Ranking& ranking) {
   for (size_t i = 0; i < ranking.rows.size(); ++i) {
     const SetRow& row = ranking.rows[i];
     const Stats wall = pooled_step_ms(*row.set_up);
-    table.add_row({row.name, format_step_ms(wall.mean, wall.stddev), format_range(wall),
-                   std::to_string(wall.n),
-                   i == ranking.order.front() ? "1" : format_speedup(ranking.against_fastest[i])});
+    table.add_row(
+        {row.name, format_step_ms(wall.mean, wall.stddev), format_range(wall), count_cell(wall.n),
+         i == ranking.order.front() ? count_cell(1) : format_speedup(ranking.against_fastest[i])});
   }
   table.add_note(
       "From start to end of the program, mean ± deviation. The runs took turns, after one of each "

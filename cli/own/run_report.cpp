@@ -10,7 +10,6 @@
 #include "cli/lab/lab_tables.hpp"
 #include "cli/lab/lab_text.hpp"
 #include "cli/lab/pipeline_trace.hpp"
-#include "lockstep/units.hpp"
 
 namespace lockstep::cli {
 namespace {
@@ -35,8 +34,8 @@ bool accumulates_or_rounds(const RunRecord& run) {
   return run.accum_steps > 1 || run.amp != "off" || run.scale || run.nonfinite > 0;
 }
 
-std::string or_dash(bool known, const std::string& text) {
-  return known ? text : "—";
+TableCell or_dash(bool known, const TableCell& cell) {
+  return known ? cell : "—";
 }
 
 // A column about a set-up's first run.
@@ -51,11 +50,11 @@ Table setup_table(const std::vector<SetRow>& rows) {
       {name_column("run"),
        run_column(
            "program", [](const RunRecord& run) { return run.program; }, Align::kLeft),
-       run_column("ranks", [](const RunRecord& run) { return std::to_string(run.world_size); }),
+       run_column("ranks", [](const RunRecord& run) { return count_cell(run.world_size); }),
        devices_column(),
        run_column("rows per step",
                   [](const RunRecord& run) {
-                    return or_dash(run.effective_batch > 0, std::to_string(run.effective_batch));
+                    return or_dash(run.effective_batch > 0, count_cell(run.effective_batch));
                   }),
        run_column(
            "rows per device",
@@ -63,9 +62,11 @@ Table setup_table(const std::vector<SetRow>& rows) {
            Align::kLeft),
        run_column("steps",
                   [](const RunRecord& run) {
-                    const std::string after =
-                        run.resumed_after == 0 ? "" : fmt::format(" after {}", run.resumed_after);
-                    return std::to_string(run.losses.size()) + after;
+                    TableCell steps = count_cell(std::ssize(run.losses));
+                    if (run.resumed_after == 0) return steps;
+                    steps.value.remark = fmt::format("after {}", run.resumed_after);
+                    steps += " " + steps.value.remark;
+                    return steps;
                   })},
       rows);
 }
@@ -74,21 +75,21 @@ Table time_table(const std::vector<SetRow>& rows) {
   Table table = make_table<SetRow>(
       "Time and memory",
       {name_column("run"),
-       {"runs", [](const SetRow& row) { return std::to_string(row.set_up->runs.size()); }},
+       {"runs", [](const SetRow& row) { return count_cell(std::ssize(row.set_up->runs)); }},
        step_column(),
        range_column(),
-       {"total time", [](const SetRow& row) { return format_seconds(mean_total_s(*row.set_up)); }},
+       {"total time", [](const SetRow& row) { return seconds_cell(mean_total_s(*row.set_up)); }},
        {"rows/s",
         [](const SetRow& row) {
           const double rate = rows_per_s(*row.set_up);
-          return or_dash(rate > 0, fmt::format("{:.0f}", rate));
+          return or_dash(rate > 0, number_cell("{:.0f}", rate));
         }},
-       {"peak per device", [](const SetRow& row) { return format_bytes(peak_of(*row.set_up)); }},
+       {"peak per device", [](const SetRow& row) { return bytes_cell(peak_of(*row.set_up)); }},
        run_column("last loss",
                   [](const RunRecord& run) {
                     return or_dash(
                         !run.losses.empty(),
-                        run.losses.empty() ? "" : fmt::format("{:.4g}", run.losses.back()));
+                        run.losses.empty() ? "" : number_cell("{:.4g}", run.losses.back()));
                   })},
       rows);
   std::set<int64_t> warmups;
@@ -103,14 +104,14 @@ Table time_table(const std::vector<SetRow>& rows) {
 Table devices_table(const std::vector<SetRow>& rows) {
   using Row = DeviceRow;
   const auto bytes = [](int64_t DeviceRecord::*member) {
-    return [member](const Row& row) { return format_bytes(row.device().*member); };
+    return [member](const Row& row) { return bytes_cell(row.device().*member); };
   };
   Table table = make_table<Row>(
       "Devices",
       {{"run", [](const Row& row) { return row.name; }, Align::kLeft},
        {"device", [](const Row& row) { return row.device().name; }, Align::kLeft},
        {"hardware", [](const Row& row) { return row.device().hardware(); }, Align::kLeft},
-       {"rows", [](const Row& row) { return or_dash(row.rows > 0, std::to_string(row.rows)); }},
+       {"rows", [](const Row& row) { return or_dash(row.rows > 0, count_cell(row.rows)); }},
        {"busy", [](const Row& row) { return format_percent(row.device().busy_fraction); }},
        {"peak", bytes(&DeviceRecord::peak_bytes)},
        {"final", bytes(&DeviceRecord::final_bytes)},
@@ -128,9 +129,8 @@ Table communication_table(const std::vector<SetRow>& rows) {
       "Communication in a step",
       {name_column("run"),
        run_column("all-reduces",
-                  [](const RunRecord& run) { return fmt::format("{:g}", run.all_reduces.count); }),
-       run_column("bytes",
-                  [](const RunRecord& run) { return format_bytes(run.all_reduces.bytes); }),
+                  [](const RunRecord& run) { return number_cell("{:g}", run.all_reduces.count); }),
+       run_column("bytes", [](const RunRecord& run) { return bytes_cell(run.all_reduces.bytes); }),
        {"time", part(&Communication::total_ms)},
        {"hidden", part(&Communication::hidden_ms)},
        {"exposed", part(&Communication::exposed_ms)},
@@ -147,9 +147,9 @@ Table buckets_table(const SetRow& row) {
   if (buckets.size() > kMostBuckets) buckets.resize(kMostBuckets);
   Table table = make_table<Row>(
       fmt::format("Buckets of {}", row.name),
-      {{"bucket", [](const Row& bucket) { return std::to_string(bucket.index); }},
-       {"size", [](const Row& bucket) { return format_bytes(bucket.bytes); }},
-       {"parameters", [](const Row& bucket) { return std::to_string(bucket.parameters); }},
+      {{"bucket", [](const Row& bucket) { return count_cell(bucket.index); }},
+       {"size", [](const Row& bucket) { return bytes_cell(bucket.bytes); }},
+       {"parameters", [](const Row& bucket) { return count_cell(bucket.parameters); }},
        {"launched", [](const Row& bucket) { return format_ms(bucket.launched_ms); }},
        {"finished", [](const Row& bucket) { return format_ms(bucket.finished_ms); }}},
       buckets);
@@ -167,8 +167,8 @@ Table ranks_table(const std::vector<SetRow>& rows) {
   for (const auto& row : rows) {
     const auto& ranks = row.first().ranks;
     for (size_t rank = 0; rank < ranks.size(); ++rank) {
-      table.add_row(
-          {row.name, std::to_string(rank), ranks[rank].host, format_ms(ranks[rank].step_ms)});
+      table.add_row({row.name, count_cell(static_cast<int64_t>(rank)), ranks[rank].host,
+                     format_ms(ranks[rank].step_ms)});
     }
   }
   table.add_note("Each rank's own mean in the first run.");
@@ -183,7 +183,7 @@ Table precision_table(const std::vector<SetRow>& rows) {
            "precision", [](const RunRecord& run) { return run.amp; }, Align::kLeft),
        run_column("skipped steps", skipped_cell), run_column("final scale", scale_cell),
        run_column("losses not finite",
-                  [](const RunRecord& run) { return std::to_string(run.nonfinite); })},
+                  [](const RunRecord& run) { return count_cell(run.nonfinite); })},
       rows);
 }
 
@@ -207,10 +207,10 @@ Table stages_table(const std::vector<SetRow>& rows) {
   for (const auto& row : rows) {
     const PipelineRecord& pipeline = pipeline_of(*row.set_up);
     for (const auto& stage : pipeline.stages) {
-      table.add_row({row.name, std::to_string(stage.rank), std::to_string(stage.stage),
-                     stage.device, std::to_string(stage.layers), format_ms(stage.forward_ms),
+      table.add_row({row.name, count_cell(stage.rank), count_cell(stage.stage), stage.device,
+                     count_cell(stage.layers), format_ms(stage.forward_ms),
                      format_ms(stage.backward_ms + stage.weight_ms),
-                     std::to_string(stage.peak_micro_batches)});
+                     count_cell(stage.peak_micro_batches)});
     }
     table.add_note(fmt::format("{}: {} with {}, bubble {:.0f} % predicted and {:.0f} % measured.",
                                row.name, pipeline.schedule,

@@ -11,6 +11,7 @@
 #include "base/process.hpp"
 #include "cli/lab/folder_lock.hpp"
 #include "cli/lab/lab_report.hpp"
+#include "cli/lab/lab_text.hpp"
 #include "cli/verify/verify.hpp"
 #include "lockstep/error.hpp"
 #include "lockstep/version.hpp"
@@ -351,7 +352,7 @@ int run_mutations(const VerifyOptions& options, const std::string& command) {
                    named     ? "yes"
                    : finding ? "wrong name"
                              : "NO",
-                   shown.step > 0 ? std::to_string(shown.step) : "—",
+                   shown.step > 0 ? count_cell(shown.step) : "—",
                    shown.where.empty() ? "whole step" : module_of(shown.where),
                    ranks_text(shown.ranks), shown.cause, shown.text});
   }
@@ -397,7 +398,7 @@ int run_clean(const VerifyOptions& options, const std::string& command) {
                                      {"explained", Align::kRight},
                                      {"false alarms", Align::kRight}});
   for (auto& [model, verdicts] : counts) {
-    const auto count = [&](Verdict verdict) { return std::to_string(verdicts[verdict]); };
+    const auto count = [&](Verdict verdict) { return count_cell(verdicts[verdict]); };
     table.add_row({model, count(Verdict::kSameBits), count(Verdict::kReordered),
                    count(Verdict::kExplained), count(Verdict::kWrong)});
   }

@@ -5,15 +5,15 @@
 #include <map>
 
 #include "base/counted.hpp"
+#include "cli/lab/lab_text.hpp"
 #include "cli/verify/verify.hpp"
-#include "lockstep/units.hpp"
 #include "lockstep/version.hpp"
 
 namespace lockstep::cli {
 namespace {
 
-std::string small(double value) {
-  return value == 0 ? "0" : fmt::format("{:.1e}", value);
+TableCell small(double value) {
+  return value == 0 ? count_cell(0) : number_cell("{:.1e}", value);
 }
 
 std::string title_of(const VerifiedRun& run) {
@@ -21,10 +21,13 @@ std::string title_of(const VerifiedRun& run) {
 }
 
 // Tensors whose tolerance is as large as they are were compared in vain.
-std::string tensors_cell(const Judgement& judged) {
+TableCell tensors_cell(const Judgement& judged) {
   if (judged.tensors == 0) return "—";
-  return judged.loose == 0 ? std::to_string(judged.tensors)
-                           : fmt::format("{}, {} loosely", judged.tensors, judged.loose);
+  TableCell cell = count_cell(judged.tensors);
+  if (judged.loose == 0) return cell;
+  cell.value.remark = fmt::format("{} loosely", judged.loose);
+  cell += ", " + cell.value.remark;
+  return cell;
 }
 
 // What was checked inside a run that could not be compared with the reference.
@@ -52,10 +55,10 @@ Table runs_table(const std::vector<VerifiedRun>& runs) {
     const Judgement& judged = run.judgement;
     const bool compared = judged.tensors > 0 && judged.largest > 0;
     table.add_row({title_of(run), verdict_text(run),
-                   judged.steps > 0 ? std::to_string(judged.steps) : "—", tensors_cell(judged),
+                   judged.steps > 0 ? count_cell(judged.steps) : "—", tensors_cell(judged),
                    compared ? small(judged.largest) : "—",
                    compared ? small(judged.largest_tolerance) : "—",
-                   compared ? judged.largest_at : "—", format_seconds(run.seconds)});
+                   compared ? judged.largest_at : "—", seconds_cell(run.seconds)});
   }
   table.add_note(
       "Differences are 2-norms over a tensor, relative to its norm. The tolerance is measured: 8 "
@@ -92,7 +95,7 @@ Table findings_table(const std::vector<VerifiedRun>& runs) {
   for (const auto& run : runs) {
     if (!run.is_judged() || !run.judgement.finding) continue;
     const Divergence& found = *run.judgement.finding;
-    table.add_row({title_of(run), found.step > 0 ? std::to_string(found.step) : "—",
+    table.add_row({title_of(run), found.step > 0 ? count_cell(found.step) : "—",
                    found.where.empty() ? "whole step" : module_of(found.where),
                    ranks_text(found.ranks), found.cause,
                    found.where.empty() ? found.text : found.where + ": " + found.text});

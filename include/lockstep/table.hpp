@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace lockstep {
@@ -19,13 +20,34 @@ struct Column {
   Align align = Align::kLeft;
 };
 
+/// The numbers that a cell shows, all of one unit.
+struct CellValue {
+  /// What they are together: one number, "77.8 ± 5.1", "40 … 44", "22 20", "4 × 64", "0 of 8".
+  enum class Kind { kValue, kMean, kRange, kList, kProduct, kShare };
+
+  Kind kind = Kind::kValue;
+  std::string unit = {};             ///< "ms", "mib", "percent"; "" for plain numbers
+  std::vector<double> numbers = {};  ///< none in a cell of text
+  std::string remark = {};           ///< "shared" of "4, shared"
+};
+
+/// The text of a cell, and the numbers that it shows.
+struct TableCell : std::string {
+  TableCell() = default;
+  TableCell(std::string text, CellValue shown = {})
+      : std::string(std::move(text)), value(std::move(shown)) {}
+  TableCell(const char* text) : std::string(text) {}
+
+  CellValue value;
+};
+
 /// A table of text cells, rendered for a terminal, a Markdown report or a spreadsheet.
 class Table {
  public:
   Table(std::string title, std::vector<Column> columns);
 
   /// Adds a row with one cell per column. Another number of cells is an Error.
-  void add_row(std::vector<std::string> cells);
+  void add_row(std::vector<TableCell> cells);
 
   /// Adds a remark that is printed under the table.
   void add_note(std::string note);
@@ -33,6 +55,8 @@ class Table {
   const std::string& title() const { return title_; }
   const std::vector<Column>& columns() const { return columns_; }
   const std::vector<std::vector<std::string>>& rows() const { return rows_; }
+  /// What the cells of rows() show: [row][column].
+  const std::vector<std::vector<CellValue>>& values() const { return values_; }
   const std::vector<std::string>& notes() const { return notes_; }
 
   /// With rules, aligned by display width. `bold` sets title and header in bold by ANSI codes. A
@@ -43,15 +67,16 @@ class Table {
   /// A pipe table under a `###` title, with Markdown's special characters escaped.
   std::string markdown() const;
 
-  /// Header and rows as in RFC 4180, without title and notes. Quantities are numbers, with their
-  /// unit in the header: "77.8 ± 5.1 ms" in the column "step time" becomes step_time_mean_ms and
-  /// step_time_deviation_ms.
+  /// Header and rows as in RFC 4180, without title and notes. Cells with numbers give these, with
+  /// their unit in the header: a mean and a deviation in the column "step time" become
+  /// step_time_mean_ms and step_time_deviation_ms.
   std::string csv() const;
 
  private:
   std::string title_;
   std::vector<Column> columns_;
   std::vector<std::vector<std::string>> rows_;
+  std::vector<std::vector<CellValue>> values_;  // of rows_
   std::vector<std::string> notes_;
 };
 

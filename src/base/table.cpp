@@ -193,7 +193,7 @@ Table flip(const Table& table) {
   for (const auto& row : table.rows()) columns.push_back({row[0], Align::kRight});
   Table flipped(table.title(), std::move(columns));
   for (size_t column = 1; column < table.columns().size(); ++column) {
-    std::vector<std::string> cells = {table.columns()[column].header};
+    std::vector<TableCell> cells = {table.columns()[column].header};
     for (const auto& row : table.rows()) cells.push_back(row[column]);
     flipped.add_row(std::move(cells));
   }
@@ -235,12 +235,17 @@ std::string block_of(const std::vector<Column>& columns, const std::vector<std::
 Table::Table(std::string title, std::vector<Column> columns)
     : title_(std::move(title)), columns_(std::move(columns)) {}
 
-void Table::add_row(std::vector<std::string> cells) {
+void Table::add_row(std::vector<TableCell> cells) {
   if (cells.size() != columns_.size()) {
     throw Error(Code::kInternal, fmt::format("a row of table \"{}\" has {} cells for {} columns",
                                              title_, cells.size(), columns_.size()));
   }
-  rows_.push_back(std::move(cells));
+  rows_.emplace_back();
+  values_.emplace_back();
+  for (TableCell& cell : cells) {
+    values_.back().push_back(std::move(cell.value));
+    rows_.back().push_back(std::move(cell));
+  }
 }
 
 void Table::add_note(std::string note) {

@@ -20,11 +20,9 @@ struct DataColumn {
 /// Nothing, a number in its column's unit, or a text.
 using DataCell = std::variant<std::monostate, double, std::string>;
 
-/// What a table says, for programs: with the digits that it shows. "77.8 ± 5.1 ms" becomes a mean
-/// and a deviation in milliseconds, "40 … 44 ms" a least and a most, "1 / 2", "22 20" and "4 × 64"
-/// several numbers, "4, shared" and "< 0.001 %" a number and a remark. All times are in
-/// milliseconds and all sizes in MiB, unless the column's title names a unit: "total (s)". A cell
-/// that is no quantity stays text.
+/// What a table says, for programs: the numbers of its cells. Several in one cell, such as a mean
+/// and its deviation, are several columns, and a remark has a column of its own. The title of a
+/// column of plain numbers may name their unit: "total (s)". A cell without numbers stays text.
 struct TableData {
   std::string title;
   std::vector<DataColumn> columns;

@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "base/counted.hpp"
 #include "lockstep/error.hpp"
+#include "lockstep/schedule.hpp"
 #include "lockstep/table.hpp"
 
 namespace lockstep {

@@ -87,7 +87,7 @@ TEST(LabFolderLock, OneLabAtATime) {
 
 LabReport small_report() {
   Table table("Speed", {{"set-up"}, {"step time", Align::kRight}});
-  table.add_row({"single", "77.8 ± 5.1 ms"});
+  table.add_row({"single", format_step_ms(77.8, 5.1)});
   LabReport report{.title = "Small",
                    .stamp = {},
                    .tables = {{"speed", table}},
@@ -200,6 +200,25 @@ TEST(Lab5Tables, StepTimesHaveOneUnit) {
   EXPECT_EQ(format_step_ms(41.23, 0.84), "41.2 ± 0.8 ms");
   EXPECT_EQ(format_step_ms(0.2134, 0.004), "213 ± 4 µs");
   EXPECT_EQ(format_step_ms(1234, 50), "1.23 ± 0.05 s");
+}
+
+TEST(LabText, CarriesTheNumbersThatItShows) {
+  const auto numbers = [](const TableCell& cell) { return cell.value.numbers; };
+  const auto step = format_step_ms(1234, 50);
+  EXPECT_EQ(numbers(step), (std::vector<double>{1234, 50}));
+  EXPECT_EQ(step.value.unit, "ms");
+  EXPECT_EQ(step.value.kind, CellValue::Kind::kMean);
+  EXPECT_EQ(numbers(format_range({.min = 0.5, .max = 2})), (std::vector<double>{0.5, 2}));
+  EXPECT_EQ(numbers(format_ms(125'000)), std::vector<double>{125'000}) << "2 min 05 s";
+  EXPECT_EQ(numbers(signed_ms(-3)), std::vector<double>{-3});
+  EXPECT_EQ(numbers(bytes_cell(512 << 10)), std::vector<double>{0.5});
+  EXPECT_EQ(numbers(signed_bytes(-1 << 20)), std::vector<double>{-1});
+  EXPECT_EQ(bytes_cell(1).value.unit, "mib");
+  EXPECT_EQ(numbers(format_share(0.5)), std::vector<double>{50});
+  EXPECT_EQ(numbers(percent_range(0.25, 0.5)), (std::vector<double>{25, 50}));
+  EXPECT_EQ(numbers(format_rows({22, 20})), (std::vector<double>{22, 20}));
+  EXPECT_EQ(numbers(product_cell(4, 64)), (std::vector<double>{4, 64}));
+  EXPECT_EQ(numbers(format_count(1234567)), std::vector<double>{1234567});
 }
 
 TEST(LabText, ReadsAsAPersonWouldWriteIt) {

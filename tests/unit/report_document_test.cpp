@@ -122,8 +122,8 @@ TEST(ReportPages, NoHeadingIsLeftAlone) {
 TEST(ReportPages, WhateverIsInItStaysInside) {
   const std::string word(2000, 'W');
   Table wide(word, std::vector<Column>(30, {word.substr(0, 40), Align::kRight}));
-  wide.add_row(std::vector<std::string>(30, "123456789012345678901234567890"));
-  wide.add_row(std::vector<std::string>(30, words(300)));
+  wide.add_row(std::vector<TableCell>(30, "123456789012345678901234567890"));
+  wide.add_row(std::vector<TableCell>(30, words(300)));
   wide.add_note(word);
   Table none("No columns", {});
   Table empty("No rows", {{"a"}, {"b"}});
