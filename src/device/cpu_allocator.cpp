@@ -248,14 +248,18 @@ const CpuPool& CpuPool::pool_of(const void* data) {
   return *header_of(data)->pool;
 }
 
+// Created when the program starts: other threads that allocate find it by a pointer of libtorch's
+// that has no lock.
+static PooledCpuAllocator& pooled_cpu_allocator() {
+  static auto* allocator = new PooledCpuAllocator;
+  return *allocator;
+}
+[[maybe_unused]] static const PooledCpuAllocator& created_at_start = pooled_cpu_allocator();
+
 void install_cpu_allocator() {
-  static PooledCpuAllocator* allocator = [] {
-    auto* created = new PooledCpuAllocator();
-    // Above the priority of libtorch's own allocators (0).
-    c10::SetCPUAllocator(created, 100);
-    return created;
-  }();
-  (void)allocator;
+  // Above the priority of libtorch's own allocators (0).
+  static const bool installed = (c10::SetCPUAllocator(&pooled_cpu_allocator(), 100), true);
+  (void)installed;
 }
 
 CpuPool* exchange_current_pool(CpuPool* pool) noexcept {

@@ -144,9 +144,17 @@ DeviceRng::Mark marked(at::Generator generator, DeviceRng::Mark& last) {
   return last;
 }
 
+// libtorch 1.13 never frees what Generator::clone() returns, so it is not used on the CPU.
 at::Generator copy_of(at::Generator generator) {
   const std::lock_guard lock(generator.mutex());
-  return generator.clone();
+  if (!generator.device().is_cpu()) return generator.clone();
+  auto& from = *generator.get<at::CPUGeneratorImpl>();
+  at::Generator copy = at::detail::createCPUGenerator();
+  auto& to = *copy.get<at::CPUGeneratorImpl>();
+  to.set_engine(from.engine());
+  to.set_next_float_normal_sample(from.next_float_normal_sample());
+  to.set_next_double_normal_sample(from.next_double_normal_sample());
+  return copy;
 }
 
 }  // namespace

@@ -53,7 +53,7 @@ SchedulerType=sched/builtin
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
-DefMemPerCPU=900
+DefMemPerCPU=1900
 KillWait=5
 MinJobAge=300
 SlurmctldTimeout=60

@@ -363,7 +363,9 @@ void ShmAllGather::take(int64_t begin, int64_t count, int64_t /*stride*/,
                         const Contributions& from) {
   for (int peer = 0; peer < engine_.size(); ++peer) {
     copy_bytes(bytes_at(output_.data, (peer * call.count + begin) * element_bytes_),
-               from[static_cast<size_t>(peer)], count * element_bytes_);
+               is_own(peer) ? bytes_at(input_.data, begin * element_bytes_)
+                            : from[static_cast<size_t>(peer)],
+               count * element_bytes_);
   }
 }
 
@@ -446,9 +448,14 @@ void ShmExchange::put(int64_t begin, int64_t count, std::byte* slot) const {
   }
 }
 
+// The own block comes from the input: in place it stays as it is, which another thread may be
+// sending to other hosts.
 void ShmExchange::take_block(int peer, int64_t begin, int64_t count, const std::byte* from) {
   const int64_t there = blocks_.taken[static_cast<size_t>(peer)] - begin;
   if (there <= 0) return;
+  if (is_own(peer)) {
+    from = bytes_at(input_.data, (blocks_.given_offset(peer) + begin) * element_bytes_);
+  }
   copy_bytes(bytes_at(output_.data, (blocks_.taken_offset(peer) + begin) * element_bytes_), from,
              std::min(there, count) * element_bytes_);
 }
