@@ -115,8 +115,8 @@ TEST_F(LaunchStreams, ALimitTooSmallForTheBoardIsNamed) {
 }
 
 TEST_F(LaunchStreams, ASmallStackIsEnough) {
-#ifdef __SANITIZE_ADDRESS__
-  GTEST_SKIP() << "AddressSanitizer's frames do not fit a small stack";
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "sanitizers' frames do not fit a small stack";
 #endif
   const std::string script = "ulimit -s 64; exec \"$@\"";
   const JobResult one = run_in_shell(script, {"-n", "3", worker(), "print:hello"});
