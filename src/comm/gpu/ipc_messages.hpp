@@ -17,7 +17,7 @@ namespace lockstep {
 /// host too, where processes share a GPU: see IpcHostStaged for why.
 ///
 /// A message that was begun moves on whenever its rank waits or advances, in messages or in
-/// collectives. So no message keeps this rank from doing what its receiver waits for.
+/// collectives of this communicator, and, by Backend::while_waiting(), in calls of its host.
 class IpcMessages final : public std::enable_shared_from_this<IpcMessages> {
  public:
   explicit IpcMessages(std::shared_ptr<IpcCore> core);
